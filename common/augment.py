@@ -1,0 +1,71 @@
+"""Random crops and mirror images of whole batches; each sample's randomness is handed in, nothing is drawn here."""
+
+import numpy as np
+import torch
+
+
+def crop_padded(images: torch.Tensor, draws: np.ndarray) -> torch.Tensor:
+    """Pad by an eighth with zeros and crop back at random, each sample at its own place, in one gather.
+
+    This is He et al.'s augmentation for CIFAR (2015, section 4.2, https://arxiv.org/abs/1512.03385):
+    4 pixels around 32.
+
+    Args:
+        images: (b, C, H, W) uint8.
+        draws: (b, 2) in [0, 1); place of the crop from top and left.
+
+    Returns:
+        (b, C, H, W) uint8.
+    """
+    from torchvision.transforms.v2 import functional as tv  # noqa: PLC0415 (2 s that others need not wait)
+
+    height, width = images.shape[-2:]
+    pad = max(1, height // 8)
+    top, left = torch.from_numpy((draws * (2 * pad + 1)).astype(np.int64)).unbind(1)
+    # (b, C, 2 pad + 1, 2 pad + 1, H, W): a view of every possible crop; the gather copies one of each sample.
+    crops = tv.pad(images, [pad]).unfold(2, height, 1).unfold(3, width, 1)
+    return crops[torch.arange(len(images)), :, top, left]
+
+
+def crop_resized(image: torch.Tensor, size: int, draws: np.ndarray) -> torch.Tensor:
+    """Crop 8 to 100 % of the area with an aspect of 3:4 to 4:3 at random, and resize.
+
+    This is the augmentation for ImageNet of Szegedy et al. (2014, section 6, https://arxiv.org/abs/1409.4842).
+
+    Args:
+        image: (C, H, W) uint8.
+        size: side of the result, in pixels.
+        draws: (4,) in [0, 1): area, aspect, top, left.
+
+    Returns:
+        (C, size, size) uint8.
+    """
+    from torchvision.transforms.v2 import functional as tv  # noqa: PLC0415
+
+    height, width = image.shape[-2:]
+    area, aspect = (0.08 + 0.92 * draws[0]) * height * width, (3 / 4) ** (1 - 2 * draws[1])
+    crop_height = min(height, max(1, round((area / aspect) ** 0.5)))
+    crop_width = min(width, max(1, round((area * aspect) ** 0.5)))
+    top, left = int(draws[2] * (height - crop_height + 1)), int(draws[3] * (width - crop_width + 1))
+    return tv.resized_crop(image, top, left, crop_height, crop_width, [size, size], antialias=True)
+
+
+def crop_center(image: torch.Tensor, size: int) -> torch.Tensor:
+    """Resize the short side to 8/7 of `size` and take the centre: the usual margin of 256 around 224.
+
+    Args:
+        image: (C, H, W) uint8.
+        size: side of the result, in pixels.
+    """
+    from torchvision.transforms.v2 import functional as tv  # noqa: PLC0415
+
+    return tv.center_crop(tv.resize(image, [round(size * 8 / 7)], antialias=True), [size, size])
+
+
+def mirror(images: torch.Tensor, draws: np.ndarray) -> torch.Tensor:
+    """Mirror the half of the images (b, C, H, W) whose draw (b,) in [0, 1) is below 0.5, in place."""
+    from torchvision.transforms.v2 import functional as tv  # noqa: PLC0415
+
+    chosen = torch.from_numpy(draws < 0.5)
+    images[chosen] = tv.horizontal_flip(images[chosen])
+    return images

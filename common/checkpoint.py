@@ -1,0 +1,188 @@
+"""Checkpoints that are whole or absent: written beside the old ones, committed by one rename, verified before use.
+
+A checkpoint is a folder `step_00001000/` of safetensors files, in which each rank wrote its share of the
+canonical names (see `keymap`), and a MANIFEST.json with the size and SHA-256 of each file. Nothing in it is
+pickled. `torch.distributed.checkpoint` reads and writes it, so the ranks that load may be others than those
+that saved.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from common import UserError, keymap, log, world
+
+MANIFEST = "MANIFEST.json"
+FORMAT = 1
+
+
+def save(run_dir: Path, step: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any], keep: int) -> Path:
+    """Write and commit `checkpoints/step_<step>`; until the rename, a kill leaves the older ones as they were.
+
+    Args:
+        run_dir: the run's folder, which all ranks see.
+        step: optimizer steps done.
+        tensors: this rank's state by canonical name (all ranks take part).
+        facts: what is no tensor, such as position and seed; JSON values, taken from rank 0.
+        keep: older checkpoints beyond this many are deleted after the commit.
+
+    Returns:
+        The committed folder.
+    """
+    final = checkpoint_dir(run_dir, step)
+    partial = world.from_rank0(lambda: _make_partial(final))
+    dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
+    # Each rank wrote the file that carries its number: it reads back and hashes that one.
+    mine = {path.name: _seal(path) for path in partial.glob(f"shard-{dist.get_rank() + 1:05d}-*")}
+    files: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(files, mine)
+    if dist.get_rank() == 0:
+        everything = {name: entry for part in files for name, entry in part.items()}
+        manifest = {"format": FORMAT, "step": step, **facts, "files": everything}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        _sync(partial / MANIFEST)
+        _sync(partial)
+        if final.exists():  # the same step once more, after a resume from an older one
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync(final.parent)
+        for old in _steps(run_dir)[keep:]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return final
+
+
+def _make_partial(final: Path) -> Path:
+    partial = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
+    partial.mkdir(parents=True)
+    return partial
+
+
+def checkpoint_dir(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def _steps(run_dir: Path) -> list[Path]:
+    """Committed checkpoints, newest first."""
+    found = (run_dir / "checkpoints").glob("step_*")
+    return sorted((path for path in found if path.name[5:].isdigit()), reverse=True)
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or a folder's entries to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _seal(path: Path) -> dict[str, Any]:
+    _sync(path)
+    return {"bytes": path.stat().st_size, "sha256": _digest(path)}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def find(run_dir: Path, resume: str, terms: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
+    """Choose what to start from (all ranks take part; rank 0 looks, all get its choice).
+
+    A run that has checkpoints continues from its newest whole one, also when `resume` is given, so that the
+    same command can be run again. Otherwise `resume` names a run's folder or one checkpoint.
+
+    Args:
+        run_dir: this run's folder.
+        resume: the flag; "" for none.
+        terms: what the position depends on, such as the seed; a checkpoint written under others is named.
+
+    Returns:
+        The checkpoint and its manifest, or (None, {}) for a run that is new.
+
+    Raises:
+        UserError: there are checkpoints, and none of them is whole; or `resume` names nothing.
+    """
+    path, manifest = world.from_rank0(lambda: _find(run_dir, resume))
+    if path:
+        log.say(f"continues from step {manifest['step']} of {path}")
+        for key, value in terms.items():
+            if manifest.get(key) != value:
+                log.say(f"note: it was written with {key} {manifest.get(key)}, this run has {value}")
+    return path, manifest
+
+
+def _find(run_dir: Path, resume: str) -> tuple[Path | None, dict[str, Any]]:
+    candidates = _steps(run_dir)
+    where = run_dir
+    if not candidates:
+        if not resume:
+            return None, {}
+        where = Path(resume).expanduser()
+        candidates = [where] if (where / MANIFEST).is_file() else _steps(where)
+        if not candidates:
+            raise UserError(f"--resume {resume}: no checkpoint there; give a run's folder or one of its checkpoints")
+    faults = []
+    for path in candidates:
+        manifest, fault = verify(path)
+        if not fault:
+            if faults:
+                log.say(f"damaged, not used: {'; '.join(faults)}")
+            return path, manifest
+        faults.append(f"{path.name}: {fault}")
+    raise UserError(
+        f"{where} has checkpoints, and none of them is whole ({'; '.join(faults)}). "
+        "To start over on purpose, give another --name"
+    )
+
+
+def verify(path: Path) -> tuple[dict[str, Any], str]:
+    """Compare a checkpoint with its manifest, bit by bit.
+
+    Returns:
+        The manifest, and what is wrong: "" for a checkpoint that is whole.
+    """
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        files = {path / name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return {}, f"{MANIFEST} cannot be read ({type(error).__name__})"
+    if manifest.get("format") != FORMAT:
+        return {}, f"format {manifest.get('format')}, this version reads {FORMAT}"
+    for file, (size, digest) in files.items():
+        if not file.is_file():
+            return {}, f"{file.name} is missing"
+        if file.stat().st_size != size:
+            return {}, f"{file.name} has {file.stat().st_size} bytes, not {size}"
+        if _digest(file) != digest:
+            return {}, f"{file.name} has changed since it was written"
+    return manifest, ""
+
+
+def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill this rank's tensors in place from a checkpoint of any number of ranks (all ranks take part).
+
+    Args:
+        path: a checkpoint that `find` returned.
+        tensors: where to load to, by canonical name.
+
+    Raises:
+        UserError: the checkpoint is of another model; lists the first names that differ.
+    """
+    reader = dcp.HuggingFaceStorageReader(str(path))
+    saved = {name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    differences = keymap.differences(wanted, saved)
+    if differences:
+        raise UserError(f"--resume: {path} is of another model:\n  " + "\n  ".join(differences))
+    dcp.load(tensors, storage_reader=reader)

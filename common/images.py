@@ -1,0 +1,202 @@
+"""Labelled images: the built-in digits, or whatever `datasets.load_dataset` reads, as whole augmented batches."""
+
+import dataclasses
+import hashlib
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from common import UserError, augment, seed
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+DIGITS = Path(__file__).parent / "digits.parquet"
+SMALL = 64  # pixels; sets of images up to this side are decoded once and kept in memory
+MEMORY_BYTES = 2**30  # unless they take more than this
+CROP = 224  # pixels; larger images are cropped to this side
+HOLD_OUT = 0.1  # share that is held out of a set without a validation split
+
+
+@dataclass(frozen=True)
+class Images:
+    """One split: either `pixels` holds all of it, or `rows` is decoded batch by batch.
+
+    Attributes:
+        labels: (N,) int64.
+        class_names: the meaning of each label.
+        channels: 1 or 3.
+        size: side of the images that `read` returns, in pixels.
+        pixels: (N, C, H, W) uint8, or None.
+        rows: one column of encoded images, or None.
+        train: whether a sample looks different in each epoch.
+        flip: whether half of the training images are mirrored.
+        run_seed: with the epoch and the index of a sample, decides how it looks.
+    """
+
+    labels: torch.Tensor
+    class_names: list[str]
+    channels: int
+    size: int
+    pixels: torch.Tensor | None = None
+    rows: "Dataset | None" = None
+    train: bool = False
+    flip: bool = False
+    run_seed: int = 0
+
+    def __len__(self) -> int:
+        """Samples in the split."""
+        return len(self.labels)
+
+    def digest(self) -> str:
+        """Hash of labels and, where they are in memory, pixels: ranks compare it before they train together."""
+        digest = hashlib.sha256(self.labels.numpy().data)
+        digest.update(repr((self.class_names, self.channels, self.size)).encode())
+        if self.pixels is not None:
+            digest.update(self.pixels.numpy().data)
+        return digest.hexdigest()[:16]
+
+    def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images (b, C, H, W) uint8 and labels (b,) int64 of the samples at `indices`, as they look in `epochs`."""
+        draws = seed.uniform(self.run_seed, seed.AUGMENT, epochs[:, None], indices[:, None], np.arange(5))
+        if self.pixels is not None:
+            images = self.pixels[indices]
+            images = augment.crop_padded(images, draws[:, :2]) if self.train else images
+        else:
+            images = torch.empty(len(indices), self.channels, self.size, self.size, dtype=torch.uint8)
+            for i, index in enumerate(indices):
+                image = decode(self.rows, int(index), self.channels)
+                images[i] = (
+                    augment.crop_resized(image, self.size, draws[i, :4])
+                    if self.train
+                    else augment.crop_center(image, self.size)
+                )
+        images = augment.mirror(images, draws[:, 4]) if self.train and self.flip else images
+        return images, self.labels[indices]
+
+
+def load(name: str, run_seed: int, flip: bool) -> tuple[Images, Images]:
+    """Read a training and a validation split.
+
+    Args:
+        name: "digits" (built in), or a folder or hub id for `datasets.load_dataset`; the columns of images
+            and labels are found by their types.
+        run_seed: seed of the augmentation.
+        flip: mirror half of the training images.
+
+    Raises:
+        UserError: nothing is there, it holds no labelled images, or an image cannot be read.
+    """
+    train, validation = _load_digits() if name == "digits" else _load_rows(name)
+    present = train.labels.unique()
+    if len(present) < 2:
+        only = ", ".join(train.class_names[label] for label in present)
+        raise UserError(f"--data {name}: the training split has one class only ({only}); nothing can be learned")
+    return dataclasses.replace(train, train=True, flip=flip, run_seed=run_seed), validation
+
+
+def _load_digits() -> tuple[Images, Images]:
+    from pyarrow import parquet  # noqa: PLC0415
+
+    table = parquet.read_table(DIGITS)
+    pixels = torch.tensor(np.stack(table["pixels"].to_numpy())).view(-1, 1, 8, 8)
+    labels = torch.tensor(table["label"].to_numpy(), dtype=torch.int64)
+    held_out = torch.tensor(table["validation"].to_numpy())
+    names = [str(digit) for digit in range(10)]
+    train, validation = (
+        Images(labels[mask], names, channels=1, size=8, pixels=pixels[mask]) for mask in (~held_out, held_out)
+    )
+    return train, validation
+
+
+def _load_rows(name: str) -> tuple[Images, Images]:
+    import datasets  # noqa: PLC0415 (3 s of import, which the built-in set does not need)
+
+    train, validation = _find_splits(name)
+    columns = train.features
+    images = [key for key, kind in columns.items() if isinstance(kind, datasets.Image)]
+    labels = [key for key, kind in columns.items() if isinstance(kind, datasets.ClassLabel)]
+    if not images or not labels:
+        found = ", ".join(f"{key} ({type(kind).__name__})" for key, kind in columns.items())
+        raise UserError(
+            f"--data {name} needs a column of images and one of class labels, it has: {found}. "
+            "A folder wants one subfolder for each class: train/<class>/*.png"
+        )
+    label = max(labels, key=lambda key: columns[key].num_classes)  # the finest of several
+    rows = [
+        split.select_columns(images[0]).cast_column(images[0], datasets.Image(decode=False))
+        for split in (train, validation)
+    ]
+    first = decode(rows[0], 0)
+    channels, height, width = first.shape
+    small = max(height, width) <= SMALL and sum(map(len, rows)) * first.numel() <= MEMORY_BYTES
+    loaded = [
+        Images(
+            torch.tensor(split[label][:]),
+            columns[label].names,
+            channels,
+            size=height if small else min(CROP, height, width),
+            pixels=torch.stack([decode(part, i, channels, (height, width)) for i in range(len(part))])
+            if small
+            else None,
+            rows=None if small else part,
+        )
+        for split, part in zip((train, validation), rows, strict=True)
+    ]
+    return loaded[0], loaded[1]
+
+
+def _find_splits(name: str) -> tuple["Dataset", "Dataset"]:
+    """The training split and a validation split of a folder or hub id."""
+    import datasets  # noqa: PLC0415
+
+    path = Path(name).expanduser()
+    if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+        raise UserError(f"--data {name}: there is no such folder")
+    datasets.disable_progress_bars()
+    try:
+        splits = datasets.load_dataset(str(path) if path.is_dir() else name)
+    except Exception as error:
+        what = "nothing in this folder can be read" if path.is_dir() else "no such folder, and the hub gave nothing"
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        raise UserError(f"--data {name}: {what} ({type(error).__name__}: {reason})") from error
+    if "train" not in splits:
+        raise UserError(f"--data {name} has no training split, only: {', '.join(splits)}")
+    train = splits["train"]
+    for key in ("validation", "val", "test"):
+        if key in splits:
+            return train, splits[key]
+    # Hold out the same samples every time, whatever the seed of the run.
+    order = np.argsort(seed.mix(seed.HOLD_OUT, np.arange(len(train))), kind="stable")
+    held_out = max(1, round(HOLD_OUT * len(train)))
+    return train.select(np.sort(order[held_out:])), train.select(np.sort(order[:held_out]))
+
+
+def decode(rows: "Dataset", index: int, channels: int = 0, size: tuple[int, int] | None = None) -> torch.Tensor:
+    """Decode one image to uint8 (C, H, W).
+
+    Args:
+        rows: one column of encoded images.
+        index: which row.
+        channels: 1 for grey, 3 for colour, 0 for what the image has.
+        size: resize to this height and width where they differ.
+
+    Raises:
+        UserError: the file or row is no readable image; names it.
+    """
+    from PIL import Image  # noqa: PLC0415
+
+    cell = rows[index][rows.column_names[0]]
+    try:
+        with Image.open(io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]) as image:
+            grey = channels == 1 or (channels == 0 and image.mode in ("1", "L"))
+            image = image.convert("L" if grey else "RGB")
+            if size and image.size != size[::-1]:
+                image = image.resize(size[::-1])
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"--data: {cell['path'] or f'row {index}'} is not a readable image: {error}") from error
+    return torch.tensor(np.atleast_3d(np.array(image))).permute(2, 0, 1)

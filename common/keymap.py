@@ -1,0 +1,78 @@
+"""Checkpoint mapping: one canonical name for each tensor, whatever wraps the model. Pure dict to dict.
+
+Parameters and buffers are called as in the plain model, optimizer state as `optimizer.<parameter>.<key>`:
+never by a number that depends on the order or the split of the parameters.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+# What nn.DataParallel and DistributedDataParallel, and what torch.compile, put before a name.
+WRAPPERS = ("module.", "_orig_mod.")
+OPTIMIZER = "optimizer."
+
+
+def canonical(name: str) -> str:
+    """Name of a tensor in the plain model: `_orig_mod.module.conv1.weight` is `conv1.weight`."""
+    while name.startswith(WRAPPERS):
+        name = name.split(".", 1)[1]
+    return name
+
+
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by canonical name; they share memory with the model."""
+    return {canonical(name): tensor for name, tensor in model.state_dict().items()}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Optimizer state by canonical parameter name; it shares memory with the optimizer, so a load fills it."""
+    if not optimizer.state:
+        _materialise(optimizer)
+    return {
+        f"{OPTIMIZER}{canonical(name)}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _materialise(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that the first step would create, as zeros, which is how a fresh optimizer behaves."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
+
+
+def to_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Move every tensor to this rank's own device: the map_location of a file that another rank wrote."""
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def differences(
+    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], most: int = 5
+) -> list[str]:
+    """Say where two sets of names and shapes differ, the first `most` of them, one line each.
+
+    Args:
+        wanted: name to shape, of this model.
+        found: name to shape, of the checkpoint.
+        most: lines before the rest is only counted.
+    """
+    lines = []
+    for name in [*wanted, *(name for name in found if name not in wanted)]:
+        here, there = wanted.get(name), found.get(name)
+        if here is None or there is None:
+            lines.append(f"{name}: only in the {'checkpoint' if here is None else 'model'}")
+        elif tuple(here) != tuple(there):
+            lines.append(f"{name}: {tuple(there)} in the checkpoint, {tuple(here)} in the model")
+    return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]

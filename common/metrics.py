@@ -1,0 +1,62 @@
+"""Sums and counts in, global means out, one collective per call; throughput and MFU."""
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+Sums = dict[str, torch.Tensor]
+
+# Dense bfloat16 peak of one GPU in FLOP/s without sparsity, from NVIDIA's data sheets.
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "V100": 125e12}
+
+
+def add(total: Sums, sums: Sums) -> Sums:
+    """Add up sums on the device, without waiting for it."""
+    return {key: total[key] + value if key in total else value for key, value in sums.items()}
+
+
+def means(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Global means of local sums: one all-reduce, then one division (all ranks take part).
+
+    A rank that duplicates another's data adds it to the sums and to the count alike, and a rank without
+    a result adds nothing to both, so the means hold for every strategy.
+
+    Args:
+        sums: scalar tensors of this rank, with the number of items under "count".
+
+    Returns:
+        The mean of each sum but "count", which is returned as it is.
+    """
+    values = torch.stack([value.double() for value in sums.values()])
+    dist.all_reduce(values)
+    totals = dict(zip(sums, values.tolist(), strict=True))
+    count = totals.pop("count")
+    return {key: total / count for key, total in totals.items()} | {"count": count}
+
+
+def count_flops(work: Callable[[], object]) -> float:
+    """FLOPs of whatever `work` computes, counted from the shapes of its operators; cheap on meta tensors."""
+    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
+
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return float(counter.get_total_flops())
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s that one rank could reach at best: the data sheet's for a known GPU, else a measured large matmul."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        for chip, peak in PEAK_FLOPS.items():
+            if chip in name:
+                return peak
+    size = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(4):  # the first one warms up
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,1 @@
+"""Plain nn.Modules; nothing here imports torch.distributed."""

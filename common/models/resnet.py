@@ -1,0 +1,42 @@
+"""torchvision's residual networks, with a stem that suits small images."""
+
+from torch import nn
+
+from common import UserError
+
+SMALL_IMAGE = 64
+
+
+def make_resnet(name: str, in_channels: int, num_classes: int, image_size: int) -> nn.Module:
+    """Build a randomly initialised residual network from torchvision.
+
+    The last norm of each residual block starts at zero, so that each block starts as the identity (Goyal
+    et al. 2017, section 5.1). Images up to 64 pixels keep their resolution: a 3x3 stem of stride 1 without
+    max-pooling, as He et al. use for CIFAR-10 (2015, section 4.2, https://arxiv.org/abs/1512.03385).
+
+    Args:
+        name: a residual network of torchvision, such as resnet18, resnet50 or wide_resnet50_2.
+        in_channels: 1 for grey images, 3 for colour.
+        num_classes: length of the logits.
+        image_size: side of the square input, in pixels.
+
+    Returns:
+        A module from images (B, in_channels, H, W) to logits (B, num_classes).
+
+    Raises:
+        UserError: torchvision has no residual network of that name.
+    """
+    from torchvision import models  # noqa: PLC0415 (2 s of import, which only image recipes pay)
+
+    known = [model for model in models.list_models(module=models) if "resne" in model]
+    if name not in known:
+        raise UserError(f"--model {name} is no residual network of torchvision; it has {', '.join(known)}")
+    model = models.get_model(name, weights=None, num_classes=num_classes, zero_init_residual=True)
+    small = image_size <= SMALL_IMAGE
+    if small or in_channels != 3:
+        kernel, stride = (3, 1) if small else (7, 2)
+        model.conv1 = nn.Conv2d(in_channels, 64, kernel, stride, padding=kernel // 2, bias=False)
+        nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    if small:
+        model.maxpool = nn.Identity()
+    return model

@@ -1,0 +1,48 @@
+"""Stateless seeding: every random number is a function of (seed, what it is for), never of what was drawn before.
+
+So there is no generator state to save: a checkpoint needs the seed and the position, and a run that
+resumes on another number of ranks or loader workers draws the same numbers.
+"""
+
+import random
+
+import numpy as np
+import torch
+
+# One purpose, one stream: the first number mixed in after the seed.
+INIT, ORDER, AUGMENT, STEP, HOLD_OUT = range(5)
+
+
+def mix(*keys: int | np.ndarray) -> np.ndarray:
+    """Hash integers to 64 random bits, the same on every machine and in every version of every library.
+
+    Each key is folded in by the finaliser of SplitMix64 (Steele, Lea and Flood 2014,
+    https://doi.org/10.1145/2660193.2660195; the constants are Stafford's variant 13).
+
+    Args:
+        *keys: non-negative integers or integer arrays that broadcast against each other.
+
+    Returns:
+        uint64 array of the broadcast shape.
+    """
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
+        z = np.zeros((), np.uint64)
+        for key in keys:
+            z = z + np.asarray(key).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            z = z ^ (z >> np.uint64(31))
+        return z
+
+
+def uniform(*keys: int | np.ndarray) -> np.ndarray:
+    """Hash integers to float64 numbers in [0, 1), one for each element of the broadcast keys."""
+    return (mix(*keys) >> np.uint64(11)) * 2.0**-53
+
+
+def everything(*keys: int) -> None:
+    """Seed Python's, NumPy's and torch's global generators (all devices) from the keys."""
+    bits = int(mix(*keys))
+    random.seed(bits)
+    np.random.seed(bits % 2**32)
+    torch.manual_seed(bits)

@@ -1,0 +1,250 @@
+"""Train a ResNet with nn.DataParallel: one process, all GPUs of one machine. The baseline to beat.
+
+One process holds the model on its first GPU. Each forward pass copies the model to the other GPUs, splits
+the batch between them and gathers the outputs; each backward pass adds the copies' gradients up on the first.
+
+    what               first GPU             other GPUs
+    parameters         all                   a copy, made anew in each pass
+    gradients          all, summed           of their part, sent to the first
+    optimizer state    all                   none
+    batch              an equal part         an equal part
+
+One step sends, through one Python process: the parameters from the first GPU to each other one, the inputs
+out, the outputs back, and the gradients back. No process group carries any of it.
+
+    python recipes/dp_resnet/train.py                            # one process, all GPUs, or the CPU
+    CUDA_VISIBLE_DEVICES=0,1 python recipes/dp_resnet/train.py   # two GPUs
+    bash launch/torchrun.sh recipes/dp_resnet                    # the same, through the launcher
+
+Base: none.
+"""
+
+import contextlib
+import dataclasses
+import math
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+from common import UserError, checkpoint, cli, data, images, keymap, log, metrics, schedule, seed, world
+from common.models.resnet import make_resnet
+
+# --- 1 Arguments ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Train a residual network on labelled images."""
+
+    out: str = f"runs/{Path(__file__).parent.name}"  # folder for runs
+    name: str = ""  # name of this run, by default date and time; the same name again continues the run
+    resume: str = ""  # continue from this run or checkpoint, of any recipe with the same model
+    data: str = "digits"  # "digits" (built in), a folder, or a data set of the Hugging Face hub
+    seed: int = 0  # decides initial weights, order of samples and augmentation
+    workers: int = 0  # loader processes per rank; a set that fits in memory needs none
+    backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
+    epochs: int = 12  # length of the training, if max_steps is 0
+    max_steps: int = 0  # length of the training in optimizer steps
+    stop_after: int = 0  # leave, saved, once this step is done; 0 for never
+    log_every: int = 10  # steps between lines of the log
+    eval_every: int = 0  # steps between evaluations; 0 for once an epoch
+    save_every: int = 0  # steps between checkpoints; 0 for once an epoch
+    keep: int = 2  # newest checkpoints that stay on the disk
+    global_batch_size: int = 64  # samples per optimizer step, over all ranks
+    micro_batch_size: int = 0  # samples per forward pass of a rank; 0 for one pass a step
+    lr: float = 0.2  # peak learning rate at lr_reference_batch samples per step, scaled linearly
+    lr_reference_batch: int = 256  # samples per step that lr is meant for
+    weight_decay: float = 5e-4  # on weights, not on norms and biases
+    warmup_steps: int = 40  # steps of linear warm-up
+    max_grad_norm: float = 0.0  # clip the global gradient norm to this; 0 for never
+    dtype: str = "auto"  # auto (bfloat16 where the hardware has it), float32, bfloat16 or float64
+    compile: bool = False  # torch.compile the model
+    model: str = "resnet18"  # a residual network of torchvision
+    momentum: float = 0.9  # of SGD
+    label_smoothing: float = 0.1  # share of the target that is spread over all classes
+    flip: bool = False  # mirror half of the images: for photographs, not for digits
+
+
+# --- 2 Workload -------------------------------------------------------------------------------------------
+
+
+def make_data(args: Args) -> tuple[images.Images, images.Images]:
+    """The training and the validation split, the same on every rank."""
+    return images.load(args.data, args.seed, args.flip)
+
+
+def make_model(args: Args, train: images.Images) -> nn.Module:
+    """The plain model, with the same initial weights on every rank."""
+    seed.everything(args.seed, seed.INIT)
+    return make_resnet(args.model, train.channels, len(train.class_names), train.size)
+
+
+def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum; no weight decay on norms and biases (Jia et al. 2018, https://arxiv.org/abs/1807.11205)."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": args.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.SGD(groups, lr=args.lr, momentum=args.momentum, fused=True)
+
+
+def forward(args: Args, model: nn.Module, batch: data.Batch, dtype: torch.dtype) -> metrics.Sums:
+    """Sums over one rank's batch, of which "loss" carries the gradient."""
+    # Pixels travel as bytes and become numbers here; channels_last is what fast convolutions read.
+    wide = world.storage_dtype(dtype)
+    pixels = batch.inputs.to(wide, memory_format=torch.channels_last) / 127.5 - 1  # (b, C, H, W)
+    with torch.autocast(pixels.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        logits = model(pixels).to(wide)  # (b, num_classes)
+    return {
+        "loss": F.cross_entropy(logits, batch.targets, reduction="sum", label_smoothing=args.label_smoothing),
+        "top1": (logits.argmax(1) == batch.targets).sum(),
+        "count": torch.full((), len(logits), device=logits.device),
+    }
+
+
+def count_flops(args: Args, train: images.Images) -> float:
+    """FLOPs of one training sample, forward and backward."""
+    with torch.device("meta"):
+        model, pixels = make_model(args, train), torch.empty(2, train.channels, train.size, train.size)
+    return metrics.count_flops(lambda: model(pixels).sum().backward()) / len(pixels)
+
+
+# --- 3 Strategy -------------------------------------------------------------------------------------------
+
+
+def make_mesh(here: world.World) -> DeviceMesh | None:
+    """No mesh: the one process reaches every GPU by itself."""
+    if here.size > 1:
+        raise UserError(
+            f"dp_resnet drives all GPUs from one process, and {here.size} were started, which would train "
+            "apart from each other. Set NPROC_PER_NODE=1, or use recipes/ddp_resnet: one process per GPU"
+        )
+    return None
+
+
+def data_shard(mesh: DeviceMesh | None) -> tuple[int, int]:
+    """Which part of each batch this rank reads, of how many: all of it."""
+    return 0, 1
+
+
+def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
+    """Copy the model to every GPU in each forward pass."""
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        log.say(f"nn.DataParallel has {gpus or 'no'} GPU{'s' * (gpus == 0)} to share out: the model runs unwrapped")
+        return model
+    return nn.DataParallel(model)
+
+
+def gradient_sync(model: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+    """Around one forward and backward pass: there is no other rank to synchronise with."""
+    return contextlib.nullcontext()
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds: everything, from the first GPU, under the plain model's names."""
+    return keymap.model_tensors(model) | keymap.optimizer_tensors(model, optimizer)
+
+
+# --- 4 Step -----------------------------------------------------------------------------------------------
+
+
+def train_step(
+    args: Args,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: data.Loader,
+    num_shards: int,
+    dtype: torch.dtype,
+) -> tuple[metrics.Sums, torch.Tensor]:
+    """One optimizer step; returns this rank's sums and the global gradient norm, ()."""
+    sums: metrics.Sums = {}
+    for batch in batches:
+        with gradient_sync(model, batch.last):
+            batch_sums = forward(args, model, batch, dtype)
+            # The mean over the samples of the whole step. Gradients are averaged over the shards where they
+            # are synchronised, so each shard's part counts num_shards times.
+            (batch_sums["loss"] * (num_shards / batch.step_samples)).backward()
+        sums = metrics.add(sums, batch_sums)
+        if batch.last:
+            break
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return sums, grad_norm
+
+
+@torch.no_grad()
+def evaluate(args: Args, model: nn.Module, batches: data.Loader, dtype: torch.dtype) -> metrics.Sums:
+    """This rank's sums over its part of the validation split."""
+    model.eval()
+    sums: metrics.Sums = {}
+    for batch in batches:
+        sums = metrics.add(sums, forward(args, model, batch, dtype))
+    model.train()
+    return sums
+
+
+# --- 5 Main -----------------------------------------------------------------------------------------------
+
+
+@cli.entry
+def main() -> None:
+    """Train from the newest checkpoint, or from the start, to the end."""
+    args = cli.parse(Args)
+    here = world.start(args.backend)
+    mesh = make_mesh(here)
+    shard, num_shards = data_shard(mesh)
+    pass_size = data.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
+    dtype = world.pick_dtype(args.dtype, here.device)
+    train, validation = make_data(args)
+    terms = {"seed": args.seed, "data": train.digest()}  # what the order of samples means something under
+    world.check_same(flags=dataclasses.asdict(args), code=world.code_digests(__file__), data=terms)
+
+    model = make_model(args, train).to(here.device, world.storage_dtype(dtype))
+    model = parallelize(args, model, mesh)
+    model = torch.compile(model) if args.compile else model
+    optimizer = make_optimizer(args, model)
+
+    path = log.run_dir(args.out, args.name)
+    found, done = checkpoint.find(path, args.resume, terms)
+    if found:
+        checkpoint.load(found, state(model, optimizer))
+    plan = data.make_plan(len(train), args.epochs, args.max_steps, args.global_batch_size, num_shards, done)
+    requests = data.training_requests(len(train), args.seed, plan, pass_size, shard, num_shards)
+    batches = data.Loader(train, requests, args.workers, here.device)
+    ideal_s = count_flops(args, train) / metrics.peak_flops(here.device, dtype)
+    run = log.Run(path, __file__, args, here, plan, ideal_s)
+    log.say(f"{here}; {dtype}; {plan}; {pass_size // num_shards} samples a pass and rank")
+
+    last_step = min(plan.max_steps, args.stop_after or plan.max_steps)
+    epoch_steps = -(-len(train) // args.global_batch_size)
+    peak_lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
+    window: metrics.Sums = {}
+    for step in range(plan.first_step + 1, last_step + 1):
+        seed.everything(args.seed, seed.STEP, step, shard)
+        lr = peak_lr * schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        sums, grad_norm = train_step(args, model, optimizer, batches, num_shards, dtype)
+        window = metrics.add(window, sums)
+        if step % args.log_every == 0 or step == last_step:
+            run.train(step, metrics.means(window), lr=lr, grad_norm=grad_norm.item(), data_wait_s=batches.wait_s)
+            window = {}
+        with run.paused():
+            if step % (args.eval_every or epoch_steps) == 0 or step == last_step:
+                requests = data.evaluation_requests(len(validation), pass_size, shard, num_shards)
+                held_out = data.Loader(validation, requests, args.workers, here.device)
+                run.validation(step, metrics.means(evaluate(args, model, held_out, dtype)))
+            if step % (args.save_every or epoch_steps) == 0 or step == last_step:
+                terms["samples"] = plan.position(step)
+                checkpoint.save(path, step, state(model, optimizer), terms, args.keep)
+    run.finish()
+    world.finish()
+
+
+if __name__ == "__main__":
+    main()
