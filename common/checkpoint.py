@@ -6,11 +6,13 @@ pickled. `torch.distributed.checkpoint` reads and writes it, so the ranks that l
 that saved.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,9 @@ def save(run_dir: Path, step: int, tensors: dict[str, torch.Tensor], facts: dict
     """
     final = checkpoint_dir(run_dir, step)
     partial = world.from_rank0(lambda: _make_partial(final))
-    dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
+    rows = {name: tensor.contiguous() for name, tensor in tensors.items()}  # safetensors knows no strides
+    with _as_exception():
+        dcp.save(rows, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
     # Each rank wrote the file that carries its number: it reads back and hashes that one.
     mine = {path.name: _seal(path) for path in partial.glob(f"shard-{dist.get_rank() + 1:05d}-*")}
     files: list[dict[str, Any]] = [{}] * dist.get_world_size()
@@ -64,6 +68,15 @@ def _make_partial(final: Path) -> Path:
     partial = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
     partial.mkdir(parents=True)
     return partial
+
+
+@contextlib.contextmanager
+def _as_exception() -> Iterator[None]:
+    """DCP raises a BaseException, which every `except Exception` and torchrun's error file would miss."""
+    try:
+        yield
+    except dcp.CheckpointException as error:
+        raise RuntimeError(str(error)) from error
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
@@ -185,4 +198,5 @@ def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     differences = keymap.differences(wanted, saved)
     if differences:
         raise UserError(f"--resume: {path} is of another model:\n  " + "\n  ".join(differences))
-    dcp.load(tensors, storage_reader=reader)
+    with _as_exception():
+        dcp.load(tensors, storage_reader=reader)

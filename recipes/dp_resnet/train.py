@@ -46,19 +46,19 @@ class Args:
     seed: int = 0  # decides initial weights, order of samples and augmentation
     workers: int = 0  # loader processes per rank; a set that fits in memory needs none
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
-    epochs: int = 12  # length of the training, if max_steps is 0
+    epochs: int = 18  # length of the training, if max_steps is 0
     max_steps: int = 0  # length of the training in optimizer steps
     stop_after: int = 0  # leave, saved, once this step is done; 0 for never
     log_every: int = 10  # steps between lines of the log
     eval_every: int = 0  # steps between evaluations; 0 for once an epoch
     save_every: int = 0  # steps between checkpoints; 0 for once an epoch
     keep: int = 2  # newest checkpoints that stay on the disk
-    global_batch_size: int = 64  # samples per optimizer step, over all ranks
+    global_batch_size: int = 128  # samples per optimizer step, over all ranks
     micro_batch_size: int = 0  # samples per forward pass of a rank; 0 for one pass a step
     lr: float = 0.2  # peak learning rate at lr_reference_batch samples per step, scaled linearly
     lr_reference_batch: int = 256  # samples per step that lr is meant for
     weight_decay: float = 5e-4  # on weights, not on norms and biases
-    warmup_steps: int = 40  # steps of linear warm-up
+    warmup_steps: int = 30  # steps of linear warm-up
     max_grad_norm: float = 0.0  # clip the global gradient norm to this; 0 for never
     dtype: str = "auto"  # auto (bfloat16 where the hardware has it), float32, bfloat16 or float64
     compile: bool = False  # torch.compile the model
@@ -79,7 +79,8 @@ def make_data(args: Args) -> tuple[images.Images, images.Images]:
 def make_model(args: Args, train: images.Images) -> nn.Module:
     """The plain model, with the same initial weights on every rank."""
     seed.everything(args.seed, seed.INIT)
-    return make_resnet(args.model, train.channels, len(train.class_names), train.size)
+    model = make_resnet(args.model, train.channels, len(train.class_names), train.size)
+    return model.to(memory_format=torch.channels_last)  # the layout that fast convolutions read
 
 
 def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
@@ -93,9 +94,8 @@ def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
 
 def forward(args: Args, model: nn.Module, batch: data.Batch, dtype: torch.dtype) -> metrics.Sums:
     """Sums over one rank's batch, of which "loss" carries the gradient."""
-    # Pixels travel as bytes and become numbers here; channels_last is what fast convolutions read.
     wide = world.storage_dtype(dtype)
-    pixels = batch.inputs.to(wide, memory_format=torch.channels_last) / 127.5 - 1  # (b, C, H, W)
+    pixels = batch.inputs.to(wide, memory_format=torch.channels_last) / 127.5 - 1  # (b, C, H, W), sent as bytes
     with torch.autocast(pixels.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         logits = model(pixels).to(wide)  # (b, num_classes)
     return {

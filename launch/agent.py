@@ -1,0 +1,44 @@
+"""torchrun, with a failure told in the order a reader needs: which rank, where, its traceback, and no more.
+
+Takes torchrun's own options. A refusal (exit code 2) has been explained by rank 0 already, and is passed on
+as it is.
+"""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+USAGE_ERROR = 2
+
+
+def main() -> None:
+    """Run the recipe; exit with the code of the rank that failed first."""
+    # The agent's own log repeats, around its stack trace, what is said below in three lines.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        run(parse_args(sys.argv[1:]))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        if code != USAGE_ERROR:
+            how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {code}"
+            print(f"\nrank {rank} (pid {failure.pid}) failed first, {how}", file=sys.stderr)
+            print(traceback_of(failure.error_file), file=sys.stderr)
+        sys.exit(code)
+
+
+def traceback_of(error_file: str) -> str:
+    """What @record kept of the exception, or where else to look."""
+    try:
+        details = json.loads(Path(error_file).read_text())["message"]["extraInfo"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "it left no traceback: see logs/ in the run's folder, and the kernel's log if it was killed"
+    return details["py_callstack"].rstrip()
+
+
+if __name__ == "__main__":
+    main()

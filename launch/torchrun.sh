@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# Start a recipe with torchrun: one process per GPU, else two on the CPU. See --help.
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+usage: bash launch/torchrun.sh [--dry-run] [torchrun options] RECIPE [train.py flags]
+
+  RECIPE   a folder that holds a train.py: recipes/ddp_resnet, or a copy of it anywhere
+
+  bash launch/torchrun.sh recipes/ddp_resnet
+  NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/ddp_resnet --epochs 5
+  bash launch/torchrun.sh recipes/ddp_resnet --help       # the flags of the recipe
+
+Environment (the recipe's launch.env gives defaults):
+  NPROC_PER_NODE   processes on this machine: default one per GPU, else 2
+  MAX_RESTARTS     how often a failed group of processes is started again: default 0
+  OMP_NUM_THREADS  CPU threads per process: default the cores divided by the processes
+Several machines, the same command on each:
+  NNODES           number of machines: default 1
+  NODE_RANK        this machine's number, from 0
+  MASTER_ADDR      host name or address of machine 0
+  MASTER_PORT      a free port on machine 0: default 29400
+
+torchrun options go before RECIPE and are written --option=value; --dry-run prints the command and stops.
+Output of rank 0 comes to the terminal; the other ranks write to logs/ in the run's folder.
+TEXT
+}
+
+fail() {
+  printf 'error: %s\n' "$1" >&2
+  exit 2
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+dry_run=
+options=()
+while [[ ${1-} == -* ]]; do
+  case $1 in
+    -h | --help) usage && exit ;;
+    --dry-run) dry_run=1 ;;
+    *) options+=("$1") ;;
+  esac
+  shift
+done
+[[ $# -gt 0 ]] || { usage >&2; fail "no recipe was named"; }
+
+recipe=${1%/}
+shift
+[[ -d $recipe || ! -d $root/$recipe ]] || recipe=$root/$recipe # from any folder
+recipe=${recipe%/train.py}
+if [[ ! -f $recipe/train.py ]]; then
+  known=$(cd "$root" && printf '%s ' recipes/*/)
+  fail "$recipe holds no train.py; the recipes are: ${known//\/ / }"
+fi
+
+# Defaults of the recipe: lines of NAME=value, read and never run; what the environment has, wins.
+if [[ -f $recipe/launch.env ]]; then
+  while IFS='=' read -r name value; do
+    [[ $name =~ ^[A-Z_]+$ ]] || continue
+    value=${value%%#*}
+    [[ -n ${!name-} ]] || export "$name=${value//[[:space:]]/}"
+  done <"$recipe/launch.env"
+fi
+
+count_gpus() {
+  if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+    tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^[:space:]]' || true
+  elif command -v nvidia-smi >/dev/null; then
+    nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
+  else
+    echo 0
+  fi
+}
+gpus=$(count_gpus)
+processes=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 2))}
+[[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE=$processes is not a number of processes"
+threads=$(($(nproc 2>/dev/null || sysctl -n hw.ncpu) / processes))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
+
+nodes=${NNODES:-1}
+if [[ $nodes == 1 ]]; then
+  place=(--standalone) # a rendezvous of its own on a free port
+else
+  [[ -n ${MASTER_ADDR-} ]] || fail "NNODES=$nodes needs MASTER_ADDR, the host name or address of machine 0"
+  [[ ${NODE_RANK-} =~ ^[0-9]+$ ]] || fail "NNODES=$nodes needs NODE_RANK, this machine's number from 0 to $((nodes - 1))"
+  ((NODE_RANK < nodes)) || fail "NODE_RANK=$NODE_RANK is not below NNODES=$nodes"
+  place=("--nnodes=$nodes" "--node-rank=$NODE_RANK" "--master-addr=$MASTER_ADDR" "--master-port=${MASTER_PORT:-29400}")
+fi
+
+# A copied folder brings its own common/ beside train.py, which Python finds first.
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONUNBUFFERED=1
+command=(
+  "${PYTHON:-python}" "$root/launch/agent.py" "${place[@]}" "--nproc-per-node=$processes"
+  "--max-restarts=${MAX_RESTARTS:-0}" ${options[@]+"${options[@]}"} "$recipe/train.py" "$@"
+)
+if [[ -n $dry_run ]]; then
+  printf 'OMP_NUM_THREADS=%s PYTHONPATH=%q' "$OMP_NUM_THREADS" "$PYTHONPATH"
+  printf ' %q' "${command[@]}"
+  echo
+  exit
+fi
+exec "${command[@]}"

@@ -1,0 +1,139 @@
+"""Run recipes in real processes, without paying for `import torch` each time.
+
+A fork server imports torch once; every rank is a fork of it with the environment that torchrun would give,
+joins a real gloo group over TCP and runs the recipe's file as __main__. tests/test_launch.py covers the real
+torchrun.
+"""
+
+import json
+import multiprocessing
+import os
+import re
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.preload"])
+GRACE_S = 0.5  # torchrun, too, ends the others when one rank has failed
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the ranks ended."""
+
+    codes: list[int]
+    outputs: list[str]
+
+    @property
+    def ok(self) -> bool:
+        return not any(self.codes)
+
+    def __str__(self) -> str:
+        return "\n".join(f"[rank {i}: {code}]\n{text}" for i, (code, text) in enumerate(zip(self.codes, self.outputs)))
+
+
+def source(recipe: str) -> str:
+    return (ROOT / "recipes" / recipe / "train.py").read_text()
+
+
+def world_sizes(recipe: str, most: int = 4) -> list[int]:
+    """World sizes that a recipe runs on: one process only, if its launch.env says so."""
+    env = ROOT / "recipes" / recipe / "launch.env"
+    single = env.exists() and "NPROC_PER_NODE=1" in env.read_text()
+    return [1] if single else list(range(1, most + 1))
+
+
+def mutate(recipe: str, folder: Path, changes: Mapping[str, str]) -> Path:
+    """A copy of a recipe with a defect in it; each replaced text must be there exactly once."""
+    text = source(recipe)
+    for before, after in changes.items():
+        assert text.count(before) == 1, f"{recipe} has {text.count(before)} times: {before}"
+        text = text.replace(before, after)
+    path = folder / recipe / "train.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def run_recipe(
+    recipe: str | Path,
+    world_size: int,
+    *flags: str,
+    rank_flags: Mapping[int, Sequence[str]] | None = None,
+    timeout_s: float = 120.0,
+) -> Result:
+    """Run a recipe (by name, or the path of a train.py) on real ranks; `rank_flags` go to single ranks."""
+    path = recipe if isinstance(recipe, Path) else ROOT / "recipes" / recipe / "train.py"
+    argv = [[str(path), *flags, *(rank_flags or {}).get(rank, ())] for rank in range(world_size)]
+    return spawn(_run_path, [(str(path), one) for one in argv], timeout_s)
+
+
+def spawn(target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_s: float = 120.0) -> Result:
+    """Call `target(*args[rank])` in one process per rank, with torchrun's environment."""
+    import tempfile
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(rank) for rank in range(len(args))]
+        processes = [
+            _CONTEXT.Process(target=_enter, args=(rank, len(args), port, str(outputs[rank]), target, one))
+            for rank, one in enumerate(args)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            if any(process.exitcode for process in processes):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            time.sleep(0.02)
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        return Result([process.exitcode or 0 for process in processes], [path.read_text() for path in outputs])
+
+
+def _enter(rank: int, world_size: int, port: int, output: str, target: Callable[..., None], args: tuple) -> None:
+    import torch
+
+    with Path(output).open("wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)  # the same sums in the same order, however busy the machine is
+    target(*args)
+    sys.stdout.flush()
+
+
+def _run_path(path: str, argv: list[str]) -> None:
+    sys.argv = argv
+    runpy.run_path(path, run_name="__main__")
+
+
+def records(run: Path, tag: str) -> dict[int, float]:
+    """Step to value of one tag of a run, in float64."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[tag] for line in lines if tag in line}
+
+
+def sections(text: str) -> dict[int, str]:
+    """Split a train.py at its banners; 0 is the docstring and the imports."""
+    parts = re.split(r"^# --- (\d) \w+ -+$", text, flags=re.MULTILINE)
+    return {0: parts[0]} | {int(number): body for number, body in zip(parts[1::2], parts[2::2], strict=True)}
