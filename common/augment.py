@@ -17,7 +17,7 @@ def crop_padded(images: torch.Tensor, draws: np.ndarray) -> torch.Tensor:
     Returns:
         (b, C, H, W) uint8.
     """
-    from torchvision.transforms.v2 import functional as tv  # noqa: PLC0415 (2 s that others need not wait)
+    from torchvision.transforms.v2 import functional as tv  # 2 s that others need not wait
 
     height, width = images.shape[-2:]
     pad = max(1, height // 8)
@@ -40,7 +40,7 @@ def crop_resized(image: torch.Tensor, size: int, draws: np.ndarray) -> torch.Ten
     Returns:
         (C, size, size) uint8.
     """
-    from torchvision.transforms.v2 import functional as tv  # noqa: PLC0415
+    from torchvision.transforms.v2 import functional as tv
 
     height, width = image.shape[-2:]
     area, aspect = (0.08 + 0.92 * draws[0]) * height * width, (3 / 4) ** (1 - 2 * draws[1])
@@ -57,14 +57,14 @@ def crop_center(image: torch.Tensor, size: int) -> torch.Tensor:
         image: (C, H, W) uint8.
         size: side of the result, in pixels.
     """
-    from torchvision.transforms.v2 import functional as tv  # noqa: PLC0415
+    from torchvision.transforms.v2 import functional as tv
 
     return tv.center_crop(tv.resize(image, [round(size * 8 / 7)], antialias=True), [size, size])
 
 
 def mirror(images: torch.Tensor, draws: np.ndarray) -> torch.Tensor:
     """Mirror the half of the images (b, C, H, W) whose draw (b,) in [0, 1) is below 0.5, in place."""
-    from torchvision.transforms.v2 import functional as tv  # noqa: PLC0415
+    from torchvision.transforms.v2 import functional as tv
 
     chosen = torch.from_numpy(draws < 0.5)
     images[chosen] = tv.horizontal_flip(images[chosen])

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from common import UserError, keymap, log, world
 
@@ -145,7 +146,7 @@ def _find(run_dir: Path, resume: str) -> tuple[Path | None, dict[str, Any]]:
         candidates = [where] if (where / MANIFEST).is_file() else _steps(where)
         if not candidates:
             raise UserError(f"--resume {resume}: no checkpoint there; give a run's folder or one of its checkpoints")
-    faults = []
+    faults: list[str] = []
     for path in candidates:
         manifest, fault = verify(path)
         if not fault:
@@ -193,7 +194,8 @@ def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         UserError: the checkpoint is of another model; lists the first names that differ.
     """
     reader = dcp.HuggingFaceStorageReader(str(path))
-    saved = {name: tuple(entry.size) for name, entry in reader.read_metadata().state_dict_metadata.items()}
+    metadata = reader.read_metadata().state_dict_metadata
+    saved = {name: tuple(entry.size) for name, entry in metadata.items() if not isinstance(entry, BytesStorageMetadata)}
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     differences = keymap.differences(wanted, saved)
     if differences:

@@ -1,33 +1,16 @@
-"""Who reads which samples, and when: the global order, the loader, the copy to the device.
-
-The order depends on (seed, epoch) alone. Epochs follow each other without a seam: step t consumes the t-th
-run of `global_batch_size` samples of the stream, so every step is full except the last one of a training
-that is counted in epochs. The position of a run is one number, the samples consumed, and it means the
-same on any number of ranks.
-"""
+"""From requests to batches: read ahead by worker processes, copied ahead to the device."""
 
 import collections
-import functools
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from common import UserError, seed
-
-
-class Request(NamedTuple):
-    """What one rank reads for one forward pass."""
-
-    epochs: np.ndarray  # (b,) epoch of each sample
-    indices: np.ndarray  # (b,) its index in the data set
-    step_samples: int  # samples of the whole step, over all ranks and passes
-    last: bool  # whether this pass ends the step
+from common.sampler import Request
 
 
 class Batch(NamedTuple):
@@ -49,143 +32,6 @@ class BatchReader(Protocol):
         """Inputs (b, ...) and targets (b, ...) of the samples at `indices`, as they look in `epochs`."""
 
 
-@functools.lru_cache(maxsize=2)  # a run of the stream can straddle two epochs
-def permutation(num_samples: int, run_seed: int, epoch: int) -> np.ndarray:
-    """Order of the samples in an epoch, (num_samples,): sorted by their hash."""
-    keys = seed.mix(run_seed, seed.ORDER, epoch, np.arange(num_samples))
-    return np.argsort(keys, kind="stable")
-
-
-def _part(start: int, stop: int, parts: int, part: int) -> tuple[int, int]:
-    """Bounds of one of `parts` near-equal runs of [start, stop): the first ones are longer by one."""
-    length, longer = divmod(stop - start, parts)
-    first = start + part * length + min(part, longer)
-    return first, first + length + (part < longer)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which samples of the stream of epochs each remaining step consumes.
-
-    Attributes:
-        first_step: steps done before this process began.
-        max_steps: the last step of the training.
-        start: samples consumed by the steps done.
-        end: samples consumed after the last step.
-        global_batch_size: samples of every step but possibly the last.
-    """
-
-    first_step: int
-    max_steps: int
-    start: int
-    end: int
-    global_batch_size: int
-
-    def position(self, step: int) -> int:
-        """Samples consumed once `step` is done."""
-        return min(self.start + (step - self.first_step) * self.global_batch_size, self.end)
-
-
-def make_plan(
-    num_samples: int, epochs: int, max_steps: int, global_batch_size: int, num_shards: int, done: Mapping[str, int]
-) -> Plan:
-    """Plan the training from its length and what a checkpoint has done of it.
-
-    Args:
-        num_samples: size of the training set.
-        epochs: length of the training if `max_steps` is 0.
-        max_steps: length of the training in steps, or 0.
-        global_batch_size: samples per step.
-        num_shards: how many read different samples.
-        done: "step" and "samples" of the checkpoint, possibly in steps of another size; empty for a new run.
-
-    Raises:
-        UserError: the last step would leave a shard with fewer than the 2 samples that BatchNorm needs.
-    """
-    step, start = done.get("step", 0), done.get("samples", 0)
-    if max_steps:
-        end = start + max(0, max_steps - step) * global_batch_size
-        return Plan(step, max_steps, start, end, global_batch_size)
-    left = max(0, epochs * num_samples - start)
-    steps, rest = divmod(left, global_batch_size)
-    if 0 < rest < 2 * num_shards:
-        raise UserError(
-            f"--epochs {epochs} of {num_samples} samples leaves {rest} for the last step, fewer than 2 for each "
-            f"of {num_shards} ranks: --max-steps {step + steps} leaves them out"
-        )
-    return Plan(step, step + steps + (rest > 0), start, start + left, global_batch_size)
-
-
-def passes(start: int, stop: int, pass_size: int, shard: int, num_shards: int) -> Iterator[tuple[int, int]]:
-    """Split the positions [start, stop) into forward passes, and each pass over the shards.
-
-    Every shard makes the same number of passes, because a pass may hold collectives; passes and shards
-    are near-equal when nothing divides, and a shard may be empty. No position is lost or doubled.
-
-    Args:
-        start: first position.
-        stop: one past the last position.
-        pass_size: positions of a pass over all shards, at most.
-        shard: whose bounds to yield.
-        num_shards: shards that a pass is split into.
-
-    Yields:
-        (first, end) of this shard in each pass.
-    """
-    num_passes = -(-(stop - start) // pass_size)
-    for i in range(num_passes):
-        yield _part(*_part(start, stop, num_passes, i), num_shards, shard)
-
-
-def training_requests(
-    num_samples: int, run_seed: int, plan: Plan, pass_size: int, shard: int, num_shards: int
-) -> Iterator[Request]:
-    """Everything this shard reads from now to the end of the plan."""
-    for step in range(plan.first_step + 1, plan.max_steps + 1):
-        start, stop = plan.position(step - 1), plan.position(step)
-        bounds = list(passes(start, stop, pass_size, shard, num_shards))
-        for i, (first, end) in enumerate(bounds):
-            epochs, offsets = np.divmod(np.arange(first, end), num_samples)
-            indices = np.empty_like(offsets)
-            for epoch in np.unique(epochs):
-                here = epochs == epoch
-                indices[here] = permutation(num_samples, run_seed, int(epoch))[offsets[here]]
-            yield Request(epochs, indices, stop - start, i == len(bounds) - 1)
-
-
-def evaluation_requests(num_samples: int, pass_size: int, shard: int, num_shards: int) -> Iterator[Request]:
-    """Every sample once over all shards, in the order of the data set."""
-    bounds = list(passes(0, num_samples, pass_size, shard, num_shards))
-    for i, (first, end) in enumerate(bounds):
-        indices = np.arange(first, end)
-        yield Request(np.zeros_like(indices), indices, num_samples, i == len(bounds) - 1)
-
-
-def divide_batch(global_batch_size: int, micro_batch_size: int, num_shards: int) -> int:
-    """Samples of one forward pass over all shards.
-
-    Args:
-        global_batch_size: samples per optimizer step over all shards.
-        micro_batch_size: samples per forward pass of a shard; 0 for one pass a step.
-        num_shards: how many read different samples.
-
-    Raises:
-        UserError: the numbers do not divide.
-    """
-    if global_batch_size < 1 or micro_batch_size < 0:
-        raise UserError(
-            f"--global-batch-size {global_batch_size} and --micro-batch-size {micro_batch_size} must be positive"
-        )
-    unit = max(1, micro_batch_size) * num_shards
-    if global_batch_size % unit:
-        per_rank = f" x --micro-batch-size {micro_batch_size}" if micro_batch_size else ""
-        raise UserError(
-            f"--global-batch-size {global_batch_size} does not divide by {num_shards} "
-            f"rank{'s' * (num_shards > 1)}{per_rank}: {-(-global_batch_size // unit) * unit} would"
-        )
-    return unit if micro_batch_size else global_batch_size
-
-
 class _Reads(torch.utils.data.Dataset):
     """Adapter: a torch data set whose index is a whole request."""
 
@@ -203,15 +49,13 @@ class Loader:
         wait_s: seconds that the training loop has waited for data so far.
     """
 
-    def __init__(
-        self, reader: BatchReader, requests: Iterable[Request], workers: int, device: torch.device
-    ) -> None:
+    def __init__(self, reader: BatchReader, requests: Iterable[Request], workers: int, device: torch.device) -> None:
         self.wait_s = 0.0
         self._device = device
         # batch_size=None: an index is a batch already. One loader lives for the whole run, so an epoch has no seam.
         loader = DataLoader(
             _Reads(reader),
-            sampler=requests,  # type: ignore[arg-type]
+            sampler=requests,
             batch_size=None,
             num_workers=workers,
             pin_memory=device.type == "cuda",

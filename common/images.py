@@ -100,7 +100,7 @@ def load(name: str, run_seed: int, flip: bool) -> tuple[Images, Images]:
 
 
 def _load_digits() -> tuple[Images, Images]:
-    from pyarrow import parquet  # noqa: PLC0415
+    from pyarrow import parquet
 
     table = parquet.read_table(DIGITS)
     pixels = torch.tensor(np.stack(table["pixels"].to_numpy())).view(-1, 1, 8, 8)
@@ -114,7 +114,7 @@ def _load_digits() -> tuple[Images, Images]:
 
 
 def _load_rows(name: str) -> tuple[Images, Images]:
-    import datasets  # noqa: PLC0415 (3 s of import, which the built-in set does not need)
+    import datasets  # 3 s of import, which the built-in set does not need
 
     train, validation = _find_splits(name)
     columns = train.features
@@ -152,7 +152,7 @@ def _load_rows(name: str) -> tuple[Images, Images]:
 
 def _find_splits(name: str) -> tuple["Dataset", "Dataset"]:
     """The training split and a validation split of a folder or hub id."""
-    import datasets  # noqa: PLC0415
+    import datasets
 
     path = Path(name).expanduser()
     if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
@@ -188,13 +188,13 @@ def decode(rows: "Dataset", index: int, channels: int = 0, size: tuple[int, int]
     Raises:
         UserError: the file or row is no readable image; names it.
     """
-    from PIL import Image  # noqa: PLC0415
+    from PIL import Image
 
     cell = rows[index][rows.column_names[0]]
     try:
-        with Image.open(io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]) as image:
-            grey = channels == 1 or (channels == 0 and image.mode in ("1", "L"))
-            image = image.convert("L" if grey else "RGB")
+        with Image.open(io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]) as file:
+            grey = channels == 1 or (channels == 0 and file.mode in ("1", "L"))
+            image = file.convert("L" if grey else "RGB")
             if size and image.size != size[::-1]:
                 image = image.resize(size[::-1])
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:

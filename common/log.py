@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import torch
 from tqdm import tqdm
 
-from common import UserError, data, world
+from common import UserError, sampler, world
 
 
 def say(message: str) -> None:
@@ -57,7 +57,7 @@ class Run:
     """
 
     def __init__(
-        self, path: Path, recipe: str, args: Any, here: world.World, plan: data.Plan, ideal_s: float
+        self, path: Path, recipe: str, args: Any, here: world.World, plan: sampler.Plan, ideal_s: float
     ) -> None:
         """Create the folder, or continue in it after the plan's first step (all ranks).
 
@@ -82,16 +82,14 @@ class Run:
         if here.rank != 0:
             _redirect(path / "logs" / f"rank_{here.rank:05d}.log")
             return
-        from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+        from torch.utils.tensorboard import SummaryWriter
 
         _write_config(path, recipe, args, here)
         shutil.copy(recipe, path / "train.py")
         self._records = _open_records(path / "metrics.jsonl", plan.first_step)
         self._tensorboard = SummaryWriter(str(path), purge_step=plan.first_step + 1)
         # disable=None: a bar on a terminal, none in a pipe or a file.
-        self._bar = tqdm(
-            total=plan.max_steps, initial=plan.first_step, unit="step", disable=None, dynamic_ncols=True
-        )
+        self._bar = tqdm(total=plan.max_steps, initial=plan.first_step, unit="step", disable=None, dynamic_ncols=True)
 
     def train(self, step: int, means: Mapping[str, float], data_wait_s: float, **more: float) -> None:
         """Record the training steps since the last call.
@@ -148,7 +146,9 @@ class Run:
         self._records.close()
         took = f"{time.perf_counter() - self._born:.1f} s"
         if self._trained_s:
-            took += f", {self._trained_s:.1f} s of it training at {self._trained_samples / self._trained_s:,.0f} samples/s"
+            took += (
+                f", {self._trained_s:.1f} s of it training at {self._trained_samples / self._trained_s:,.0f} samples/s"
+            )
         say(f"done   step {self._step} of {self._plan.max_steps} in {took}")
         for key, (value, step) in self._best.items():
             say(f"best   val/{key} {value:.4f} at step {step}")
@@ -196,9 +196,10 @@ def _redirect(path: Path) -> None:
 
 def _write_config(path: Path, recipe: str, args: Any, here: world.World) -> None:
     """Write config.json; in a run that continues, say which flags have changed."""
+    flags = dataclasses.asdict(args)
     config = {
         "recipe": Path(recipe).resolve().parent.name,
-        "args": dataclasses.asdict(args),
+        "args": flags,
         "command": shlex.join(sys.argv),
         "world_size": here.size,
         "device": here.device.type,
@@ -209,7 +210,7 @@ def _write_config(path: Path, recipe: str, args: Any, here: world.World) -> None
     file = path / "config.json"
     if file.exists():
         before = json.loads(file.read_text())["args"]
-        for key, value in config["args"].items():
+        for key, value in flags.items():
             if before.get(key) != value:
                 say(f"continuing with --{key.replace('_', '-')} {value} (was {before.get(key)})")
     partial = file.with_suffix(".tmp")

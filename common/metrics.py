@@ -38,7 +38,7 @@ def means(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 def count_flops(work: Callable[[], object]) -> float:
     """FLOPs of whatever `work` computes, counted from the shapes of its operators; cheap on meta tensors."""
-    from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415
+    from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:
         work()

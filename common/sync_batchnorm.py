@@ -13,45 +13,51 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
-class _Normalise(torch.autograd.Function):
-    """(x - mean) / sqrt(var + eps), mean and variance over all ranks' values of a channel."""
+class _BatchNormOverRanks(torch.autograd.Function):
+    """weight * (x - mean) / sqrt(var + eps) + bias, mean and variance over all ranks' values of a channel."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, eps: float, group: dist.ProcessGroup
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the normalised x (N, C, ...), and mean (C,), biased variance (C,) and count () over all ranks."""
+        """Returns the output (N, C, ...), and mean (C,), biased variance (C,) and count () over all ranks."""
         dims = [dim for dim in range(x.ndim) if dim != 1]
         shape = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
-        wide = x.double() if x.dtype == torch.float64 else x.float()
-        channels = x.shape[1]
-        count = wide.new_full((1,), x.numel() / channels)
-        # Two passes, mean first: E[x^2] - E[x]^2 loses half of the digits.
-        totals = torch.cat([wide.sum(dims), count])
+        wide = x.to(weight.dtype)
+        # Two all-reduces, mean first: E[x^2] - E[x]^2 in one would lose half of the digits.
+        totals = torch.cat([wide.sum(dims), wide.new_full((1,), x.numel() / x.shape[1])])
         dist.all_reduce(totals, group=group)
-        count = totals[-1]
-        mean = totals[:-1] / count
+        mean, count = totals[:-1] / totals[-1], totals[-1]
         centred = wide - mean.view(shape)
-        var = centred.square().sum(dims)
-        dist.all_reduce(var, group=group)
-        var = var / count
+        squares = centred.square().sum(dims)
+        dist.all_reduce(squares, group=group)
+        var = squares / count
         scale = torch.rsqrt(var + eps)
         normalised = centred * scale.view(shape)
-        ctx.save_for_backward(normalised, scale, count)
+        ctx.save_for_backward(normalised, weight * scale, count)
         ctx.dims, ctx.shape, ctx.group = dims, shape, group
         ctx.mark_non_differentiable(mean, var, count)
-        return normalised.to(x.dtype), mean, var, count
+        return (normalised * weight.view(shape) + bias.view(shape)).to(x.dtype), mean, var, count
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None, None]:
-        """The gradient of BatchNorm (Ioffe and Szegedy 2015, section 3), its two sums taken over all ranks."""
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of BatchNorm (Ioffe and Szegedy 2015, section 3, https://arxiv.org/abs/1502.03167).
+
+        Its two sums are this rank's gradients of bias and weight, and, over all ranks, a part of that of x.
+        """
         normalised, scale, count = ctx.saved_tensors
         wide = grad.to(normalised.dtype)
-        sums = torch.stack([wide.sum(ctx.dims), (wide * normalised).sum(ctx.dims)])
+        grad_bias, grad_weight = wide.sum(ctx.dims), (wide * normalised).sum(ctx.dims)
+        sums = torch.stack([grad_bias, grad_weight])
         dist.all_reduce(sums, group=ctx.group)
-        along_one, along_x = (sums / count).unbind()
-        result = (wide - along_one.view(ctx.shape) - normalised * along_x.view(ctx.shape)) * scale.view(ctx.shape)
-        return result.to(grad.dtype), None, None
+        mean_grad, mean_product = ((row / count).view(ctx.shape) for row in sums)
+        grad_x = (wide - mean_grad - normalised * mean_product) * scale.view(ctx.shape)
+        return grad_x.to(grad.dtype), grad_weight, grad_bias, None, None
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -67,22 +73,17 @@ class SyncBatchNorm(_BatchNorm):
         """Normalise x, (N, C, ...); N may differ between the ranks."""
         if not self.training:
             return super().forward(x)
-        normalised, mean, var, count = _Normalise.apply(x, self.eps, self.group)
-        if self.running_mean is not None:
-            self.num_batches_tracked.add_(1)
-            momentum = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked
-            with torch.no_grad():
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-                unbiased = var * (count / (count - 1).clamp(min=1))
-                self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
-        if self.weight is None:
-            return normalised
-        shape = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
-        return normalised * self.weight.view(shape).to(x.dtype) + self.bias.view(shape).to(x.dtype)
+        out, mean, var, count = _BatchNormOverRanks.apply(x, self.weight, self.bias, self.eps, self.group)
+        self.num_batches_tracked.add_(1)
+        momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, momentum)
+            self.running_var.lerp_(var * count / (count - 1).clamp(min=1), momentum)
+        return out
 
 
 def convert(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """Replace each BatchNorm of a model; parameters, buffers and names stay.
+    """Replace each affine BatchNorm with running statistics in a model; parameters, buffers and names stay.
 
     On GPUs torch's own nn.SyncBatchNorm is used, whose kernels are fused.
 
@@ -93,10 +94,8 @@ def convert(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     if any(parameter.is_cuda for parameter in model.parameters()):
         return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
     converted = model
-    if isinstance(model, _BatchNorm):
-        converted = SyncBatchNorm(
-            model.num_features, model.eps, model.momentum, model.affine, model.track_running_stats
-        )
+    if isinstance(model, _BatchNorm) and model.affine and model.track_running_stats:
+        converted = SyncBatchNorm(model.num_features, model.eps, model.momentum)
         converted.group = group
         converted.train(model.training)
         converted._parameters, converted._buffers = model._parameters, model._buffers  # the same tensors

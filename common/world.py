@@ -80,9 +80,7 @@ def start(backend: str = "auto") -> World:
     if backend != "mpi" and "RANK" not in os.environ:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(**options)
-    world = World(
-        dist.get_rank(), dist.get_world_size(), local_rank, local_size, socket.gethostname(), device, backend
-    )
+    world = World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, socket.gethostname(), device, backend)
     _check_devices(world)
     return world
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from common import data, images, seed
+from common import images, sampler, seed
 from common.models.resnet import make_resnet
 from tests import ranks
 
-# One epoch of the digits' 1,433 training images: 19 steps of 72 and a last one of 65, which divides by
-# none of 2, 3 and 4. Two passes a step, clipping at a norm that is exceeded, augmentation, weight decay.
-BATCH, PASS, STEPS = 72, 36, 20
+# One epoch of 469 images: 19 steps of 24, in two passes each, and a last one of 13, which divides by none of
+# 2, 3 and 4. Augmentation, weight decay, warm-up, and clipping at a norm that every step exceeds.
+SAMPLES, BATCH, PASS, STEPS = 469, 24, 12, 20
 CLIP, LR, WARMUP, DECAY, SMOOTHING = 1.0, 0.3, 5, 5e-4, 0.1
 FLAGS = [
     *("--epochs", "1", "--global-batch-size", str(BATCH), "--max-grad-norm", str(CLIP), "--lr", str(LR)),
@@ -23,15 +23,15 @@ FLAGS = [
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 
 
-def plain_resnet_loop(dtype: torch.dtype) -> tuple[list[float], list[float]]:
+def plain_resnet_loop(folder: str, dtype: torch.dtype) -> tuple[list[float], list[float]]:
     """Loss and gradient norm of each step, as one would write it for one process."""
-    train, _ = images.load("digits", run_seed=0, flip=False)
+    train, _ = images.load(folder, run_seed=0, flip=False)
     seed.everything(0, seed.INIT)
     model = make_resnet("resnet18", 1, 10, 8).to(dtype)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.SGD([{"params": decayed, "weight_decay": DECAY}, {"params": others}], momentum=0.9)
-    order = data.permutation(len(train), 0, 0)
+    order = sampler.permutation(len(train), 0, 0)
     losses, norms = [], []
     for step in range(STEPS):
         batch = order[step * BATCH : (step + 1) * BATCH]
@@ -66,44 +66,67 @@ def plain() -> dict[tuple[str, str], tuple[list[float], list[float]]]:
     return {}
 
 
-def plain_curve(plain: dict, recipe: str, dtype: str) -> tuple[list[float], list[float]]:
+def plain_curve(plain: dict, recipe: str, dtype: str, folder: Path) -> tuple[list[float], list[float]]:
     workload = recipe.rpartition("_")[2]
     if (workload, dtype) not in plain:
         torch.set_num_threads(2)
-        plain[workload, dtype] = PLAIN_LOOPS[workload](getattr(torch, dtype))
+        plain[workload, dtype] = PLAIN_LOOPS[workload](str(folder), getattr(torch, dtype))
     return plain[workload, dtype]
 
 
-def worst(recipe: str | Path, name: str, world_size: int, dtype: str, curves: tuple, folder: Path, *flags: str) -> float:
-    """Largest relative difference of a loss or a gradient norm between a recipe and the plain loop."""
+def curves(name: str, world_size: int, dtype: str, data_dir: Path, out: Path, recipe: str | Path = "") -> list[dict]:
+    """Loss and gradient norm by step of a run of the recipe `name`, or of a mutant of it."""
     micro = ("--micro-batch-size", str(PASS // world_size))
     sync = ("--sync-bn",) if "sync_bn" in ranks.source(name) else ()
-    result = ranks.run_recipe(
-        recipe, world_size, *FLAGS, *micro, *sync, "--dtype", dtype, "--out", str(folder), "--name", "run", *flags
-    )
+    where = ("--data", str(data_dir), "--out", str(out), "--name", "run")
+    result = ranks.run_recipe(recipe or name, world_size, *FLAGS, *micro, *sync, *where, "--dtype", dtype)
     assert result.ok, result
-    found = [ranks.records(folder / "run", tag) for tag in ("train/loss", "train/grad_norm")]
-    steps = list(found[0])
-    assert steps == list(range(1, len(steps) + 1))
-    return max(
-        abs(values[step] - curve[step - 1]) / abs(curve[step - 1])
-        for values, curve in zip(found, curves, strict=True)
-        for step in steps
-    )
+    return [ranks.records(out / "run", tag) for tag in ("train/loss", "train/grad_norm")]
+
+
+def worst(found: dict[int, float], wanted: list[float]) -> float:
+    """Largest relative difference between a recorded curve and the plain one."""
+    assert list(found) == list(range(1, STEPS + 1)), "every step is recorded once"
+    return max(abs(found[i + 1] - value) / abs(value) for i, value in enumerate(wanted))
 
 
 @pytest.mark.parametrize(
     ("recipe", "world_size"), [(name, size) for name in ranks.RECIPES for size in ranks.world_sizes(name)]
 )
-def test_equals_the_plain_loop_in_float64(recipe: str, world_size: int, plain: dict, tmp_path: Path) -> None:
-    curves = plain_curve(plain, recipe, "float64")
-    assert len(curves[0]) == STEPS
-    assert min(curves[1]) > CLIP, "clipping must have an effect"
-    assert worst(recipe, recipe, world_size, "float64", curves, tmp_path) < TOLERANCE["float64"]
+def test_float64(recipe: str, world_size: int, plain: dict, small_digits: Path, tmp_path: Path) -> None:
+    losses, norms = plain_curve(plain, recipe, "float64", small_digits)
+    assert len(losses) == STEPS
+    assert min(norms) > CLIP, "clipping must have an effect"
+    found = curves(recipe, world_size, "float64", small_digits, tmp_path)
+    assert worst(found[0], losses) < 1e-9
+    assert worst(found[1], norms) < 1e-9
 
 
 @pytest.mark.parametrize("recipe", ranks.RECIPES)
-def test_equals_the_plain_loop_in_float32(recipe: str, plain: dict, tmp_path: Path) -> None:
-    curves = plain_curve(plain, recipe, "float32")
-    world_size = ranks.world_sizes(recipe)[-1]
-    assert worst(recipe, recipe, world_size, "float32", curves, tmp_path) < TOLERANCE["float32"]
+def test_float32(recipe: str, plain: dict, small_digits: Path, tmp_path: Path) -> None:
+    losses, _ = plain_curve(plain, recipe, "float32", small_digits)
+    found = curves(recipe, ranks.world_sizes(recipe)[-1], "float32", small_digits, tmp_path)
+    assert worst(found[0], losses) < 1e-4
+
+
+MUTANTS = {
+    "gradients are never reduced": {
+        "return contextlib.nullcontext() if last else model.no_sync()": "return model.no_sync()"
+    },
+    "the mean is taken over the rank's own samples": {
+        "(num_shards / batch.step_samples)": "(1 / batch.step_samples)",
+    },
+    "every rank reads the next rank's samples too": {
+        'return mesh.get_local_rank("dp"), mesh.size()': "return 0, mesh.size()",
+    },
+    "BatchNorm sees the rank's own samples": {"if args.sync_bn:": "if not args.sync_bn:"},
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_fails(mutant: str, plain: dict, small_digits: Path, tmp_path: Path) -> None:
+    """The proof above can fail: each of these defects is far outside the looser tolerance."""
+    losses, _ = plain_curve(plain, "ddp_resnet", "float32", small_digits)
+    path = ranks.mutate("ddp_resnet", tmp_path, MUTANTS[mutant])
+    found = curves("ddp_resnet", 2, "float32", small_digits, tmp_path, recipe=path)
+    assert worst(found[0], losses) > 1e-3

@@ -26,7 +26,7 @@ def make_resnet(name: str, in_channels: int, num_classes: int, image_size: int) 
     Raises:
         UserError: torchvision has no residual network of that name.
     """
-    from torchvision import models  # noqa: PLC0415 (2 s of import, which only image recipes pay)
+    from torchvision import models  # 2 s of import, which only image recipes pay
 
     known = [model for model in models.list_models(module=models) if "resne" in model]
     if name not in known:

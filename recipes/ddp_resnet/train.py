@@ -31,7 +31,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from common import checkpoint, cli, data, images, keymap, log, metrics, schedule, seed, sync_batchnorm, world
+from common import (
+    checkpoint,
+    cli,
+    data,
+    images,
+    keymap,
+    log,
+    metrics,
+    sampler,
+    schedule,
+    seed,
+    sync_batchnorm,
+    world,
+)
 from common.models.resnet import make_resnet
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
@@ -128,7 +141,7 @@ def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
     return mesh.get_local_rank("dp"), mesh.size()
 
 
-def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh) -> DistributedDataParallel:
     """Replicate the model from rank 0, and average the gradients over the ranks in each backward pass."""
     if args.sync_bn:
         model = sync_batchnorm.convert(model, mesh.get_group("dp"))
@@ -136,7 +149,7 @@ def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
 
 
-def gradient_sync(model: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+def gradient_sync(model: DistributedDataParallel, last: bool) -> contextlib.AbstractContextManager:
     """Around one forward and backward pass: only the last one of a step sends gradients."""
     return contextlib.nullcontext() if last else model.no_sync()
 
@@ -195,7 +208,7 @@ def main() -> None:
     here = world.start(args.backend)
     mesh = make_mesh(here)
     shard, num_shards = data_shard(mesh)
-    pass_size = data.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
+    pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
     dtype = world.pick_dtype(args.dtype, here.device)
     train, validation = make_data(args)
     terms = {"seed": args.seed, "data": train.digest()}  # what the order of samples means something under
@@ -203,15 +216,16 @@ def main() -> None:
 
     model = make_model(args, train).to(here.device, world.storage_dtype(dtype))
     model = parallelize(args, model, mesh)
-    model = torch.compile(model) if args.compile else model
+    if args.compile:
+        model.compile()
     optimizer = make_optimizer(args, model)
 
     path = log.run_dir(args.out, args.name)
     found, done = checkpoint.find(path, args.resume, terms)
     if found:
         checkpoint.load(found, state(model, optimizer))
-    plan = data.make_plan(len(train), args.epochs, args.max_steps, args.global_batch_size, num_shards, done)
-    requests = data.training_requests(len(train), args.seed, plan, pass_size, shard, num_shards)
+    plan = sampler.make_plan(len(train), args.epochs, args.max_steps, args.global_batch_size, num_shards, done)
+    requests = sampler.training_requests(len(train), args.seed, plan, pass_size, shard, num_shards)
     batches = data.Loader(train, requests, args.workers, here.device)
     ideal_s = count_flops(args, train) / metrics.peak_flops(here.device, dtype)
     run = log.Run(path, __file__, args, here, plan, ideal_s)
@@ -233,7 +247,7 @@ def main() -> None:
             window = {}
         with run.paused():
             if step % (args.eval_every or epoch_steps) == 0 or step == last_step:
-                requests = data.evaluation_requests(len(validation), pass_size, shard, num_shards)
+                requests = sampler.evaluation_requests(len(validation), pass_size, shard, num_shards)
                 held_out = data.Loader(validation, requests, args.workers, here.device)
                 run.validation(step, metrics.means(evaluate(args, model, held_out, dtype)))
             if step % (args.save_every or epoch_steps) == 0 or step == last_step:

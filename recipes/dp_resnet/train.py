@@ -29,7 +29,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from common import UserError, checkpoint, cli, data, images, keymap, log, metrics, schedule, seed, world
+from common import (
+    UserError,
+    checkpoint,
+    cli,
+    data,
+    images,
+    keymap,
+    log,
+    metrics,
+    sampler,
+    schedule,
+    seed,
+    world,
+)
 from common.models.resnet import make_resnet
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
@@ -198,7 +211,7 @@ def main() -> None:
     here = world.start(args.backend)
     mesh = make_mesh(here)
     shard, num_shards = data_shard(mesh)
-    pass_size = data.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
+    pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
     dtype = world.pick_dtype(args.dtype, here.device)
     train, validation = make_data(args)
     terms = {"seed": args.seed, "data": train.digest()}  # what the order of samples means something under
@@ -206,15 +219,16 @@ def main() -> None:
 
     model = make_model(args, train).to(here.device, world.storage_dtype(dtype))
     model = parallelize(args, model, mesh)
-    model = torch.compile(model) if args.compile else model
+    if args.compile:
+        model.compile()
     optimizer = make_optimizer(args, model)
 
     path = log.run_dir(args.out, args.name)
     found, done = checkpoint.find(path, args.resume, terms)
     if found:
         checkpoint.load(found, state(model, optimizer))
-    plan = data.make_plan(len(train), args.epochs, args.max_steps, args.global_batch_size, num_shards, done)
-    requests = data.training_requests(len(train), args.seed, plan, pass_size, shard, num_shards)
+    plan = sampler.make_plan(len(train), args.epochs, args.max_steps, args.global_batch_size, num_shards, done)
+    requests = sampler.training_requests(len(train), args.seed, plan, pass_size, shard, num_shards)
     batches = data.Loader(train, requests, args.workers, here.device)
     ideal_s = count_flops(args, train) / metrics.peak_flops(here.device, dtype)
     run = log.Run(path, __file__, args, here, plan, ideal_s)
@@ -236,7 +250,7 @@ def main() -> None:
             window = {}
         with run.paused():
             if step % (args.eval_every or epoch_steps) == 0 or step == last_step:
-                requests = data.evaluation_requests(len(validation), pass_size, shard, num_shards)
+                requests = sampler.evaluation_requests(len(validation), pass_size, shard, num_shards)
                 held_out = data.Loader(validation, requests, args.workers, here.device)
                 run.validation(step, metrics.means(evaluate(args, model, held_out, dtype)))
             if step % (args.save_every or epoch_steps) == 0 or step == last_step:

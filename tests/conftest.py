@@ -1,0 +1,61 @@
+"""Fixtures, and the line budgets that each test run prints."""
+
+import os
+import tempfile
+from pathlib import Path
+
+# Before the fork server starts, which hands its environment on to the ranks.
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="brigade-hf-")
+
+import pytest
+
+from common import images
+from tests import ranks
+
+
+def write_parquet(folder: Path, train: int, validation: int) -> Path:
+    """Part of the digits as parquet files that name their columns in their own way."""
+    import datasets
+    from PIL import Image
+
+    features = datasets.Features(
+        {"digit": datasets.ClassLabel(names=[str(i) for i in range(10)]), "picture": datasets.Image()}
+    )
+    splits = images.load("digits", run_seed=0, flip=False)
+    for name, split, count in zip(("train", "validation"), splits, (train, validation), strict=True):
+        rows = {
+            "digit": split.labels[:count].tolist(),
+            "picture": [Image.fromarray(pixels[0].numpy()) for pixels in split.pixels[:count]],
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / f"{name}.parquet")
+    return folder
+
+
+def write_image_folder(folder: Path, train: int, validation: int) -> Path:
+    """Part of the digits as PNG files, one subfolder per class."""
+    from PIL import Image
+
+    splits = images.load("digits", run_seed=0, flip=False)
+    for name, split, count in zip(("train", "validation"), splits, (train, validation), strict=True):
+        for i, (label, pixels) in enumerate(zip(split.labels[:count], split.pixels[:count], strict=True)):
+            path = folder / name / str(int(label)) / f"{i:04d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels[0].numpy()).save(path)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """469 training and 30 validation images: a size that divides by nothing."""
+    return write_parquet(tmp_path_factory.mktemp("data") / "small", 469, 30)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the budgets: 200 lines a module and 2,000 for common/, 300 for a recipe."""
+    common = {path: len(path.read_text().splitlines()) for path in ranks.ROOT.glob("common/**/*.py")}
+    longest = max(common, key=lambda path: common[path])
+    recipes = ", ".join(f"{name} {len(ranks.source(name).splitlines())}" for name in ranks.RECIPES)
+    terminalreporter.write_line(
+        f"lines: common/ {sum(common.values())} of 2000, {longest.name} {common[longest]} of 200; {recipes} of 300"
+    )
