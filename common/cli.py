@@ -39,7 +39,7 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config", type=Path)
     known, rest = before.parse_known_args(argv)
-    default = args_type(**_read_config(args_type, known.config)) if known.config else None
+    default = args_type(**(_read_config(args_type, known.config) if known.config else {}))
     try:
         return tyro.cli(
             args_type,

@@ -73,6 +73,9 @@ class SyncBatchNorm(_BatchNorm):
         """Normalise x, (N, C, ...); N may differ between the ranks."""
         if not self.training:
             return super().forward(x)
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
         out, mean, var, count = _BatchNormOverRanks.apply(x, self.weight, self.bias, self.eps, self.group)
         self.num_batches_tracked.add_(1)
         momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)

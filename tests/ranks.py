@@ -37,7 +37,9 @@ class Result:
         return not any(self.codes)
 
     def __str__(self) -> str:
-        return "\n".join(f"[rank {i}: {code}]\n{text}" for i, (code, text) in enumerate(zip(self.codes, self.outputs)))
+        return "\n".join(
+            f"[rank {i}: {code}]\n{text}" for i, (code, text) in enumerate(zip(self.codes, self.outputs, strict=True))
+        )
 
 
 def source(recipe: str) -> str:

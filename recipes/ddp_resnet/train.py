@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -132,7 +133,7 @@ def count_flops(args: Args, train: images.Images) -> float:
 
 
 def make_mesh(here: world.World) -> DeviceMesh:
-    """One axis: all ranks hold replicas."""
+    """The ranks and their axes."""
     return init_device_mesh(here.device.type, (here.size,), mesh_dim_names=("dp",))
 
 
@@ -141,21 +142,21 @@ def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
     return mesh.get_local_rank("dp"), mesh.size()
 
 
-def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh) -> DistributedDataParallel:
-    """Replicate the model from rank 0, and average the gradients over the ranks in each backward pass."""
+def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Put the plain model, on its device, under the strategy."""
     if args.sync_bn:
         model = sync_batchnorm.convert(model, mesh.get_group("dp"))
     torch.distributed.set_debug_level(torch.distributed.DebugLevel.INFO)  # DDP's error names unused parameters
     return DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
 
 
-def gradient_sync(model: DistributedDataParallel, last: bool) -> contextlib.AbstractContextManager:
-    """Around one forward and backward pass: only the last one of a step sends gradients."""
+def gradient_sync(model: Any, last: bool) -> contextlib.AbstractContextManager:
+    """Around one forward and backward pass: only the `last` one of a step sends gradients."""
     return contextlib.nullcontext() if last else model.no_sync()
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds: everything, the same on every rank, under the plain model's names."""
+    """What this rank brings to a checkpoint: all of it, under the plain model's names."""
     return keymap.model_tensors(model) | keymap.optimizer_tensors(model, optimizer)
 
 
@@ -251,8 +252,8 @@ def main() -> None:
                 held_out = data.Loader(validation, requests, args.workers, here.device)
                 run.validation(step, metrics.means(evaluate(args, model, held_out, dtype)))
             if step % (args.save_every or epoch_steps) == 0 or step == last_step:
-                terms["samples"] = plan.position(step)
-                checkpoint.save(path, step, state(model, optimizer), terms, args.keep)
+                facts = terms | {"samples": plan.position(step)}
+                checkpoint.save(path, step, state(model, optimizer), facts, args.keep)
     run.finish()
     world.finish()
 

@@ -23,10 +23,11 @@ import contextlib
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from common import (
@@ -128,37 +129,32 @@ def count_flops(args: Args, train: images.Images) -> float:
 # --- 3 Strategy -------------------------------------------------------------------------------------------
 
 
-def make_mesh(here: world.World) -> DeviceMesh | None:
-    """No mesh: the one process reaches every GPU by itself."""
+def make_mesh(here: world.World) -> DeviceMesh:
+    """The ranks and their axes."""
     if here.size > 1:
-        raise UserError(
-            f"dp_resnet drives all GPUs from one process, and {here.size} were started, which would train "
-            "apart from each other. Set NPROC_PER_NODE=1, or use recipes/ddp_resnet: one process per GPU"
-        )
-    return None
+        raise UserError(f"nn.DataParallel is one process, not {here.size}: NPROC_PER_NODE=1, or recipes/ddp_resnet")
+    return init_device_mesh(here.device.type, (here.size,), mesh_dim_names=("dp",))
 
 
-def data_shard(mesh: DeviceMesh | None) -> tuple[int, int]:
-    """Which part of each batch this rank reads, of how many: all of it."""
-    return 0, 1
+def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
+    """Which part of each batch this rank reads, of how many."""
+    return mesh.get_local_rank("dp"), mesh.size()
 
 
-def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
-    """Copy the model to every GPU in each forward pass."""
-    gpus = torch.cuda.device_count()
-    if gpus < 2:
-        log.say(f"nn.DataParallel has {gpus or 'no'} GPU{'s' * (gpus == 0)} to share out: the model runs unwrapped")
-        return model
+def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Put the plain model, on its device, under the strategy."""
+    if torch.cuda.device_count() < 2:
+        log.say("nn.DataParallel has no second GPU to use: the model runs unwrapped")
     return nn.DataParallel(model)
 
 
-def gradient_sync(model: nn.Module, last: bool) -> contextlib.AbstractContextManager:
-    """Around one forward and backward pass: there is no other rank to synchronise with."""
-    return contextlib.nullcontext()
+def gradient_sync(model: Any, last: bool) -> contextlib.AbstractContextManager:
+    """Around one forward and backward pass: only the `last` one of a step sends gradients."""
+    return contextlib.nullcontext()  # there is no other rank
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds: everything, from the first GPU, under the plain model's names."""
+    """What this rank brings to a checkpoint: all of it, under the plain model's names."""
     return keymap.model_tensors(model) | keymap.optimizer_tensors(model, optimizer)
 
 
@@ -254,8 +250,8 @@ def main() -> None:
                 held_out = data.Loader(validation, requests, args.workers, here.device)
                 run.validation(step, metrics.means(evaluate(args, model, held_out, dtype)))
             if step % (args.save_every or epoch_steps) == 0 or step == last_step:
-                terms["samples"] = plan.position(step)
-                checkpoint.save(path, step, state(model, optimizer), terms, args.keep)
+                facts = terms | {"samples": plan.position(step)}
+                checkpoint.save(path, step, state(model, optimizer), facts, args.keep)
     run.finish()
     world.finish()
 

@@ -1,0 +1,469 @@
+"""What a person can get wrong ends in seconds, with one message, and leaves nothing behind and nothing lost."""
+
+import json
+import os
+import random
+import runpy
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests import ranks
+from tests.conftest import write_image_folder, write_parquet
+
+SECONDS = 12.0  # a rank that alone has found a fault waits 5 s for rank 0 to tell it first
+TWO_STEPS = ("--max-steps", "2", "--global-batch-size", "8", "--log-every", "1")
+DDP = "ddp_resnet"
+
+
+@dataclass(frozen=True)
+class Where:
+    """What is special about the place where one rank runs."""
+
+    folder: str = ""
+    gpus: int | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+def start(recipe: str, argv: Sequence[str], where: Where) -> None:
+    """Run a recipe in this process, as ranks.run_recipe does."""
+    if where.gpus is not None:
+        # A mock, only because no machine of the test run has a GPU: what is tested is what people read who
+        # start more processes than they have GPUs.
+        torch.cuda.is_available = lambda: True
+        torch.cuda.device_count = lambda: where.gpus
+    os.environ |= where.environ
+    os.chdir(where.folder or Path.cwd())
+    sys.argv = [recipe, *argv]
+    runpy.run_path(recipe, run_name="__main__")
+
+
+def run_where(places: Sequence[Where], *flags: str, paths: Sequence[Path] = ()) -> ranks.Result:
+    path = ranks.ROOT / "recipes" / DDP / "train.py"
+    args = [(str(paths[rank] if paths else path), flags, where) for rank, where in enumerate(places)]
+    return ranks.spawn(start, args)
+
+
+def processes(recipe: str) -> int:
+    return min(2, ranks.world_sizes(recipe)[-1])
+
+
+def assert_refused(result: ranks.Result, *messages: str) -> None:
+    """Every rank fails, and one of them, rank 0, says why, once, in words of ours."""
+    everything = "".join(result.outputs)
+    assert all(result.codes), result
+    assert result.codes[0] == 2, result
+    for message in messages:
+        assert message in result.outputs[0], result
+    assert everything.count(messages[0]) == 1, result
+    assert "Traceback" not in everything, result
+    assert len(everything.splitlines()) < 12, result
+
+
+def nothing() -> None:
+    """Start the fork server, whose first start imports torch."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_server() -> None:
+    assert ranks.spawn(nothing, [()]).ok
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Iterator[Path]:
+    """Where the runs of a test would go: still not there at its end, which came in seconds."""
+    path = tmp_path / "out"
+    began = time.monotonic()
+    yield path
+    assert time.monotonic() - began < SECONDS
+    assert not path.exists(), f"left behind: {sorted(path.rglob('*'))}"
+
+
+def refused(recipe: str, out: Path, flags: Sequence[str], *messages: str, size: int | None = None) -> None:
+    result = ranks.run_recipe(recipe, size or processes(recipe), "--out", str(out), "--name", "run", *flags)
+    assert_refused(result, *messages)
+
+
+BAD_FLAGS = {
+    "unknown flag": (["--batchsize", "8"], ["--batchsize"]),
+    "not a number": (["--epochs", "many"], ["many"]),
+    "dtype": (["--dtype", "float8"], ["--dtype float8", "bfloat16"]),
+    "backend": (["--backend", "smoke"], ["--backend smoke", "gloo"]),
+    "no MPI": (["--backend", "mpi"], ["--backend mpi", "built without it", "built from source"]),
+    "no GPU": (["--backend", "nccl"], ["--backend nccl", "--backend gloo"]),
+    "model": (["--model", "resnet17"], ["--model resnet17", "resnet18"]),
+    "micro batch": (
+        ["--global-batch-size", "10", "--micro-batch-size", "4"],
+        ["--global-batch-size 10", "--micro-batch-size 4"],
+    ),
+    "no batch": (["--global-batch-size", "0"], ["--global-batch-size 0"]),
+    "no data folder": (["--data", "./nowhere"], ["--data ./nowhere: there is no such folder"]),
+    "nothing to resume": (["--resume", "runs/nowhere"], ["--resume runs/nowhere: no checkpoint there"]),
+    "no config": (["--config", "nowhere.json"], ["--config nowhere.json"]),
+    "config without a path": (["--config"], ["--config"]),
+}
+
+
+@pytest.mark.parametrize("recipe", ranks.RECIPES)
+@pytest.mark.parametrize("case", BAD_FLAGS)
+def test_flag(recipe: str, case: str, out: Path) -> None:
+    flags, messages = BAD_FLAGS[case]
+    refused(recipe, out, flags, *messages)
+
+
+OUT_OF_RANGE = {
+    "log_every": "0",
+    "keep": "0",
+    "epochs": "0",
+    "max_steps": "-1",
+    "workers": "-1",
+    "label_smoothing": "2",
+    "momentum": "-1",
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_value_out_of_range(name: str, out: Path, small_digits: Path) -> None:
+    """No ZeroDivisionError of a loop, no error of torch's own, and no run of no steps that says it is done."""
+    flag = f"--{name.replace('_', '-')}"
+    where = ("--data", str(small_digits), "--global-batch-size", "8")
+    refused(DDP, out, [*where, flag, OUT_OF_RANGE[name]], f"{flag} {OUT_OF_RANGE[name]}", size=1)
+
+
+def test_batch_does_not_divide_by_ranks(out: Path) -> None:
+    refused(DDP, out, ["--global-batch-size", "9"], "--global-batch-size 9 does not divide by 2 ranks")
+
+
+@pytest.mark.parametrize("recipe", ranks.RECIPES)
+def test_last_batch_too_small(recipe: str, out: Path, small_digits: Path) -> None:
+    flags = ["--data", str(small_digits), "--epochs", "1", "--global-batch-size", "36"]  # 469 = 13 * 36 + 1
+    refused(recipe, out, flags, "--epochs 1 of 469 samples leaves 1", "--max-steps 13")
+
+
+@pytest.mark.parametrize("micro", [[], ["--micro-batch-size", "1"]])
+def test_one_sample_per_pass(micro: list[str], out: Path, small_digits: Path) -> None:
+    """BatchNorm cannot train on one sample, whichever flag asks for that."""
+    batch = "4" if micro else "2"
+    flags = ["--data", str(small_digits), "--max-steps", "2", "--global-batch-size", batch, *micro]
+    refused(DDP, out, flags, f"--global-batch-size {batch}")
+
+
+def test_one_sample_in_a_pass_of_the_last_step(out: Path, tmp_path: Path) -> None:
+    """13 = 8 + 5, and 5 samples in passes of 4 over 2 ranks are 2 + 1 and 1 + 1."""
+    data = write_parquet(tmp_path / "data", 13, 4)
+    flags = ["--data", str(data), "--epochs", "1", "--global-batch-size", "8", "--micro-batch-size", "2"]
+    refused(DDP, out, flags, "--epochs 1 of 13 samples")
+
+
+# --- data -------------------------------------------------------------------------------------------------
+
+
+def empty_folder(folder: Path) -> str:
+    folder.mkdir()
+    return f"--data {folder}"
+
+
+def no_images(folder: Path) -> str:
+    folder.mkdir()
+    (folder / "train.csv").write_text("height,width\n1,2\n3,4\n")
+    return f"--data {folder}"
+
+
+def no_pictures_in_classes(folder: Path) -> str:
+    for name in ("cat", "dog"):
+        (folder / "train" / name).mkdir(parents=True)
+        (folder / "train" / name / "notes.txt").write_text("no picture")
+    return f"--data {folder}"
+
+
+def one_class(folder: Path) -> str:
+    write_image_folder(folder, 40, 10)
+    for path in (folder / "train").iterdir():
+        if path.name != "3":
+            shutil.rmtree(path)
+    return "one class"
+
+
+def unreadable_image(folder: Path) -> str:
+    write_image_folder(folder, 40, 10)
+    path = sorted((folder / "train").rglob("*.png"))[7]
+    path.write_bytes(path.read_bytes()[:40])
+    return f"{path.name} is not a readable image"
+
+
+def unreadable_first_image(folder: Path) -> str:
+    write_image_folder(folder, 40, 10)
+    path = min((folder / "train").rglob("*.png"))
+    path.write_bytes(b"not an image")
+    return f"{path.name} is not a readable image"
+
+
+BAD_DATA = [empty_folder, no_images, no_pictures_in_classes, one_class, unreadable_image, unreadable_first_image]
+
+
+@pytest.mark.parametrize("make", BAD_DATA, ids=lambda make: make.__name__)
+def test_data(make: Callable[[Path], str], out: Path, tmp_path: Path) -> None:
+    message = make(tmp_path / "data")
+    refused(DDP, out, ["--data", str(tmp_path / "data")], message)
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_unreadable_large_image(workers: str, tmp_path: Path) -> None:
+    """Large images are decoded when their turn comes: then the file is named, and what was saved stays."""
+    noise = np.random.default_rng(0)
+    for i in range(12):
+        path = tmp_path / "data" / "train" / ("cat", "dog")[i % 2] / f"{i:02d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise.integers(0, 255, (80, 80, 3), dtype=np.uint8)).save(path)
+    path = tmp_path / "data" / "train" / "dog" / "07.png"
+    path.write_bytes(path.read_bytes()[:5000])
+    began = time.monotonic()
+    where = ("--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"), "--name", "run")
+    epochs = ("--epochs", "2", "--global-batch-size", "4", "--save-every", "1", "--workers", workers)
+    result = ranks.run_recipe(DDP, 1, *where, *epochs)
+    assert result.codes == [2], result
+    assert result.outputs[0].count("error: ") == 1, result
+    assert result.outputs[0].count("07.png is not a readable image") == 1, result
+    assert "Traceback" not in result.outputs[0], result
+    assert time.monotonic() - began < 2 * SECONDS
+
+
+@pytest.mark.parametrize("network", ["refused", "silent"])
+def test_hub_without_a_network(network: str, out: Path) -> None:
+    """A machine without a way out: connections are turned down, or nothing ever answers."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        if network == "silent":
+            nobody.listen(64)
+        proxy = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        place = Where(environ={"HTTPS_PROXY": proxy, "https_proxy": proxy, "NO_PROXY": "", "no_proxy": ""})
+        result = run_where([place] * 2, "--data", "ylecun/mnist", "--out", str(out))
+    assert_refused(result, "--data ylecun/mnist: no such folder, and the hub gave nothing")
+
+
+# --- ranks ------------------------------------------------------------------------------------------------
+
+
+def test_more_processes_than_gpus(out: Path) -> None:
+    result = run_where([Where(gpus=1)] * 2, "--out", str(out))
+    assert_refused(result, "2 processes were started", "1 GPU:", "NPROC_PER_NODE=1")
+
+
+def test_dp_resnet_in_two_processes(out: Path) -> None:
+    refused("dp_resnet", out, [], "2 were started", "recipes/ddp_resnet", "NPROC_PER_NODE=1", size=2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--lr", "0.3"], "flags lr 0.3, rank 0 with 0.2"), (["--flip"], "flags flip True, rank 0 with False")],
+)
+def test_ranks_with_different_flags(flags: list[str], message: str, out: Path) -> None:
+    result = ranks.run_recipe(DDP, 3, "--out", str(out), "--global-batch-size", "12", rank_flags={2: flags})
+    assert_refused(result, "rank 2 was started with", message)
+
+
+def test_one_rank_with_an_unknown_flag(out: Path) -> None:
+    """Only this rank can tell; rank 0 waits for it, until it gives up and says why."""
+    result = ranks.run_recipe(DDP, 2, "--out", str(out), rank_flags={1: ["--batchsize", "8"]})
+    assert all(result.codes), result
+    assert "".join(result.outputs).count("--batchsize") == 1, result
+
+
+def test_ranks_with_different_data(out: Path, tmp_path: Path) -> None:
+    """The same --data, and another folder behind it on the second machine."""
+    for i, count in enumerate((40, 41)):
+        write_parquet(tmp_path / f"machine{i}" / "data", count, 10)
+    places = [Where(folder=str(tmp_path / f"machine{i}")) for i in range(2)]
+    result = run_where(places, "--data", "./data", "--out", str(out))
+    assert_refused(result, "rank 1 was started with data data", "the same flags, code and data")
+
+
+def test_ranks_with_different_code(out: Path, tmp_path: Path) -> None:
+    mutant = ranks.mutate(
+        DDP, tmp_path, {"label_smoothing: float = 0.1  # share": "label_smoothing: float = 0.1  # part"}
+    )
+    paths = [ranks.ROOT / "recipes" / DDP / "train.py", mutant]
+    result = run_where([Where()] * 2, "--out", str(out), paths=paths)
+    assert_refused(result, "rank 1 was started with code train.py")
+
+
+def test_unused_parameter(tmp_path: Path, small_digits: Path) -> None:
+    """DDP would wait for its gradient: the second step dies, and says which one it is."""
+    keep = "    return model.to(memory_format=torch.channels_last)"
+    path = ranks.mutate(DDP, tmp_path, {keep: f"    model.forgotten = nn.Linear(1, 1)\n{keep}"})
+    where = ("--data", str(small_digits), "--out", str(tmp_path / "out"), "--name", "run")
+    began = time.monotonic()
+    result = ranks.run_recipe(path, 2, *where, *TWO_STEPS)
+    assert all(result.codes), result
+    assert result.outputs[0].count("forgotten.weight") == 1, result
+    assert list(ranks.records(tmp_path / "out" / "run", "train/loss")) == [1]
+    assert time.monotonic() - began < 2 * SECONDS
+
+
+# --- folders ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ranks.RECIPES)
+@pytest.mark.parametrize("parent", ["file", "proc"])
+def test_out_not_writable(recipe: str, parent: str, tmp_path: Path) -> None:
+    """Root may write anywhere but below a file, and in /proc."""
+    (tmp_path / "file").write_text("a file")
+    path = tmp_path / "file" / "runs" if parent == "file" else Path("/proc/runs")
+    refused(recipe, path, [], f"--out {path}", "cannot be written to")
+    assert (tmp_path / "file").read_text() == "a file"
+
+
+def test_config_with_unknown_flags(out: Path, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"args": {"epochs": 1, "tensor_parallel": 2}}))
+    refused(DDP, out, ["--config", str(path)], f"--config {path}", "tensor_parallel")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"args": 3}', '{"args": {"epochs": "many"}}'])
+def test_config_that_is_none(text: str, out: Path, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    refused(DDP, out, ["--config", str(path)], f"--config {path}")
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, small_digits: Path) -> Path:
+    """A run of two ranks that has saved after each of its two steps."""
+    out = tmp_path_factory.mktemp("trained")
+    where = ("--data", str(small_digits), "--out", str(out), "--name", "run")
+    result = ranks.run_recipe(DDP, 2, *where, *TWO_STEPS, "--save-every", "1")
+    assert result.ok, result
+    return out / "run"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that run to damage; its files are links until `overwrite` replaces one."""
+    return shutil.copytree(trained, tmp_path / "out" / "run", copy_function=os.link)
+
+
+def overwrite(path: Path, content: bytes) -> None:
+    path.unlink()
+    path.write_bytes(content)
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Every file below a folder: which one it is, its size and when it was last written."""
+    facts = {path: path.stat() for path in sorted(folder.rglob("*"))}
+    return {str(path): (fact.st_ino, fact.st_size, fact.st_mtime_ns) for path, fact in facts.items()}
+
+
+def flip_bit(checkpoint: Path) -> str:
+    path = max(checkpoint.glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[random.Random(0).randrange(len(content))] ^= 1 << 5
+    overwrite(path, bytes(content))
+    return f"{path.name} has changed since it was written"
+
+
+def truncate(checkpoint: Path) -> str:
+    path = min(checkpoint.glob("*.safetensors"))
+    content = path.read_bytes()
+    overwrite(path, content[:-1])
+    return f"{path.name} has {len(content) - 1} bytes, not {len(content)}"
+
+
+def delete_file(checkpoint: Path) -> str:
+    path = max(checkpoint.glob("*.safetensors"))
+    path.unlink()
+    return f"{path.name} is missing"
+
+
+def break_manifest(checkpoint: Path) -> str:
+    path = checkpoint / "MANIFEST.json"
+    overwrite(path, path.read_bytes()[:100])
+    return "MANIFEST.json cannot be read"
+
+
+def delete_manifest(checkpoint: Path) -> str:
+    (checkpoint / "MANIFEST.json").unlink()
+    return "MANIFEST.json cannot be read"
+
+
+DAMAGES = [flip_bit, truncate, delete_file, break_manifest, delete_manifest]
+Damage = Callable[[Path], str]
+
+
+def again(run: Path, data: Path, *flags: str, size: int = 1) -> ranks.Result:
+    where = ("--data", str(data), "--out", str(run.parent), "--name", run.name)
+    return ranks.run_recipe(DDP, size, *where, *TWO_STEPS, *flags)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_no_whole_checkpoint(damage: Damage, run: Path, small_digits: Path) -> None:
+    shutil.rmtree(run / "checkpoints" / "step_00000001")
+    fault = damage(run / "checkpoints" / "step_00000002")
+    before = listing(run)
+    assert_refused(again(run, small_digits), fault, "To start over on purpose, give another --name")
+    assert listing(run) == before
+
+
+def test_every_checkpoint_damaged(run: Path, small_digits: Path) -> None:
+    faults = [flip_bit(run / "checkpoints" / f"step_0000000{step}") for step in (1, 2)]
+    before = listing(run)
+    assert_refused(again(run, small_digits, size=2), "none of them is whole", *faults, "step_00000001", "step_00000002")
+    assert listing(run) == before
+
+
+def test_resume_from_a_damaged_checkpoint(run: Path, out: Path, small_digits: Path) -> None:
+    """One that was named by its path: no other is taken in its place."""
+    fault = flip_bit(run / "checkpoints" / "step_00000002")
+    before = listing(run)
+    flags = ("--name", "new", "--resume", str(run / "checkpoints" / "step_00000002"))
+    assert_refused(again(run, small_digits, *flags), fault)
+    assert listing(run) == before
+    assert not (run.parent / "new").exists()
+    shutil.move(run.parent, run.parent.with_name("old"))
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_continues_from_the_older_checkpoint(damage: Damage, run: Path, small_digits: Path) -> None:
+    """Also when the files that are no checkpoint are there; the damaged one stays until its step is done again."""
+    fault = damage(run / "checkpoints" / "step_00000002")
+    result = again(run, small_digits)
+    assert result.ok, result
+    assert result.outputs[0].count(fault) == 1, result
+    assert "damaged, not used: step_00000002" in result.outputs[0]
+    assert "continues from step 1 of" in result.outputs[0]
+    assert list(ranks.records(run, "train/loss")) == [1, 2]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
+
+
+def test_damaged_checkpoint_takes_no_place(run: Path, small_digits: Path) -> None:
+    """With --keep 1 the one that stays is the whole one that was just written, not a newer damaged one."""
+    (run / "checkpoints" / "step_00000002").rename(run / "checkpoints" / "step_00000009")
+    flip_bit(run / "checkpoints" / "step_00000009")
+    flags = ("--max-steps", "9", "--stop-after", "2", "--keep", "1", "--save-every", "1")
+    result = again(run, small_digits, *flags)
+    assert result.ok, result
+    assert (run / "checkpoints" / "step_00000002" / "MANIFEST.json").exists(), sorted((run / "checkpoints").iterdir())
+    assert (run / "checkpoints" / "step_00000009").exists(), "what is damaged is for people to delete"
+
+
+@pytest.mark.parametrize("how", ["--resume", "--name"])
+def test_checkpoint_of_another_model(how: str, run: Path, small_digits: Path) -> None:
+    """The first names that differ are listed, and the old run is as it was."""
+    before = listing(run.parent)
+    flags = ("--name", "new", "--resume", str(run)) if how == "--resume" else ()
+    result = again(run, small_digits, "--model", "resnet34", *flags, size=2)
+    everything = "".join(result.outputs)
+    assert_refused(result, "is of another model", "layer1.2.conv1.weight: only in the model", "more")
+    assert everything.count("layer1.2.conv1.weight: only in the model") == 1, result
+    assert listing(run.parent) == before

@@ -1,0 +1,120 @@
+"""A run that is handed on, to the same ranks, to others, or to another recipe, is the uninterrupted run."""
+
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import ranks
+from tests.conftest import write_parquet
+
+# 101 images in batches of 40: epochs end within steps 3 and 6. A pass is 20 images over all ranks.
+STEPS, PASS = 6, 20
+FLAGS = [
+    *("--max-steps", str(STEPS), "--global-batch-size", "40", "--warmup-steps", "2"),
+    *("--max-grad-norm", "1", "--log-every", "1", "--eval-every", "1000", "--save-every", "1000"),
+]
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_parquet(tmp_path_factory.mktemp("data") / "tiny", 101, 12)
+
+
+WORKLOADS = {recipe: recipe.rpartition("_")[2] for recipe in ranks.RECIPES}
+
+
+def run(recipe: str | Path, world_size: int, out: Path, data: Path, *flags: str) -> dict[str, dict[int, float]]:
+    """Run until it leaves; the curves recorded so far."""
+    name = recipe if isinstance(recipe, str) else recipe.parent.name
+    sync = ["--sync-bn"] if "sync_bn" in ranks.source(name) else []
+    where = ("--data", str(data), "--out", str(out.parent), "--name", out.name)
+    micro = ("--micro-batch-size", str(PASS // world_size))
+    result = ranks.run_recipe(recipe, world_size, *FLAGS, *sync, *where, *micro, *flags)
+    assert result.ok, result
+    return {tag: ranks.records(out, tag) for tag in ("train/loss", "train/grad_norm", "train/lr")}
+
+
+def same_tensors(one: Path, other: Path) -> bool:
+    """Whether two checkpoints of the same number of ranks hold the same names and bits."""
+    files = [sorted((out / f"checkpoints/step_{STEPS:08d}").glob("*.safetensors")) for out in (one, other)]
+    assert files[0], "a checkpoint has files"
+    for left, right in zip(*files, strict=True):
+        ours, theirs = load_file(left), load_file(right)
+        if ours.keys() != theirs.keys() or not all(torch.equal(ours[name], theirs[name]) for name in ours):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("recipe", ranks.RECIPES)
+def test_same_ranks_bitwise(recipe: str, images: Path, tmp_path: Path) -> None:
+    world_size = ranks.world_sizes(recipe, most=2)[-1]
+    whole = run(recipe, world_size, tmp_path / "whole", images, "--dtype", "float32")
+    for stop in ("2", "4", "0"):
+        parts = run(recipe, world_size, tmp_path / "parts", images, "--dtype", "float32", "--stop-after", stop)
+    assert parts == whole
+    assert list(whole["train/loss"]) == list(range(1, STEPS + 1))
+    assert same_tensors(tmp_path / "parts", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("recipe", [name for name in ranks.RECIPES if len(ranks.world_sizes(name)) > 1])
+def test_other_ranks(recipe: str, images: Path, tmp_path: Path) -> None:
+    flags = ("--dtype", "float64")
+    whole = run(recipe, 2, tmp_path / "whole", images, *flags)
+    run(recipe, 2, tmp_path / "parts", images, *flags, "--stop-after", "3")
+    run(recipe, 1, tmp_path / "parts", images, *flags, "--stop-after", "5")
+    parts = run(recipe, 4, tmp_path / "parts", images, *flags)
+    assert parts["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-9)
+    assert parts["train/grad_norm"] == pytest.approx(whole["train/grad_norm"], rel=1e-9)
+
+
+PAIRS = [pair for pair in permutations(ranks.RECIPES, 2) if WORKLOADS[pair[0]] == WORKLOADS[pair[1]]]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_there_and_back(first: str, second: str, images: Path, tmp_path: Path) -> None:
+    """From one recipe to another and back through --resume, optimizer, schedule and position included."""
+
+    def leg(recipe: str, out: str, *more: str) -> dict[str, dict[int, float]]:
+        world_size = ranks.world_sizes(recipe, most=2)[-1]
+        return run(recipe, world_size, tmp_path / out, images, "--dtype", "float64", *more)
+
+    whole = leg(first, "whole")
+    legs = [
+        leg(first, "one", "--stop-after", "3"),
+        leg(second, "two", "--resume", str(tmp_path / "one"), "--stop-after", "5"),
+        leg(first, "three", "--resume", str(tmp_path / "two/checkpoints/step_00000005")),
+    ]
+    for tag, values in whole.items():
+        joined = {step: value for part in legs for step, value in part[tag].items()}
+        assert joined == pytest.approx(values, rel=1e-9)
+
+
+MUTANTS = {
+    "the position is that of the step before": {
+        '"samples": plan.position(step)': '"samples": plan.position(step - 1)',
+    },
+    "the momentum is not restored": {
+        "checkpoint.load(found, state(model, optimizer))": "checkpoint.load(found, state(model, optimizer)); "
+        "[v.zero_() for s in optimizer.state.values() for v in s.values()]",
+    },
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_fails(mutant: str, images: Path, tmp_path: Path) -> None:
+    path = ranks.mutate("ddp_resnet", tmp_path, MUTANTS[mutant])
+    whole = run("ddp_resnet", 1, tmp_path / "whole", images, "--dtype", "float32", "--stop-after", "4")
+    for stop in ("2", "4"):
+        parts = run(path, 1, tmp_path / "parts", images, "--dtype", "float32", "--stop-after", stop)
+    assert parts["train/loss"][2] == whole["train/loss"][2]
+    assert parts["train/loss"][4] != pytest.approx(whole["train/loss"][4], rel=1e-5)
+
+
+def test_finished_run_stays_as_it_is(images: Path, tmp_path: Path) -> None:
+    first = run("ddp_resnet", 1, tmp_path / "run", images, "--dtype", "float32")
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/checkpoints/*/*")}
+    assert run("ddp_resnet", 1, tmp_path / "run", images, "--dtype", "float32") == first
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/checkpoints/*/*")} == files

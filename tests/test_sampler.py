@@ -1,0 +1,260 @@
+"""Which samples are read when: the stream depends on (seed, epoch) alone, whatever the ranks, passes and interruptions.
+
+Every claim is checked for all combinations of a few awkward sizes.
+"""
+
+import itertools
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from common import UserError, sampler
+from common.sampler import Request
+
+SEED = 3
+NUM_SAMPLES = (5, 37, 64)
+# (batch, micro, shards) that divide_batch accepts: one pass a step (micro 0) or up to four.
+DIVISIONS = sorted(
+    {
+        (max(1, micro) * shards * times, micro, shards)
+        for micro, shards, times in itertools.product((0, 1, 2, 3, 5), (1, 2, 3, 4, 5), (1, 2, 4))
+    }
+)
+
+Samples = list[tuple[int, int]]  # (epoch, index)
+
+
+def stream(num_samples: int, length: int) -> Samples:
+    """The start of the global order, epoch after epoch."""
+    epochs = range(-(-length // num_samples))
+    order = [(e, int(i)) for e in epochs for i in sampler.permutation(num_samples, SEED, e)]
+    return order[:length]
+
+
+def read_steps(num_samples: int, plan: sampler.Plan, micro: int, shards: int) -> list[list[list[Request]]]:
+    """Requests of all shards as [step][pass][shard]."""
+    pass_size = sampler.divide_batch(plan.global_batch_size, micro, shards)
+    of_shards = [
+        list(sampler.training_requests(num_samples, SEED, plan, pass_size, shard, shards)) for shard in range(shards)
+    ]
+    steps: list[list[list[Request]]] = [[]]
+    for requests in zip(*of_shards, strict=True):  # strict: all shards make the same number of passes
+        steps[-1].append(list(requests))
+        assert len({request.last for request in requests}) == 1, "shards disagree on where a step ends"
+        if requests[0].last:
+            steps.append([])
+    assert not steps.pop(), "the last request ends a step"
+    return steps
+
+
+def samples(step: list[list[Request]]) -> Samples:
+    """What a step reads, in order."""
+    return [
+        (int(epoch), int(index))
+        for one_pass in step
+        for request in one_pass
+        for epoch, index in zip(request.epochs, request.indices, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("num_samples", NUM_SAMPLES)
+def test_step_t_is_the_t_th_run_of_the_order_on_any_number_of_ranks(num_samples: int) -> None:
+    for batch, micro, shards in DIVISIONS:
+        steps_wanted = -(-5 * num_samples // (2 * batch)) + 1  # beyond two and a half epochs
+        plan = sampler.make_plan(num_samples, 0, steps_wanted, batch, shards, {})
+        order = stream(num_samples, steps_wanted * batch)
+        steps = read_steps(num_samples, plan, micro, shards)
+        assert len(steps) == steps_wanted
+        for t, step in enumerate(steps):
+            assert samples(step) == order[t * batch : (t + 1) * batch], (batch, micro, shards, t)
+            assert {request.step_samples for one_pass in step for request in one_pass} == {batch}
+            assert len(step) == (batch // (micro * shards) if micro else 1), "passes a step"
+            if micro:
+                assert {len(request.indices) for one_pass in step for request in one_pass} == {micro}
+
+
+@pytest.mark.parametrize("num_samples", NUM_SAMPLES)
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_epochs_read_every_sample_once_each(num_samples: int, epochs: int) -> None:
+    accepted = 0
+    for batch, micro, shards in DIVISIONS:
+        try:
+            plan = sampler.make_plan(num_samples, epochs, 0, batch, shards, {})
+        except UserError:
+            continue
+        accepted += 1
+        steps = read_steps(num_samples, plan, micro, shards)
+        assert len(steps) == plan.max_steps == -(-epochs * num_samples // batch)
+        read = [sample for step in steps for sample in samples(step)]
+        assert read == stream(num_samples, epochs * num_samples), (batch, micro, shards)
+        assert Counter(read) == Counter(itertools.product(range(epochs), range(num_samples)))
+        for t, step in enumerate(steps):
+            size = min(batch, epochs * num_samples - t * batch)  # only the last one is shorter
+            assert {request.step_samples for one_pass in step for request in one_pass} == {size}
+            for one_pass in step:
+                lengths = [len(request.indices) for request in one_pass]
+                assert max(lengths) - min(lengths) <= 1
+                assert sum(lengths) <= (micro * shards or batch)
+    assert accepted > 10
+
+
+def test_no_pass_of_two_or_more_has_a_lone_sample() -> None:
+    """BatchNorm over one value per channel raises: what make_plan refuses for a step must not happen in a pass."""
+    lone = []
+    for (batch, micro, shards), num_samples in itertools.product(DIVISIONS, range(20, 60)):
+        if micro == 1 or batch < 2 * shards:
+            continue  # the user asked for single samples
+        try:
+            plan = sampler.make_plan(num_samples, 1, 0, batch, shards, {})
+        except UserError:
+            continue
+        for one_pass in read_steps(num_samples, plan, micro, shards)[-1]:
+            if min(len(request.indices) for request in one_pass) < 2:
+                lone.append(f"{num_samples} samples, batch {batch}, micro {micro}, {shards} shards")
+    assert not lone, f"{len(lone)} times, first: {lone[0]}"
+
+
+@pytest.mark.parametrize("num_samples", NUM_SAMPLES)
+def test_resume_reads_the_same_rest(num_samples: int) -> None:
+    """From every step of a run, with the same and with other ranks, passes and batches."""
+    before = sampler.make_plan(num_samples, 0, 9, 12, 2, {})
+    for done_steps, (batch, micro, shards) in itertools.product(range(10), DIVISIONS[::4]):
+        done = {"step": done_steps, "samples": before.position(done_steps)}
+        assert done["samples"] == done_steps * 12
+        plan = sampler.make_plan(num_samples, 0, 9, batch, shards, done)
+        steps = read_steps(num_samples, plan, micro, shards)
+        assert len(steps) == 9 - done_steps, "max_steps is the length of the whole training"
+        end = done["samples"] + len(steps) * batch
+        read = [sample for step in steps for sample in samples(step)]
+        assert read == stream(num_samples, end)[done["samples"] :]
+        assert plan.position(9) == end
+
+
+@pytest.mark.parametrize("num_samples", NUM_SAMPLES)
+def test_resume_finishes_the_epochs(num_samples: int) -> None:
+    total = 3 * num_samples
+    before = sampler.make_plan(num_samples, 3, 0, 6, 1, {})
+    resumed = 0
+    for done_steps, (batch, micro, shards) in itertools.product(range(before.max_steps + 1), DIVISIONS[::4]):
+        done = {"step": done_steps, "samples": before.position(done_steps)}
+        try:
+            plan = sampler.make_plan(num_samples, 3, 0, batch, shards, done)
+        except UserError:
+            continue
+        resumed += 1
+        steps = read_steps(num_samples, plan, micro, shards)
+        assert [s for step in steps for s in samples(step)] == stream(num_samples, total)[done["samples"] :]
+        assert plan.first_step == done_steps
+        assert plan.max_steps == done_steps + len(steps)
+        assert plan.position(plan.max_steps) == total
+    assert resumed > before.max_steps
+
+
+def test_position_stops_at_the_end() -> None:
+    plan = sampler.make_plan(37, 1, 0, 10, 2, {})
+    assert [plan.position(step) for step in range(6)] == [0, 10, 20, 30, 37, 37]
+
+
+def test_nothing_is_left_of_a_finished_training() -> None:
+    plan = sampler.make_plan(37, 1, 0, 10, 2, {"step": 4, "samples": 37})
+    assert (plan.first_step, plan.max_steps) == (4, 4)
+    assert not list(sampler.training_requests(37, SEED, plan, 10, 0, 2))
+    plan = sampler.make_plan(37, 0, 3, 10, 2, {"step": 5, "samples": 50})
+    assert plan.position(5) == 50
+    assert not list(sampler.training_requests(37, SEED, plan, 10, 0, 2))
+
+
+def test_last_step_too_small_for_batchnorm() -> None:
+    with pytest.raises(UserError, match=r"--epochs 1 of 33 samples leaves 3 .* fewer than 2 for each of 2 ranks"):
+        sampler.make_plan(33, 1, 0, 10, 2, {})
+    assert sampler.make_plan(34, 1, 0, 10, 2, {}).max_steps == 4  # 4 samples left: 2 each
+    assert sampler.make_plan(30, 1, 0, 10, 2, {}).max_steps == 3  # none left
+
+
+def test_proposed_length_is_accepted() -> None:
+    """Taking the advice gives the steps before the refused one: also when there are none, and after a resume."""
+    refused = 0
+    cases = itertools.product(range(1, 40), (4, 8, 12), (1, 2, 4), ({}, {"step": 2, "samples": 7}))
+    for num_samples, batch, shards, done in cases:
+        try:
+            sampler.make_plan(num_samples, 1, 0, batch, shards, done)
+        except UserError as error:
+            refused += 1
+            advice = re.search(r"--max-steps (\d+)", str(error))
+            assert advice, f"no advice in: {error}"
+            plan = sampler.make_plan(num_samples, 1, int(advice[1]), batch, shards, done)
+            left = num_samples - done.get("samples", 0)
+            assert plan.max_steps - plan.first_step == left // batch, str(error)
+    assert refused > 50
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 3, 7, 30, 64])
+def test_evaluation_counts_each_sample_once(num_samples: int) -> None:
+    for shards, pass_size in itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 6, 16, 100)):
+        of_shards = [list(sampler.evaluation_requests(num_samples, pass_size, i, shards)) for i in range(shards)]
+        read: list[int] = []
+        passes = list(zip(*of_shards, strict=True))
+        for i, requests in enumerate(passes):
+            lengths = [len(request.indices) for request in requests]
+            assert max(lengths) - min(lengths) <= 1
+            assert sum(lengths) <= pass_size
+            assert {request.last for request in requests} == {i == len(passes) - 1}
+            assert {request.step_samples for request in requests} == {num_samples}
+            for request in requests:
+                assert request.epochs.shape == request.indices.shape
+                read += request.indices.tolist()
+        assert read == list(range(num_samples)), (shards, pass_size)
+        assert len(passes) == -(-num_samples // pass_size)
+
+
+def test_divide_batch() -> None:
+    assert sampler.divide_batch(128, 0, 4) == 128  # one pass, 32 samples on each of 4
+    assert sampler.divide_batch(128, 16, 4) == 64  # two passes
+    assert sampler.divide_batch(128, 32, 4) == 128
+    assert sampler.divide_batch(7, 0, 7) == 7
+    with pytest.raises(UserError, match=r"--global-batch-size 10 does not divide by 4 ranks: 12 would"):
+        sampler.divide_batch(10, 0, 4)
+    with pytest.raises(UserError, match=r"100 does not divide by 3 ranks x --micro-batch-size 8: 120 would"):
+        sampler.divide_batch(100, 8, 3)
+    with pytest.raises(UserError, match=r"8 does not divide by 1 rank x --micro-batch-size 16: 16 would"):
+        sampler.divide_batch(8, 16, 1)
+
+
+@pytest.mark.parametrize(("batch", "micro"), [(0, 0), (-4, 0), (8, -1)])
+def test_divide_batch_wants_positive_numbers(batch: int, micro: int) -> None:
+    with pytest.raises(UserError, match="must be positive"):
+        sampler.divide_batch(batch, micro, 1)
+
+
+def test_proposed_batch_is_accepted() -> None:
+    refused = 0
+    for batch, micro, shards in itertools.product(range(1, 40), range(6), range(1, 6)):
+        try:
+            pass_size = sampler.divide_batch(batch, micro, shards)
+        except UserError as error:
+            refused += 1
+            proposed = int(re.findall(r"(\d+) would", str(error))[0])
+            assert batch < proposed < batch + max(1, micro) * shards, "the next one that divides"
+            assert proposed % sampler.divide_batch(proposed, micro, shards) == 0
+        else:
+            assert batch % pass_size == 0
+            assert pass_size % shards == 0
+    assert refused > 500
+
+
+def test_permutation() -> None:
+    orders = {(s, e): sampler.permutation(64, s, e).tolist() for s in range(5) for e in range(5)}
+    assert all(sorted(order) == list(range(64)) for order in orders.values())
+    assert len({tuple(order) for order in orders.values()}) == 25, "each seed and epoch has an order of its own"
+    assert sampler.permutation(64, 2, 3).tolist() == orders[2, 3]
+    # As it is today, and as every checkpoint's position relies on.
+    assert sampler.permutation(10, 0, 0).tolist() == [2, 9, 5, 7, 8, 4, 6, 0, 1, 3]
+
+
+def test_permutation_has_no_favourites() -> None:
+    """Over many epochs each sample comes first, in the middle and last about equally often."""
+    places = np.stack([np.argsort(sampler.permutation(8, 0, epoch)) for epoch in range(4000)])
+    counts = np.stack([np.bincount(places[:, sample], minlength=8) for sample in range(8)])
+    assert np.abs(counts - 500).max() < 110  # 5 standard deviations

@@ -1,0 +1,42 @@
+"""The learning rate: Goyal's scaling, a warm-up without a jump, a cosine that ends at zero."""
+
+import pytest
+
+from common import schedule
+
+
+def test_linear_scaling_as_in_goyal() -> None:
+    # "0.1 * kn / 256": their ImageNet run of 8,192 images a step peaks at 3.2.
+    assert schedule.linear_scaling(0.1, 8192, 256) == pytest.approx(3.2, rel=1e-12)
+    assert schedule.linear_scaling(0.1, 256, 256) == 0.1
+    assert schedule.linear_scaling(0.2, 64, 256) == pytest.approx(0.05, rel=1e-12)
+
+
+@pytest.mark.parametrize("warmup_steps", [1, 5, 30])
+def test_warmup_climbs_evenly_and_meets_the_cosine_at_one(warmup_steps: int) -> None:
+    factors = [schedule.warmup_cosine(step, warmup_steps, 100) for step in range(warmup_steps + 1)]
+    rises = [after - before for before, after in zip([0.0, *factors], factors, strict=False)]
+    assert rises == pytest.approx([1 / (warmup_steps + 1)] * (warmup_steps + 1), rel=1e-9)
+    assert factors[-1] == 1.0
+    # The cosine starts flat: no jump on the other side either.
+    assert 0.99 < schedule.warmup_cosine(warmup_steps + 1, warmup_steps, 100) < 1
+
+
+def test_cosine_falls_through_half_to_zero() -> None:
+    factors = [schedule.warmup_cosine(step, 20, 120) for step in range(20, 121)]
+    assert all(after < before for before, after in zip(factors, factors[1:], strict=False))
+    assert factors[25] == pytest.approx(0.5 + 0.5**1.5, rel=1e-12)  # cos(45 degrees)
+    assert factors[50] == pytest.approx(0.5, rel=1e-12)
+    assert factors[99] > 0, "the last step still learns"
+    assert factors[100] == pytest.approx(0, abs=1e-15)
+
+
+def test_without_warmup_the_first_step_has_the_peak() -> None:
+    assert schedule.warmup_cosine(0, 0, 10) == 1.0
+
+
+@pytest.mark.parametrize(("warmup_steps", "max_steps"), [(30, 10), (10, 10), (0, 1), (1, 1)])
+def test_trainings_shorter_than_their_warmup(warmup_steps: int, max_steps: int) -> None:
+    factors = [schedule.warmup_cosine(step, warmup_steps, max_steps) for step in range(max_steps)]
+    assert all(0 < factor <= 1 for factor in factors)
+    assert factors == sorted(factors)
