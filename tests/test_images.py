@@ -1,0 +1,404 @@
+"""The same pixels from every source and in every grouping, and augmentation that depends on the sample alone."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common import UserError, augment, images
+from tests import conftest
+
+NEARLY_ONE = 1 - 2.0**-53  # the largest draw there is
+SIZES = [(8, 8), (5, 9), (9, 5), (16, 24), (33, 20), (64, 64)]
+
+
+def random_images(count: int, channels: int, height: int, width: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count + height)
+    return torch.randint(1, 256, (count, channels, height, width), generator=generator, dtype=torch.uint8)
+
+
+# --- augment ---
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_crop_padded_is_the_slow_loop(height: int, width: int, channels: int) -> None:
+    before = random_images(40, channels, height, width)
+    draws = np.random.default_rng(0).random((40, 2))
+    draws[:4] = [[0, 0], [0, NEARLY_ONE], [NEARLY_ONE, 0], [NEARLY_ONE, NEARLY_ONE]]
+    found = augment.crop_padded(before, draws)
+    assert found.shape == before.shape
+    assert found.dtype == torch.uint8
+    pad = max(1, height // 8)
+    offsets = set()
+    for image, (top, left), result in zip(before.numpy(), draws, found.numpy(), strict=True):
+        canvas = np.zeros((channels, height + 2 * pad, width + 2 * pad), np.uint8)
+        canvas[:, pad : pad + height, pad : pad + width] = image
+        y, x = int(top * (2 * pad + 1)), int(left * (2 * pad + 1))
+        offsets.add((y, x))
+        np.testing.assert_array_equal(result, canvas[:, y : y + height, x : x + width])
+    assert len(offsets) >= 9
+
+
+@pytest.mark.parametrize(("height", "width"), [(100, 100), (80, 100), (300, 41), (10, 200), (1, 1)])
+def test_crop_resized_takes_boxes_inside_the_image(height: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision.transforms.v2 import functional as tv
+
+    boxes: list[tuple[int, int, int, int]] = []
+
+    def record(image: torch.Tensor, *args: int | list[int], antialias: bool) -> torch.Tensor:
+        boxes.append(args[:4])
+        assert args[4] == [7, 7]
+        assert antialias
+        return image
+
+    monkeypatch.setattr(tv, "resized_crop", record)
+    image = random_images(1, 3, height, width)[0]
+    for draws in itertools.product((0.0, 0.3, NEARLY_ONE), repeat=4):
+        augment.crop_resized(image, 7, np.array(draws))
+    for draws in np.random.default_rng(0).random((500, 4)):
+        augment.crop_resized(image, 7, draws)
+    tops, lefts, heights, widths = np.array(boxes).T
+    assert min(heights.min(), widths.min()) >= 1
+    assert min(tops.min(), lefts.min()) == 0
+    assert (tops + heights).max() == height, "the bottom edge is reached and not passed"
+    assert (lefts + widths).max() == width
+    assert heights.max() <= height
+    assert widths.max() <= width
+    if height == width == 100:
+        areas = heights * widths / 100**2
+        assert 0.07 < areas.min() < 0.1
+        assert 0.85 < areas.max() <= 1
+        aspects = widths / heights
+        assert 0.7 < aspects.min() < 0.78
+        assert 1.28 < aspects.max() < 1.4
+        assert abs(np.log(aspects[81:]).mean()) < 0.05, "as often upright as lying"
+
+
+def test_crop_resized_shows_the_box_it_chose() -> None:
+    """A ramp from left to right: the right half of it is bright, the left half dark."""
+    ramp = torch.arange(200, dtype=torch.uint8).repeat(3, 100, 1)  # (3, 100, 200)
+    small_area, wide = 0.0, 0.5
+    left = augment.crop_resized(ramp, 20, np.array([small_area, wide, 0.5, 0.0]))
+    right = augment.crop_resized(ramp, 20, np.array([small_area, wide, 0.5, NEARLY_ONE]))
+    assert left.shape == right.shape == (3, 20, 20)
+    assert left.dtype == torch.uint8
+    side = (0.08 * 100 * 200) ** 0.5  # 40 pixels
+    assert float(left.float().mean()) == pytest.approx((side - 1) / 2, abs=1)
+    assert float(right.float().mean()) == pytest.approx(199 - (side - 1) / 2, abs=1)
+    assert bool((left[0, 0].int().diff() >= 0).all()), "not mirrored"
+
+
+def test_crop_center_takes_the_centre() -> None:
+    image = random_images(1, 3, 80, 100)[0]
+    # 8/7 of 70 is 80: nothing to resize.
+    assert torch.equal(augment.crop_center(image, 70), image[:, 5:75, 15:85])
+    assert augment.crop_center(image, 21).shape == (3, 21, 21)
+    assert augment.crop_center(random_images(1, 1, 300, 90)[0], 224).shape == (1, 224, 224)
+
+
+def test_mirror_turns_the_lower_half_of_draws() -> None:
+    before = random_images(4, 3, 5, 6)
+    found = augment.mirror(before.clone(), np.array([0.0, 0.499999, 0.5, NEARLY_ONE]))
+    assert torch.equal(found[:2], before[:2].flip(-1))
+    assert torch.equal(found[2:], before[2:])
+
+
+# --- the built-in set ---
+
+
+@pytest.fixture(scope="module")
+def digits() -> tuple[images.Images, images.Images]:
+    return images.load("digits", run_seed=0, flip=False)
+
+
+def fingerprints(split: images.Images) -> list[bytes]:
+    assert split.pixels is not None
+    return [pixels.numpy().tobytes() for pixels in split.pixels]
+
+
+def test_digits(digits: tuple[images.Images, images.Images]) -> None:
+    train, validation = digits
+    assert (len(train), len(validation)) == (1433, 364)
+    for split in digits:
+        assert split.pixels is not None
+        assert split.pixels.shape == (len(split), 1, 8, 8)
+        assert split.pixels.dtype == torch.uint8
+        assert split.pixels.max() > 200, "the whole range of a byte is used"
+        assert split.labels.dtype == torch.int64
+        assert split.labels.bincount(minlength=10).min() > len(split) / 15, "each class has its share"
+        assert split.class_names == [str(i) for i in range(10)]
+        assert (split.channels, split.size) == (1, 8)
+    assert not set(fingerprints(train)) & set(fingerprints(validation))
+    assert train.train
+    assert not validation.train
+
+
+def test_labels_fit_the_pixels(digits: tuple[images.Images, images.Images]) -> None:
+    """The nearest training image has the same label for nearly every validation image."""
+    train, validation = digits
+    assert train.pixels is not None
+    assert validation.pixels is not None
+    distances = torch.cdist(validation.pixels.flatten(1).float(), train.pixels.flatten(1).float())
+    right = train.labels[distances.argmin(1)] == validation.labels
+    assert right.float().mean() > 0.9
+
+
+# --- reading ---
+
+
+# Of 200 samples. Another choice would let runs that resume validate on what they have trained on.
+HELD_OUT = [7, 13, 18, 42, 53, 65, 69, 80, 83, 119, 133, 144, 145, 156, 161, 168, 173, 178, 186, 190]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of RGB images of 80 x 100 pixels: 8 to train on, 4 to validate."""
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("photos")
+    for split, each in (("train", 4), ("validation", 2)):
+        for label, name in enumerate(("cat", "dog")):
+            for i, pixels in enumerate(random_images(each, 3, 80, 100).permute(0, 2, 3, 1)):
+                path = folder / split / name / f"{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels.numpy() // (label + 1)).save(path)
+    return folder
+
+
+def both(source: str, photos: Path, run_seed: int, flip: bool) -> tuple[images.Images, images.Images]:
+    return images.load("digits" if source == "digits" else str(photos), run_seed, flip)
+
+
+@pytest.mark.parametrize("source", ["digits", "photos"])
+def test_augmentation_depends_on_seed_epoch_and_index_alone(source: str, photos: Path) -> None:
+    train, _ = both(source, photos, run_seed=1, flip=True)
+    epochs, indices = np.repeat([0, 3], 8), np.tile(np.arange(8), 2)
+    together, labels = train.read(epochs, indices)
+    order = np.random.default_rng(0).permutation(16)
+    shuffled, shuffled_labels = train.read(epochs[order], indices[order])
+    assert torch.equal(shuffled, together[order])
+    assert torch.equal(shuffled_labels, labels[order])
+    assert torch.equal(labels, train.labels[:8].repeat(2))
+    for i in range(16):
+        alone, label = train.read(epochs[i : i + 1], indices[i : i + 1])
+        assert torch.equal(alone, together[i : i + 1])
+        assert label.item() == labels[i]
+    other_seed, _ = both(source, photos, run_seed=2, flip=True)
+    changed = other_seed.read(epochs, indices)[0]
+    for one, other in ((together, changed), (together[:8], together[8:])):  # other seed, other epoch
+        assert sum(torch.equal(a, b) for a, b in zip(one, other, strict=True)) < len(one) / 2
+
+
+@pytest.mark.parametrize("source", ["digits", "photos"])
+def test_samples_of_one_batch_differ_in_their_place(source: str, photos: Path) -> None:
+    """Not one draw for the whole batch: the same image under many indices looks different."""
+    train, _ = both(source, photos, run_seed=1, flip=False)
+    epochs = np.arange(30)
+    pixels, _ = train.read(epochs, np.zeros(30, np.int64))
+    assert len({image.numpy().tobytes() for image in pixels}) > (5 if source == "digits" else 25)  # 9 places
+
+
+@pytest.mark.parametrize("source", ["digits", "photos"])
+def test_validation_is_not_augmented(source: str, photos: Path) -> None:
+    _, validation = both(source, photos, run_seed=1, flip=True)
+    indices = np.arange(4)
+    first, labels = validation.read(np.zeros(4, np.int64), indices)
+    later, _ = validation.read(np.full(4, 7), indices)
+    assert torch.equal(first, later)
+    assert torch.equal(labels, validation.labels[:4])
+    if validation.pixels is not None:
+        assert torch.equal(first, validation.pixels[:4])
+    else:
+        whole = [images.decode(validation.rows, i) for i in range(4)]
+        assert torch.equal(first, torch.stack([augment.crop_center(image, 80) for image in whole]))
+
+
+def test_flip_mirrors_half_and_moves_nothing_else() -> None:
+    plain, _ = images.load("digits", run_seed=1, flip=False)
+    mirrored, _ = images.load("digits", run_seed=1, flip=True)
+    epochs, indices = np.zeros(1000, np.int64), np.arange(1000)
+    before, after = plain.read(epochs, indices)[0], mirrored.read(epochs, indices)[0]
+    turned = (after != before).flatten(1).any(1)
+    assert torch.equal(after[turned], before[turned].flip(-1))
+    assert 400 < int(turned.sum()) < 600
+
+
+@pytest.mark.parametrize("source", ["digits", "photos"])
+def test_shards_may_be_empty(source: str, photos: Path) -> None:
+    none = np.zeros(0, np.int64)
+    for split in both(source, photos, run_seed=1, flip=True):
+        pixels, labels = split.read(none, none)
+        assert pixels.shape == (0, split.channels, split.size, split.size)
+        assert pixels.dtype == torch.uint8
+        assert labels.shape == (0,)
+
+
+def test_reading_leaves_the_set_as_it_was(digits: tuple[images.Images, images.Images]) -> None:
+    for split in (dataclasses.replace(digits[0], flip=True), digits[1]):
+        before = split.digest()
+        pixels, labels = split.read(np.zeros(50, np.int64), np.arange(50))
+        pixels.zero_()
+        labels.zero_()
+        assert split.digest() == before
+
+
+# --- other sets ---
+
+
+def test_parquet_gives_the_built_in_pixels(digits: tuple[images.Images, images.Images], small_digits: Path) -> None:
+    for split, wanted, count in zip(images.load(str(small_digits), 0, False), digits, (469, 30), strict=True):
+        assert len(split) == count
+        assert split.pixels is not None
+        assert wanted.pixels is not None
+        assert torch.equal(split.pixels, wanted.pixels[:count])
+        assert torch.equal(split.labels, wanted.labels[:count])
+        assert (split.class_names, split.channels, split.size, split.train) == (
+            wanted.class_names,
+            wanted.channels,
+            wanted.size,
+            wanted.train,
+        )
+
+
+def test_image_folder_gives_the_built_in_pixels(digits: tuple[images.Images, images.Images], tmp_path: Path) -> None:
+    folder = conftest.write_image_folder(tmp_path, 60, 40)
+    for split, wanted, count in zip(images.load(str(folder), 0, False), digits, (60, 40), strict=True):
+        order = torch.argsort(wanted.labels[:count], stable=True)  # as the folders are listed
+        assert split.pixels is not None
+        assert wanted.pixels is not None
+        assert torch.equal(split.pixels, wanted.pixels[order])
+        assert torch.equal(split.labels, wanted.labels[order])
+        assert split.class_names == wanted.class_names
+
+
+def test_holds_out_the_same_tenth_every_time(digits: tuple[images.Images, images.Images], tmp_path: Path) -> None:
+    folder = conftest.write_parquet(tmp_path, 200, 10)
+    (folder / "validation.parquet").unlink()
+    place = {pixels: i for i, pixels in enumerate(fingerprints(digits[0])[:200])}
+    for run_seed in (0, 1):
+        train, validation = images.load(str(folder), run_seed, False)
+        kept, held_out = ([place[pixels] for pixels in fingerprints(split)] for split in (train, validation))
+        assert held_out == HELD_OUT
+        assert kept == [i for i in range(200) if i not in HELD_OUT]
+        assert torch.equal(validation.labels, digits[0].labels[HELD_OUT])
+
+
+def test_larger_images_are_read_when_needed(photos: Path) -> None:
+    train, validation = images.load(str(photos), run_seed=0, flip=False)
+    for split, count in ((train, 8), (validation, 4)):
+        assert len(split) == count
+        assert split.pixels is None
+        assert split.labels.tolist() == [0] * (count // 2) + [1] * (count // 2)
+        assert split.class_names == ["cat", "dog"]
+        assert (split.channels, split.size) == (3, 80)
+        pixels, labels = split.read(np.zeros(3, np.int64), np.array([2, 0, count - 1]))
+        assert pixels.shape == (3, 3, 80, 80)
+        assert pixels.dtype == torch.uint8
+        assert labels.tolist() == [int(count == 4), 0, 1]
+    # The second class is half as bright: pixels and labels belong together.
+    pixels, _ = train.read(np.zeros(8, np.int64), np.arange(8))
+    assert all(float(image.float().mean()) > 100 for image in pixels[:4])
+    assert all(float(image.float().mean()) < 90 for image in pixels[4:])
+
+
+def test_broken_file_is_named_when_it_is_read(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for name in ("a", "b"):
+        for split in ("train", "validation"):
+            path = tmp_path / split / name / "0.png"
+            path.parent.mkdir(parents=True)
+            Image.new("RGB", (100, 100)).save(path)
+    train, _ = images.load(str(tmp_path), run_seed=0, flip=False)
+    broken = tmp_path / "train" / "b" / "0.png"
+    broken.write_bytes(broken.read_bytes()[:60])
+    train.read(np.array([0]), np.array([0]))
+    with pytest.raises(UserError, match=r"train/b/0\.png is not a readable image"):
+        train.read(np.array([0]), np.array([1]))
+
+
+def test_odd_sizes_and_modes_in_a_small_set(tmp_path: Path) -> None:
+    """The first image decides; the others are resized and converted to it."""
+    from PIL import Image
+
+    for split in ("train", "validation"):
+        for name, mode, size in (("a", "RGB", (12, 10)), ("b", "L", (20, 16)), ("c", "RGBA", (9, 30))):
+            path = tmp_path / split / name / "0.png"
+            path.parent.mkdir(parents=True)
+            Image.new(mode, size, {"RGB": (200, 100, 50), "L": 70, "RGBA": (10, 20, 30, 255)}[mode]).save(path)
+    train, _ = images.load(str(tmp_path), run_seed=0, flip=False)
+    assert train.pixels is not None
+    assert train.pixels.shape == (3, 3, 10, 12)  # (N, C, H, W) of a file that is 12 wide and 10 high
+    assert train.pixels[:, :, 5, 5].tolist() == [[200, 100, 50], [70, 70, 70], [10, 20, 30]]
+
+
+def write_rows(folder: Path, features: dict, rows: dict) -> None:
+    import datasets
+
+    for split in ("train", "validation"):
+        datasets.Dataset.from_dict(rows, features=datasets.Features(features)).to_parquet(folder / f"{split}.parquet")
+
+
+def test_finest_of_two_label_columns(tmp_path: Path) -> None:
+    """CIFAR-100 has 20 coarse and 100 fine labels."""
+    import datasets
+    from PIL import Image
+
+    names = ["ash", "oak", "pike", "trout"]
+    pixels = [Image.fromarray(image[0].numpy()) for image in random_images(4, 1, 8, 8)]
+    for columns in (("coarse", "fine"), ("fine", "coarse")):  # also the other way round
+        folder = tmp_path / columns[0]
+        folder.mkdir()
+        kinds = {"coarse": datasets.ClassLabel(names=["tree", "fish"]), "fine": datasets.ClassLabel(names=names)}
+        values = {"coarse": [0, 1, 0, 1], "fine": [1, 3, 0, 2]}
+        features = {"img": datasets.Image()} | {column: kinds[column] for column in columns}
+        write_rows(folder, features, {"img": pixels} | {column: values[column] for column in columns})
+        for split in images.load(str(folder), run_seed=0, flip=False):
+            assert split.class_names == names
+            assert split.labels.tolist() == [1, 3, 0, 2]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    import datasets
+    from PIL import Image
+
+    pixels = [Image.fromarray(image[0].numpy()) for image in random_images(3, 1, 8, 8)]
+    label = datasets.ClassLabel(names=["a", "b"])
+    for name in ("one", "none", "empty", "other"):
+        (tmp_path / name).mkdir()
+    write_rows(tmp_path / "one", {"image": datasets.Image(), "y": label}, {"image": pixels, "y": [1, 1, 1]})
+    with pytest.raises(UserError, match=r"one class only \(b\)"):
+        images.load(str(tmp_path / "one"), 0, False)
+    write_rows(tmp_path / "none", {"image": datasets.Image(), "y": datasets.Value("int64")}, {"image": pixels, "y": [0, 1, 1]})
+    with pytest.raises(UserError, match=r"needs a column of images and one of class labels, .* y \(Value\)"):
+        images.load(str(tmp_path / "none"), 0, False)
+    with pytest.raises(UserError, match="nothing in this folder can be read"):
+        images.load(str(tmp_path / "empty"), 0, False)
+    with pytest.raises(UserError, match="there is no such folder"):
+        images.load(str(tmp_path / "missing"), 0, False)
+    write_rows(tmp_path / "other", {"image": datasets.Image(), "y": label}, {"image": pixels, "y": [0, 1, 1]})
+    (tmp_path / "other" / "train.parquet").unlink()
+    with pytest.raises(UserError, match="has no training split, only: validation"):
+        images.load(str(tmp_path / "other"), 0, False)
+
+
+def test_digest(digits: tuple[images.Images, images.Images]) -> None:
+    train, validation = digits
+    assert images.load("digits", run_seed=9, flip=True)[0].digest() == train.digest()
+    assert train.digest() != validation.digest()
+    assert train.pixels is not None
+    pixels = train.pixels.clone()
+    pixels[700, 0, 3, 4] ^= 1
+    labels = train.labels.clone()
+    labels[-1] = (labels[-1] + 1) % 10
+    changed = [
+        dataclasses.replace(train, pixels=pixels),
+        dataclasses.replace(train, labels=labels),
+        dataclasses.replace(train, class_names=[*train.class_names[:9], "ten"]),
+        dataclasses.replace(train, pixels=None),
+    ]
+    assert len({split.digest() for split in [train, *changed]}) == 5

@@ -1,0 +1,172 @@
+"""One name for each tensor, whatever wraps the model, and optimizer state that is there before the first step."""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common import keymap
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_model() -> nn.Module:
+    """Has a child whose own name looks like a wrapper's, further down."""
+    torch.manual_seed(0)
+    inner = nn.Sequential()
+    inner.add_module("module", nn.Linear(4, 3))
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), inner).double()
+    return model
+
+
+NAMES = [
+    *("0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"),
+    *("2.module.weight", "2.module.bias"),
+]
+PARAMETERS = [name for name in NAMES if "running" not in name and "tracked" not in name]
+WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda model: model,
+    "DataParallel": nn.DataParallel,
+    "DDP": DistributedDataParallel,
+    "compile": torch.compile,
+    "compile of DDP": lambda model: torch.compile(DistributedDataParallel(model)),
+    "DDP of compile": lambda model: DistributedDataParallel(torch.compile(model)),
+    "compile of DataParallel": lambda model: torch.compile(nn.DataParallel(model)),
+    "DataParallel of compile": lambda model: nn.DataParallel(torch.compile(model)),
+    "compile of DDP of compile": lambda model: torch.compile(DistributedDataParallel(torch.compile(model))),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_names_are_those_of_the_plain_model(wrap: str) -> None:
+    model = make_model()
+    wrapped = WRAPS[wrap](model)
+    found = keymap.model_tensors(wrapped)
+    assert sorted(found) == sorted(NAMES)
+    for name, tensor in model.state_dict().items():
+        assert found[name].data_ptr() == tensor.data_ptr(), f"{name}: a load must reach the model"
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    state = keymap.optimizer_tensors(wrapped, optimizer)
+    assert sorted(state) == sorted(f"optimizer.{name}.momentum_buffer" for name in PARAMETERS)
+    for name, parameter in model.named_parameters():
+        buffer = state[f"optimizer.{name}.momentum_buffer"]
+        assert buffer.shape == parameter.shape
+        assert buffer is optimizer.state[parameter]["momentum_buffer"], f"{name}: a load must reach the optimizer"
+
+
+def test_wrappers_are_taken_off_the_front_alone() -> None:
+    assert keymap.canonical("_orig_mod.module.conv1.weight") == "conv1.weight"
+    assert keymap.canonical("blocks.0.module.weight") == "blocks.0.module.weight"
+    assert keymap.canonical("module_list.weight") == "module_list.weight"
+
+
+Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Optimizer] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1),
+    "SGD, fused": lambda model: torch.optim.SGD(
+        [{"params": list(model[0].parameters()), "lr": 0.3, "weight_decay": 0.1}, {"params": model[2].parameters()}],
+        lr=0.1,
+        momentum=0.9,
+        fused=True,
+    ),
+    "Nesterov": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1),
+    "AdamW, fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=True),
+    "AdamW, amsgrad": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, amsgrad=True),
+}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        x = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_materialised_state_changes_nothing(name: str, steps: int) -> None:
+    plain, other = make_model(), make_model()
+    reference, optimizer = OPTIMIZERS[name](plain), OPTIMIZERS[name](other)
+    before = copy.deepcopy(other.state_dict())
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    state = keymap.optimizer_tensors(other, optimizer)
+    assert state
+    assert not any(tensor.any() for tensor in state.values()), "a fresh state is zero"
+    assert all(torch.equal(tensor, before[key]) for key, tensor in other.state_dict().items())
+    assert all(parameter.grad is None for parameter in other.parameters())
+    now = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    assert now == groups, "the learning rates are back"
+    train(plain, reference, steps)
+    train(other, optimizer, steps)
+    for key, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[key]), key
+        assert tensor.dtype == torch.int64 or not torch.equal(tensor, before[key]), f"{key} was to be trained"
+    wanted, found = keymap.optimizer_tensors(plain, reference), keymap.optimizer_tensors(other, optimizer)
+    assert wanted.keys() == found.keys() == state.keys()
+    assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+
+
+def test_state_of_a_trained_optimizer_is_left_alone() -> None:
+    model = make_model()
+    optimizer = OPTIMIZERS["AdamW"](model)
+    train(model, optimizer, 2)
+    state = keymap.optimizer_tensors(model, optimizer)
+    assert state["optimizer.0.weight.step"] == 2
+    assert state["optimizer.0.weight.exp_avg"].any()
+
+
+def test_frozen_parameters_have_no_state_before_or_after() -> None:
+    """Or a checkpoint of a trained model lacks what a fresh one asks for, and a resume is refused."""
+    states = []
+    for steps in (0, 2):
+        model = make_model()
+        model[0].requires_grad_(False)
+        optimizer = OPTIMIZERS["SGD"](model)
+        train(model, optimizer, steps)
+        states.append(keymap.optimizer_tensors(model, optimizer).keys())
+    assert "optimizer.0.weight.momentum_buffer" not in states[1], "torch keeps no state of a frozen parameter"
+    assert states[0] == states[1]
+
+
+def test_optimizers_without_state() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    before = copy.deepcopy(model.state_dict())
+    assert keymap.optimizer_tensors(model, optimizer) == {}
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+def test_to_device() -> None:
+    found = keymap.to_device({"a": torch.ones(2), "b": torch.zeros(1)}, torch.device("meta"))
+    assert {name: tensor.device.type for name, tensor in found.items()} == {"a": "meta", "b": "meta"}
+    assert found["a"].shape == (2,)
+
+
+def test_differences() -> None:
+    model = {"a": (1,), "b": (2, 3), "c": ()}
+    assert keymap.differences(model, {"c": (), "b": (2, 3), "a": (1,)}) == []
+    assert keymap.differences(model, {"b": (3, 2), "c": (), "z": (9,)}) == [
+        "a: only in the model",
+        "b: (3, 2) in the checkpoint, (2, 3) in the model",
+        "z: only in the checkpoint",
+    ]
+
+
+def test_differences_are_counted_when_there_are_many() -> None:
+    model = {f"layer{i}": (i,) for i in range(6)}
+    assert keymap.differences(model, {}, most=6) == [f"layer{i}: only in the model" for i in range(6)]
+    lines = keymap.differences(model, {})
+    assert lines == [*(f"layer{i}: only in the model" for i in range(5)), "and 1 more"]
+    assert keymap.differences({}, model, most=2)[2] == "and 4 more"

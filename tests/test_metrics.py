@@ -1,0 +1,94 @@
+"""Means over all samples of all ranks, from one collective."""
+
+import types
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from common import metrics
+from tests import ranks
+
+# Unequal counts, none on one rank, and a count that float32 cannot hold. The mean of means would differ in each.
+PARTS = [
+    [{"loss": 1.0, "top1": 1, "count": 1}, {"loss": 30.0, "top1": 0, "count": 3}],
+    [{"loss": 6.0, "top1": 2, "count": 4}, {"loss": 0.0, "top1": 0, "count": 0}],
+    [{"loss": 0.0, "top1": 2**24, "count": 2**24}, {"loss": 2.0**24 + 1, "top1": 0, "count": 1}],
+]
+MEANS = [
+    {"loss": 31 / 4, "top1": 1 / 4, "count": 4.0},
+    {"loss": 6 / 4, "top1": 2 / 4, "count": 4.0},
+    {"loss": 1.0, "top1": 2**24 / (2**24 + 1), "count": 2.0**24 + 1},
+]
+
+
+def means_of_two_ranks() -> None:
+    dist.init_process_group("gloo")
+    calls = []
+    reduce = dist.all_reduce
+
+    def count(tensor: torch.Tensor) -> None:
+        calls.append(tensor.dtype)
+        reduce(tensor)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("another collective")
+
+    dist.all_reduce = count
+    dist.all_gather = dist.all_gather_object = dist.broadcast = dist.reduce = dist.all_gather_into_tensor = refuse
+    for parts, wanted in zip(PARTS, MEANS, strict=True):
+        mine = parts[dist.get_rank()]
+        sums = {"loss": torch.tensor(mine["loss"], dtype=torch.float64)}
+        sums |= {key: torch.tensor(int(mine[key])) for key in ("top1", "count")}
+        assert metrics.means(sums) == wanted
+    assert calls == [torch.float64] * len(PARTS)
+
+
+def test_means_are_global() -> None:
+    result = ranks.spawn(means_of_two_ranks, [(), ()])
+    assert result.ok, result
+
+
+def test_add_takes_in_new_keys_and_changes_nothing() -> None:
+    first = {"loss": torch.tensor(1.5), "count": torch.tensor(2)}
+    total = metrics.add({}, first)
+    total = metrics.add(total, {"loss": torch.tensor(2.5), "count": torch.tensor(3)})
+    assert {key: value.item() for key, value in total.items()} == {"loss": 4.0, "count": 5}
+    assert {key: value.item() for key, value in first.items()} == {"loss": 1.5, "count": 2}
+
+
+def test_count_flops_of_a_linear_layer() -> None:
+    with torch.device("meta"):
+        layer, x = nn.Linear(7, 11, bias=False), torch.empty(3, 7, requires_grad=True)
+    forward = 2 * 3 * 7 * 11  # a multiplication and an addition for each weight and sample
+    assert metrics.count_flops(lambda: layer(x)) == forward
+    assert metrics.count_flops(lambda: layer(x).sum().backward()) == 3 * forward  # grads of input and weight
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-40GB", 312e12)],
+)
+def test_peak_flops_of_a_known_gpu(name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert metrics.peak_flops(torch.device("cuda", 0), torch.bfloat16) == peak
+
+
+def ticks(*durations: float) -> Callable[[], float]:
+    """A clock that shows a start and an end for each duration."""
+
+    def times() -> Iterator[float]:
+        for i, duration in enumerate(durations):
+            yield 1000.0 * i
+            yield 1000.0 * i + duration
+
+    iterator = times()
+    return lambda: next(iterator)
+
+
+def test_peak_flops_is_that_of_the_best_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "time", types.SimpleNamespace(perf_counter=ticks(9.0, 2.0, 0.5, 1.0)))
+    found = metrics.peak_flops(torch.device("cpu"), torch.float32)
+    assert found == 2 * 1024**3 / 0.5

@@ -1,0 +1,67 @@
+"""The residual networks are torchvision's, but for a stem that suits the images."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from common import UserError, seed
+from common.models.resnet import make_resnet
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "kernel", "stride", "body"),
+    [(1, 8, 3, 1, 8), (3, 32, 3, 1, 32), (3, 64, 3, 1, 64), (3, 65, 7, 2, 17), (1, 96, 7, 2, 24), (3, 224, 7, 2, 56)],
+)
+def test_stem(channels: int, size: int, kernel: int, stride: int, body: int) -> None:
+    """Small images keep their resolution, larger ones lose three quarters of each side, as in torchvision."""
+    with torch.device("meta"):
+        model = make_resnet("resnet18", channels, 5, size)
+        sides: list[int] = []
+        model.layer1.register_forward_pre_hook(lambda _, inputs: sides.append(inputs[0].shape[-1]))
+        logits = model(torch.empty(2, channels, size, size))
+    assert logits.shape == (2, 5)
+    assert sides == [body]
+    assert model.conv1.in_channels == channels
+    assert (model.conv1.kernel_size, model.conv1.stride) == ((kernel, kernel), (stride, stride))
+    assert model.conv1.bias is None
+    assert isinstance(model.maxpool, nn.Identity) == (size <= 64)
+
+
+@pytest.mark.parametrize(("channels", "size"), [(1, 8), (3, 224), (1, 224)])
+def test_initial_weights(channels: int, size: int) -> None:
+    """Every stem is initialised as torchvision's: He et al.'s normal distribution over the outgoing connections."""
+    seed.everything(0, seed.INIT)
+    model = make_resnet("resnet18", channels, 10, size)
+    kernel = 3 if size == 8 else 7
+    std = (2 / (64 * kernel**2)) ** 0.5
+    assert model.conv1.weight.std().item() == pytest.approx(std, rel=0.15)
+    blocks = [block for layer in (model.layer1, model.layer2, model.layer3, model.layer4) for block in layer]
+    assert len(blocks) == 8
+    assert all(not block.bn2.weight.any() for block in blocks), "each block starts as the identity"
+    assert all(bool((block.bn1.weight == 1).all()) for block in blocks)
+    seed.everything(0, seed.INIT)
+    again = make_resnet("resnet18", channels, 10, size).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+    seed.everything(1, seed.INIT)
+    other = make_resnet("resnet18", channels, 10, size)
+    assert not torch.equal(other.conv1.weight, model.conv1.weight)
+    assert not torch.equal(other.fc.weight, model.fc.weight)
+
+
+@pytest.mark.parametrize("name", ["vgg16", "resnet", "ResNet18", ""])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match=f"--model {name} is no residual network"):
+        make_resnet(name, 3, 10, 8)
+
+
+def test_proposed_names_are_accepted() -> None:
+    with pytest.raises(UserError) as refusal:
+        make_resnet("none", 3, 10, 8)
+    names = re.split(r", ", str(refusal.value).split("it has ")[1])
+    assert {"resnet18", "resnet50", "wide_resnet50_2", "resnext50_32x4d"} <= set(names)
+    for name in names:
+        with torch.device("meta"):
+            model = make_resnet(name, 1, 3, 16)
+            assert model(torch.empty(2, 1, 16, 16)).shape == (2, 3), name
