@@ -56,6 +56,10 @@ class Plan:
     end: int
     global_batch_size: int
 
+    def __str__(self) -> str:
+        """For the terminal."""
+        return f"steps {self.first_step + 1} to {self.max_steps} of {self.global_batch_size} samples"
+
     def position(self, step: int) -> int:
         """Samples consumed once `step` is done."""
         return min(self.start + (step - self.first_step) * self.global_batch_size, self.end)

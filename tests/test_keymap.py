@@ -73,7 +73,10 @@ Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizer] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1),
     "SGD, fused": lambda model: torch.optim.SGD(
-        [{"params": list(model[0].parameters()), "lr": 0.3, "weight_decay": 0.1}, {"params": model[2].parameters()}],
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "lr": 0.3, "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim <= 1]},
+        ],
         lr=0.1,
         momentum=0.9,
         fused=True,

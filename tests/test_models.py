@@ -1,7 +1,5 @@
 """The residual networks are torchvision's, but for a stem that suits the images."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
@@ -59,9 +57,9 @@ def test_other_names_are_refused(name: str) -> None:
 def test_proposed_names_are_accepted() -> None:
     with pytest.raises(UserError) as refusal:
         make_resnet("none", 3, 10, 8)
-    names = re.split(r", ", str(refusal.value).split("it has ")[1])
+    names = str(refusal.value).split("it has ")[1].split(", ")
     assert {"resnet18", "resnet50", "wide_resnet50_2", "resnext50_32x4d"} <= set(names)
     for name in names:
         with torch.device("meta"):
             model = make_resnet(name, 1, 3, 16)
-            assert model(torch.empty(2, 1, 16, 16)).shape == (2, 3), name
+        assert (model.conv1.in_channels, model.fc.out_features) == (1, 3), name

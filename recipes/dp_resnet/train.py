@@ -39,6 +39,7 @@ from common import (
     keymap,
     log,
     metrics,
+    run_dir,
     sampler,
     schedule,
     seed,
@@ -219,7 +220,7 @@ def main() -> None:
         model.compile()
     optimizer = make_optimizer(args, model)
 
-    path = log.run_dir(args.out, args.name)
+    path = run_dir.choose(args.out, args.name)
     found, done = checkpoint.find(path, args.resume, terms)
     if found:
         checkpoint.load(found, state(model, optimizer))
@@ -228,7 +229,7 @@ def main() -> None:
     batches = data.Loader(train, requests, args.workers, here.device)
     ideal_s = count_flops(args, train) / metrics.peak_flops(here.device, dtype)
     run = log.Run(path, __file__, args, here, plan, ideal_s)
-    log.say(f"{here}; {dtype}; {plan}; {pass_size // num_shards} samples a pass and rank")
+    log.say(f"{here}\n{plan} in passes of {pass_size // num_shards} on each rank, {dtype}, {len(train)} to train on")
 
     last_step = min(plan.max_steps, args.stop_after or plan.max_steps)
     epoch_steps = -(-len(train) // args.global_batch_size)

@@ -1,0 +1,110 @@
+"""The folder of a run: config.json, the copied train.py, metrics.jsonl, logs/."""
+
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from common import UserError, world
+
+
+def choose(out: str, name: str) -> Path:
+    """Folder of this run, `<out>/<name>`, the name by default date and time (all ranks). Creates nothing.
+
+    Raises:
+        UserError: the folder could not be created or written to.
+    """
+
+    def choose() -> Path:
+        path = (Path(out).expanduser() / (name or datetime.now().strftime("%Y%m%d-%H%M%S"))).resolve()
+        existing = next(parent for parent in (path, *path.parents) if parent.exists())
+        try:
+            with tempfile.TemporaryFile(dir=existing):
+                return path
+        except OSError as error:
+            raise UserError(f"--out {out}: {existing} cannot be written to ({error.strerror})") from error
+
+    return world.from_rank0(choose)
+
+
+def redirect_output(path: Path, rank: int) -> None:
+    """Send this process's output to `logs/`, from the descriptors up, so that crashes in C++ are in it too."""
+    path.joinpath("logs").mkdir(parents=True, exist_ok=True)
+    with (path / "logs" / f"rank_{rank:05d}.log").open("ab", buffering=0) as file:
+        file.write(f"--- {datetime.now().isoformat(timespec='seconds')} {shlex.join(sys.argv)}\n".encode())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+
+
+def write_config(path: Path, recipe: str, args: Any, here: world.World) -> list[str]:
+    """Create the folder with config.json and a copy of train.py (rank 0).
+
+    Args:
+        path: the run's folder.
+        recipe: the train.py that runs.
+        args: its dataclass of flags.
+        here: this process.
+
+    Returns:
+        In a run that continues, a line for each flag that has changed.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    flags = dataclasses.asdict(args)
+    config = {
+        "recipe": Path(recipe).resolve().parent.name,
+        "args": flags,
+        "command": shlex.join(sys.argv),
+        "world_size": here.size,
+        "device": here.device.type,
+        "backend": here.backend,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "code": world.code_digests(recipe),
+    }
+    file = path / "config.json"
+    before = json.loads(file.read_text())["args"] if file.exists() else flags
+    _replace(file, json.dumps(config, indent=1))
+    _replace(path / "train.py", Path(recipe).read_text())
+    changed = [key for key, value in flags.items() if before.get(key) != value]
+    return [f"continuing with --{key.replace('_', '-')} {flags[key]} (was {before.get(key)})" for key in changed]
+
+
+def open_records(path: Path, first_step: int) -> TextIO:
+    """Open metrics.jsonl to append, without the records of steps that a resumed run does again (rank 0)."""
+    file = path / "metrics.jsonl"
+    if file.exists():
+        _replace(file, "".join(f"{json.dumps(line)}\n" for line in records(path) if line["step"] <= first_step))
+    return file.open("a")
+
+
+def records(path: Path) -> list[dict[str, float]]:
+    """Everything that metrics.jsonl has recorded; a last line that a kill has cut off is left out."""
+    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def best(path: Path) -> dict[str, tuple[float, int]]:
+    """Best value and its step of each figure under val/: of a loss the lowest, of others the highest."""
+    found: dict[str, tuple[float, int]] = {}
+    for line in records(path):
+        for tag, value in line.items():
+            sign = -1 if tag.endswith("loss") else 1
+            if tag.startswith("val/") and (tag not in found or sign * value > sign * found[tag][0]):
+                found[tag] = (value, int(line["step"]))
+    return found
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a kill leaves the old or the new one, whole."""
+    partial = path.with_suffix(".tmp")
+    partial.write_text(text)
+    partial.replace(path)

@@ -1,0 +1,364 @@
+"""A checkpoint comes back bit by bit on any number of ranks; what is not whole is found, named and not used."""
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common import UserError, checkpoint
+from tests import ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_state(content: int) -> dict[str, torch.Tensor]:
+    """Every type and layout that a recipe saves, and the bits that a conversion would lose."""
+    generator = torch.Generator().manual_seed(content)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    odd = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45])
+    return {
+        "conv.weight": normal(6, 3, 3, 3).float().to(memory_format=torch.channels_last),
+        "linear.weight": normal(5, 7).t(),
+        "half.weight": torch.cat([normal(50), odd.double()]).bfloat16(),
+        "wide.weight": normal(4, 1),
+        "odd": odd,
+        "norm.running_mean": normal(8).float(),
+        "norm.num_batches_tracked": torch.tensor(2**40 + content),
+        "ids": torch.tensor([content, -1, 2**31 - 1], dtype=torch.int32),
+        "optimizer.conv.weight.step": torch.tensor(float(content)),
+        "optimizer.conv.weight.exp_avg": normal(6, 3, 3, 3).float().to(memory_format=torch.channels_last),
+    }
+
+
+def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Where to load to: other values in the same layouts."""
+    return {name: torch.full_like(tensor, 77) for name, tensor in state.items()}
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def check_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].stride() == tensor.stride(), name
+        assert bits(found[name]) == bits(tensor), name
+
+
+def save(run_dir: Path, step: int, keep: int = 9) -> Path:
+    return checkpoint.save(run_dir, step, make_state(step), {"samples": 10 * step, "seed": 3}, keep)
+
+
+def steps(run_dir: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").iterdir())
+
+
+def find_step(run_dir: Path, resume: str = "") -> int:
+    path, manifest = checkpoint.find(run_dir, resume, {"seed": 3})
+    assert path is not None
+    assert manifest["samples"] == 10 * manifest["step"]
+    assert path.name == f"step_{manifest['step']:08d}"
+    return manifest["step"]
+
+
+def flip_bit(file: Path, bit: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One checkpoint of step 4, to be read only."""
+    return save(tmp_path_factory.mktemp("run"), 4)
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(saved, tmp_path / "checkpoints" / saved.name))
+
+
+# --- save and load ---
+
+
+def test_round_trip(saved: Path) -> None:
+    wanted = make_state(4)
+    found = blank(wanted)
+    places = {name: tensor.data_ptr() for name, tensor in found.items()}
+    checkpoint.load(saved, found)
+    check_equal(found, wanted)
+    assert {name: tensor.data_ptr() for name, tensor in found.items()} == places, "filled in place"
+    manifest, fault = checkpoint.verify(saved)
+    assert fault == ""
+    assert (manifest["step"], manifest["samples"], manifest["seed"]) == (4, 40, 3)
+    assert saved.name == "step_00000004"
+
+
+def load_and_save(first: str, second: str) -> None:
+    """All ranks read what one wrote, and write it again."""
+    dist.init_process_group("gloo")
+    found = blank(make_state(4))
+    checkpoint.load(Path(first), found)
+    check_equal(found, make_state(4))
+    path = checkpoint.save(Path(second), 5, found, {"samples": 50, "seed": 3}, keep=1)
+    again = blank(found)
+    checkpoint.load(path, again)
+    check_equal(again, found)
+    dist.destroy_process_group()
+
+
+def test_from_one_rank_to_two_to_one(saved: Path, tmp_path: Path) -> None:
+    result = ranks.spawn(load_and_save, [(str(saved), str(tmp_path))] * 2)
+    assert result.ok, result
+    path, manifest = checkpoint.find(tmp_path, "", {})
+    assert path is not None
+    names = {file.name for file in path.iterdir()} - {checkpoint.MANIFEST}
+    assert names == manifest["files"].keys(), "the manifest vouches for every file"
+    assert len([name for name in names if name.endswith(".safetensors")]) == 2, "each rank wrote a share"
+    found = blank(make_state(4))
+    checkpoint.load(path, found)
+    check_equal(found, make_state(4))
+
+
+def test_manifest_covers_every_file(saved: Path) -> None:
+    manifest, _ = checkpoint.verify(saved)
+    files = {path.name: path.stat().st_size for path in saved.iterdir() if path.name != checkpoint.MANIFEST}
+    assert files == {name: entry["bytes"] for name, entry in manifest["files"].items()}
+    assert files
+
+
+def test_other_models_are_refused_before_anything_is_filled(saved: Path) -> None:
+    state = blank(make_state(4))
+    state["conv.weight"] = torch.zeros(6, 1, 3, 3)
+    state["more"] = torch.zeros(2)
+    del state["odd"]
+    with pytest.raises(UserError) as refusal:
+        checkpoint.load(saved, state)
+    assert str(refusal.value).splitlines() == [
+        f"--resume: {saved} is of another model:",
+        "  conv.weight: (6, 3, 3, 3) in the checkpoint, (6, 1, 3, 3) in the model",
+        "  more: only in the model",
+        "  odd: only in the checkpoint",
+    ]
+    assert bool((state["wide.weight"] == 77).all())
+
+
+def test_retention(tmp_path: Path) -> None:
+    for step in (5, 10, 15, 100):
+        path = save(tmp_path, step, keep=2)
+        assert checkpoint.verify(path)[1] == ""
+    assert steps(tmp_path) == [15, 100]
+    save(tmp_path, 110, keep=1)
+    assert steps(tmp_path) == [110]
+
+
+def test_what_was_just_committed_stays(tmp_path: Path) -> None:
+    """A damaged newer one, left behind by a resume from an older one, does not count as kept."""
+    for step in (10, 20):
+        save(tmp_path, step)
+    shutil.rmtree(tmp_path / "checkpoints" / "step_00000020")
+    (tmp_path / "checkpoints" / "step_00000020").mkdir()
+    assert find_step(tmp_path) == 10
+    save(tmp_path, 15, keep=1)
+    assert find_step(tmp_path) == 15
+
+
+def test_same_step_again_replaces(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    other = make_state(9)
+    path = checkpoint.save(tmp_path, 5, other, {"samples": 50, "seed": 3}, keep=1)
+    found = blank(other)
+    checkpoint.load(path, found)
+    check_equal(found, other)
+    assert steps(tmp_path) == [5]
+
+
+@pytest.mark.parametrize("moment", ["save", "_seal", "rename"])
+def test_death_while_saving_leaves_the_older_ones(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 5)
+
+    def die(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    where = {"save": checkpoint.dcp, "_seal": checkpoint, "rename": Path}[moment]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(where, moment, die)
+        save(tmp_path, 6, keep=1)
+    left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert len(left) == 2
+    assert any(re.fullmatch(r"step_00000006\.tmp-\w+", name) for name in left)
+    assert find_step(tmp_path) == 5
+    save(tmp_path, 6, keep=1)
+    assert find_step(tmp_path) == 6
+
+
+# --- damage ---
+
+
+def test_any_flipped_bit_of_the_tensors_is_found(copied: Path) -> None:
+    choose = random.Random(0)
+    files = sorted(path for path in copied.iterdir() if path.name != checkpoint.MANIFEST)
+    for i in range(50):
+        file = files[i % len(files)]
+        bit = choose.randrange(8 * file.stat().st_size)
+        flip_bit(file, bit)
+        assert checkpoint.verify(copied) == ({}, f"{file.name} has changed since it was written"), bit
+        flip_bit(file, bit)
+    assert checkpoint.verify(copied)[1] == ""
+
+
+def test_any_flipped_bit_of_the_manifest_is_found(copied: Path) -> None:
+    """It holds the position in the data, the step and the seed: each of its bits is tried."""
+    file = copied / checkpoint.MANIFEST
+    content = file.read_bytes()
+    unnoticed = []
+    for bit in range(8 * len(content)):
+        flip_bit(file, bit)
+        if not checkpoint.verify(copied)[1]:
+            now = file.read_bytes()
+            line = content[: bit // 8].count(b"\n")
+            unnoticed.append(f"{content.splitlines()[line]!r} became {now.splitlines()[line]!r}")
+        file.write_bytes(content)
+    assert not unnoticed, f"{len(unnoticed)} bits, such as {unnoticed[-1]}"
+
+
+def test_verify_says_what_is_wrong(copied: Path) -> None:
+    manifest = copied / checkpoint.MANIFEST
+    file = max(copied.iterdir(), key=lambda path: path.stat().st_size)
+    text, content = manifest.read_text(), file.read_bytes()
+    file.write_bytes(content[:-1])
+    wanted = f"{file.name} has {len(content) - 1} bytes, not {len(content)}"
+    assert checkpoint.verify(copied) == ({}, wanted)
+    file.write_bytes(content + b"\0")
+    assert checkpoint.verify(copied) == ({}, f"{file.name} has {len(content) + 1} bytes, not {len(content)}")
+    file.unlink()
+    assert checkpoint.verify(copied) == ({}, f"{file.name} is missing")
+    file.write_bytes(content)
+    assert checkpoint.verify(copied)[1] == ""
+    manifest.unlink()
+    assert checkpoint.verify(copied) == ({}, "MANIFEST.json cannot be read (FileNotFoundError)")
+    manifest.write_text(text[: len(text) // 2])
+    assert checkpoint.verify(copied) == ({}, "MANIFEST.json cannot be read (JSONDecodeError)")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe", b"[]", b"null", b"{}", b'{"format": 1, "files": 3}', b'{"files": {"a": {}}}']
+)
+def test_broken_manifests(content: bytes, copied: Path) -> None:
+    (copied / checkpoint.MANIFEST).write_bytes(content)
+    manifest, fault = checkpoint.verify(copied)
+    assert manifest == {}
+    assert fault.startswith("MANIFEST.json cannot be read (")
+
+
+def test_manifests_of_another_format(copied: Path) -> None:
+    manifest = copied / checkpoint.MANIFEST
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
+    assert checkpoint.verify(copied)[1] == "format 2, this version reads 1"
+
+
+# --- find ---
+
+
+def damage(run_dir: Path, step: int) -> None:
+    file = max(checkpoint.checkpoint_dir(run_dir, step).glob("*.safetensors"))
+    flip_bit(file, 8 * file.stat().st_size - 1)
+
+
+def test_find_takes_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checkpoint.find(tmp_path, "", {}) == (None, {})
+    for step in (9, 100, 20):
+        save(tmp_path, step)
+    assert find_step(tmp_path) == 100
+    assert "damaged" not in capsys.readouterr().out
+    damage(tmp_path, 100)
+    assert find_step(tmp_path) == 20
+    said = capsys.readouterr().out
+    assert re.search(r"damaged, not used: step_00000100: \S+ has changed since it was written", said)
+    assert f"continues from step 20 of {tmp_path}/checkpoints/step_00000020" in said
+    (tmp_path / "checkpoints" / "step_00000020" / checkpoint.MANIFEST).unlink()
+    assert find_step(tmp_path) == 9
+    damage(tmp_path, 9)
+    with pytest.raises(UserError, match="none of them is whole") as refusal:
+        checkpoint.find(tmp_path, "", {})
+    assert all(f"step_{step:08d}: " in str(refusal.value) for step in (9, 20, 100))
+    assert "another --name" in str(refusal.value)
+
+
+def test_leftovers_are_never_chosen(tmp_path: Path) -> None:
+    path = save(tmp_path, 5)
+    shutil.copytree(path, path.with_name("step_00000007.tmp-0123abcd"))
+    shutil.copytree(path, path.with_name("step_00000008.tmp-12345678"))
+    assert find_step(tmp_path) == 5
+    assert find_step(tmp_path / "new", resume=str(tmp_path)) == 5
+    shutil.rmtree(path)
+    assert checkpoint.find(tmp_path, "", {}) == (None, {})
+    with pytest.raises(UserError, match="no checkpoint there"):
+        checkpoint.find(tmp_path / "new", str(tmp_path), {})
+
+
+def test_resume_names_a_run_or_a_checkpoint(tmp_path: Path) -> None:
+    here, other = tmp_path / "here", tmp_path / "other"
+    for step in (5, 6):
+        save(other, step)
+    assert find_step(here, resume=str(other)) == 6
+    assert find_step(here, resume=str(other / "checkpoints" / "step_00000005")) == 5
+    with pytest.raises(UserError, match=r"--resume \S+/missing: no checkpoint there"):
+        checkpoint.find(here, str(tmp_path / "missing"), {})
+    damage(other, 6)
+    assert find_step(here, resume=str(other)) == 5
+    with pytest.raises(UserError, match="none of them is whole"):
+        checkpoint.find(here, str(other / "checkpoints" / "step_00000006"), {})
+    save(here, 2)
+    assert find_step(here, resume=str(other)) == 2, "a run that has checkpoints continues from its own"
+
+
+def test_other_terms_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 5)
+    checkpoint.find(tmp_path, "", {"seed": 3})
+    assert "note:" not in capsys.readouterr().out
+    checkpoint.find(tmp_path, "", {"seed": 4, "data": "abc"})
+    said = capsys.readouterr().out
+    assert "note: it was written with seed 3, this run has 4" in said
+    assert "note: it was written with data None, this run has abc" in said
+
+
+def find_on_each(run_dir: str, wanted: Any) -> None:
+    """Rank 1 looks at a folder of its own, as if a file system had not caught up, and still goes with rank 0."""
+    dist.init_process_group("gloo")
+    here = Path(run_dir) if dist.get_rank() == 0 else Path(run_dir) / "elsewhere"
+    if wanted is None:
+        with pytest.raises(UserError, match="none of them is whole"):
+            checkpoint.find(here, "", {})
+    else:
+        path, manifest = checkpoint.find(here, "", {})
+        assert path == Path(run_dir) / "checkpoints" / f"step_{wanted:08d}"
+        assert manifest["step"] == wanted
+    dist.destroy_process_group()
+
+
+def test_all_ranks_go_with_rank_0(copied: Path) -> None:
+    run_dir = copied.parent.parent
+    result = ranks.spawn(find_on_each, [(str(run_dir), 4)] * 2)
+    assert result.ok, result
+    damage(run_dir, 4)
+    result = ranks.spawn(find_on_each, [(str(run_dir), None)] * 2)
+    assert result.ok, result
