@@ -7,9 +7,6 @@ that saved.
 """
 
 import contextlib
-import hashlib
-import json
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -21,10 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from common import UserError, keymap, log, world
-
-MANIFEST = "MANIFEST.json"
-FORMAT = 1
+from common import UserError, keymap, log, manifest, world
 
 
 def save(run_dir: Path, step: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any], keep: int) -> Path:
@@ -46,20 +40,19 @@ def save(run_dir: Path, step: int, tensors: dict[str, torch.Tensor], facts: dict
     with _as_exception():
         dcp.save(rows, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
     # Each rank wrote the file that carries its number: it reads back and hashes that one.
-    mine = {path.name: _seal(path) for path in partial.glob(f"shard-{dist.get_rank() + 1:05d}-*")}
+    mine = {path.name: manifest.seal(path) for path in partial.glob(f"shard-{dist.get_rank() + 1:05d}-*")}
     files: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(files, mine)
     if dist.get_rank() == 0:
         everything = {name: entry for part in files for name, entry in part.items()}
-        manifest = {"format": FORMAT, "step": step, **facts, "files": everything}
-        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        _sync(partial / MANIFEST)
-        _sync(partial)
-        if final.exists():  # the same step once more, after a resume from an older one
-            shutil.rmtree(final)
+        manifest.write(partial, {"step": step, **facts}, everything)
+        if final.exists():  # a damaged one, or the resume that led here would have begun after it
+            final.rename(final.with_name(f"{final.name}.tmp-damaged"))
         partial.rename(final)
-        _sync(final.parent)
-        for old in _steps(run_dir)[keep:]:
+        manifest.sync(final.parent)
+        # Newer ones are damaged, or this run would have begun after them: they do not count as kept.
+        older = [path for path in _steps(run_dir) if path.name <= final.name]
+        for old in [*older[max(1, keep) :], *final.parent.glob("step_*.tmp-*")]:
             shutil.rmtree(old)
     dist.barrier()
     return final
@@ -91,25 +84,6 @@ def _steps(run_dir: Path) -> list[Path]:
     return sorted((path for path in found if path.name[5:].isdigit()), reverse=True)
 
 
-def _sync(path: Path) -> None:
-    """Flush a file or a folder's entries to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _seal(path: Path) -> dict[str, Any]:
-    _sync(path)
-    return {"bytes": path.stat().st_size, "sha256": _digest(path)}
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def find(run_dir: Path, resume: str, terms: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
     """Choose what to start from (all ranks take part; rank 0 looks, all get its choice).
 
@@ -127,13 +101,13 @@ def find(run_dir: Path, resume: str, terms: dict[str, Any]) -> tuple[Path | None
     Raises:
         UserError: there are checkpoints, and none of them is whole; or `resume` names nothing.
     """
-    path, manifest = world.from_rank0(lambda: _find(run_dir, resume))
+    path, facts = world.from_rank0(lambda: _find(run_dir, resume))
     if path:
-        log.say(f"continues from step {manifest['step']} of {path}")
+        log.say(f"continues from step {facts['step']} of {path}")
         for key, value in terms.items():
-            if manifest.get(key) != value:
-                log.say(f"note: it was written with {key} {manifest.get(key)}, this run has {value}")
-    return path, manifest
+            if facts.get(key) != value:
+                log.say(f"note: it was written with {key} {facts.get(key)}, this run has {value}")
+    return path, facts
 
 
 def _find(run_dir: Path, resume: str) -> tuple[Path | None, dict[str, Any]]:
@@ -143,44 +117,21 @@ def _find(run_dir: Path, resume: str) -> tuple[Path | None, dict[str, Any]]:
         if not resume:
             return None, {}
         where = Path(resume).expanduser()
-        candidates = [where] if (where / MANIFEST).is_file() else _steps(where)
+        candidates = [where] if (where / manifest.NAME).is_file() else _steps(where)
         if not candidates:
             raise UserError(f"--resume {resume}: no checkpoint there; give a run's folder or one of its checkpoints")
     faults: list[str] = []
     for path in candidates:
-        manifest, fault = verify(path)
+        facts, fault = manifest.verify(path)
         if not fault:
             if faults:
                 log.say(f"damaged, not used: {'; '.join(faults)}")
-            return path, manifest
+            return path, facts
         faults.append(f"{path.name}: {fault}")
     raise UserError(
         f"{where} has checkpoints, and none of them is whole ({'; '.join(faults)}). "
         "To start over on purpose, give another --name"
     )
-
-
-def verify(path: Path) -> tuple[dict[str, Any], str]:
-    """Compare a checkpoint with its manifest, bit by bit.
-
-    Returns:
-        The manifest, and what is wrong: "" for a checkpoint that is whole.
-    """
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        files = {path / name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return {}, f"{MANIFEST} cannot be read ({type(error).__name__})"
-    if manifest.get("format") != FORMAT:
-        return {}, f"format {manifest.get('format')}, this version reads {FORMAT}"
-    for file, (size, digest) in files.items():
-        if not file.is_file():
-            return {}, f"{file.name} is missing"
-        if file.stat().st_size != size:
-            return {}, f"{file.name} has {file.stat().st_size} bytes, not {size}"
-        if _digest(file) != digest:
-            return {}, f"{file.name} has changed since it was written"
-    return manifest, ""
 
 
 def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:

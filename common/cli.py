@@ -58,9 +58,9 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
 def _read_config(args_type: type, path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())["args"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        unknown = values.keys() - {field.name for field in dataclasses.fields(args_type)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--config {path} is not the config.json of a run: {error!r}") from error
-    unknown = values.keys() - {field.name for field in dataclasses.fields(args_type)}
     if unknown:
         raise UserError(f"--config {path} has flags that this recipe lacks: {', '.join(sorted(unknown))}")
     return values

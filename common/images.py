@@ -126,14 +126,15 @@ def _load_rows(name: str) -> tuple[Images, Images]:
             f"--data {name} needs a column of images and one of class labels, it has: {found}. "
             "A folder wants one subfolder for each class: train/<class>/*.png"
         )
-    label = max(labels, key=lambda key: columns[key].num_classes)  # the finest of several
+    label = max(labels, key=lambda key: columns[key].num_classes)  # of several, the finest
     rows = [
         split.select_columns(images[0]).cast_column(images[0], datasets.Image(decode=False))
         for split in (train, validation)
     ]
-    first = decode(rows[0], 0)
-    channels, height, width = first.shape
-    small = max(height, width) <= SMALL and sum(map(len, rows)) * first.numel() <= MEMORY_BYTES
+    # One odd image in front must not decide for all: look at some from everywhere.
+    shapes = [decode(rows[0], int(i)).shape for i in np.linspace(0, len(rows[0]) - 1, num=16)]
+    channels, height, width = (max(sides) for sides in zip(*shapes, strict=True))
+    small = max(height, width) <= SMALL and sum(map(len, rows)) * channels * height * width <= MEMORY_BYTES
     loaded = [
         Images(
             torch.tensor(split[label][:]),

@@ -9,15 +9,16 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-# What nn.DataParallel and DistributedDataParallel, and what torch.compile, put before a name.
-WRAPPERS = ("module.", "_orig_mod.")
+PARALLEL = "module."  # what nn.DataParallel and DistributedDataParallel put before a name
+COMPILED = "_orig_mod."  # what torch.compile puts before it
 OPTIMIZER = "optimizer."
 
 
 def canonical(name: str) -> str:
     """Name of a tensor in the plain model: `_orig_mod.module.conv1.weight` is `conv1.weight`."""
-    while name.startswith(WRAPPERS):
-        name = name.split(".", 1)[1]
+    name = name.replace(COMPILED, "")  # also in the middle, where a submodule was compiled
+    while name.startswith(PARALLEL):
+        name = name.removeprefix(PARALLEL)
     return name
 
 
@@ -43,7 +44,8 @@ def _materialise(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

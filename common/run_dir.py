@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import platform
 import shlex
@@ -97,8 +98,10 @@ def best(path: Path) -> dict[str, tuple[float, int]]:
     found: dict[str, tuple[float, int]] = {}
     for line in records(path):
         for tag, value in line.items():
+            if not tag.startswith("val/") or not math.isfinite(value):
+                continue
             sign = -1 if tag.endswith("loss") else 1
-            if tag.startswith("val/") and (tag not in found or sign * value > sign * found[tag][0]):
+            if tag not in found or sign * value > sign * found[tag][0]:
                 found[tag] = (value, int(line["step"]))
     return found
 

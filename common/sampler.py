@@ -70,6 +70,7 @@ def make_plan(
     epochs: int,
     max_steps: int,
     global_batch_size: int,
+    pass_size: int,
     num_shards: int,
     done: Mapping[str, int],
 ) -> Plan:
@@ -80,11 +81,12 @@ def make_plan(
         epochs: length of the training if `max_steps` is 0.
         max_steps: length of the training in steps, or 0.
         global_batch_size: samples per step.
+        pass_size: samples per forward pass over all shards.
         num_shards: how many read different samples.
         done: "step" and "samples" of the checkpoint, possibly in steps of another size; empty for a new run.
 
     Raises:
-        UserError: the last step would leave a shard with fewer than the 2 samples that BatchNorm needs.
+        UserError: the last step would leave a shard without the 2 samples that BatchNorm needs.
     """
     step, start = done.get("step", 0), done.get("samples", 0)
     if max_steps:
@@ -92,11 +94,15 @@ def make_plan(
         return Plan(step, max_steps, start, end, global_batch_size)
     left = max(0, epochs * num_samples - start)
     steps, rest = divmod(left, global_batch_size)
-    if 0 < rest < 2 * num_shards:
-        raise UserError(
-            f"--epochs {epochs} of {num_samples} samples leaves {rest} for the last step, fewer than 2 for each "
-            f"of {num_shards} ranks: --max-steps {step + steps} leaves them out"
-        )
+    if rest:
+        smallest_pass = rest // -(-rest // pass_size)
+        if smallest_pass < num_shards * min(2, pass_size // num_shards):
+            last = step + steps
+            way_out = f"--max-steps {last} leaves them out" if last else "use a smaller --global-batch-size"
+            raise UserError(
+                f"--epochs {epochs} of {num_samples} samples leaves {rest} for the last step: "
+                f"too few for {num_shards} ranks in passes of {pass_size}; {way_out}"
+            )
     return Plan(step, step + steps + (rest > 0), start, start + left, global_batch_size)
 
 

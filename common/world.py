@@ -78,6 +78,8 @@ def start(backend: str = "auto") -> World:
     if backend == "cpu:gloo,cuda:nccl":
         options["device_id"] = device  # names this rank's device once, so no collective has to guess it
     if backend != "mpi" and "RANK" not in os.environ:
+        if size() > 1:  # else each of them would be a world of its own, and train apart
+            raise UserError(f"mpirun started {size()} processes: --backend mpi, or start them with torchrun")
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(**options)
     world = World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, socket.gethostname(), device, backend)
@@ -159,18 +161,20 @@ def check_same(**groups: Mapping[str, Any]) -> None:
     everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     for other, theirs in enumerate(everyone):
-        for key, value in everyone[0].items():
-            if theirs.get(key) != value:
+        for key in everyone[0] | theirs:
+            if everyone[0].get(key) != theirs.get(key):
                 raise UserError(
-                    f"rank {other} was started with {key} {theirs.get(key)!r}, rank 0 with {value!r}: "
+                    f"rank {other} was started with {key} {theirs.get(key)!r}, rank 0 with {everyone[0].get(key)!r}: "
                     "start every rank with the same flags, code and data"
                 )
 
 
 def code_digests(recipe: str) -> dict[str, str]:
     """SHA-256 of the recipe's file and of each file of common/, to compare between ranks and to keep with a run."""
-    files = [Path(recipe), *sorted(Path(__file__).parent.rglob("*.py"))]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+    common = Path(__file__).parent
+    files = {str(path.relative_to(common.parent)): path for path in sorted(common.rglob("*.py"))}
+    files |= {"train.py": Path(recipe)}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -47,8 +47,8 @@ done
 
 recipe=${1%/}
 shift
-[[ -d $recipe || ! -d $root/$recipe ]] || recipe=$root/$recipe # from any folder
 recipe=${recipe%/train.py}
+[[ -d $recipe || ! -d $root/$recipe ]] || recipe=$root/$recipe # from any folder
 if [[ ! -f $recipe/train.py ]]; then
   known=$(cd "$root" && printf '%s ' recipes/*/)
   fail "$recipe holds no train.py; the recipes are: ${known//\/ / }"
@@ -56,8 +56,8 @@ fi
 
 # Defaults of the recipe: lines of NAME=value, read and never run; what the environment has, wins.
 if [[ -f $recipe/launch.env ]]; then
-  while IFS='=' read -r name value; do
-    [[ $name =~ ^[A-Z_]+$ ]] || continue
+  while IFS='=' read -r name value || [[ -n $name ]]; do # the last line may lack its end
+    [[ $name =~ ^[A-Z_][A-Z0-9_]*$ ]] || continue
     value=${value%%#*}
     [[ -n ${!name-} ]] || export "$name=${value//[[:space:]]/}"
   done <"$recipe/launch.env"
@@ -65,7 +65,8 @@ fi
 
 count_gpus() {
   if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
-    tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '[^[:space:]]' || true
+    # Numbers or names of devices; -1 is the usual way to ask for none.
+    tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -cE '^[[:space:]]*([0-9]|GPU-|MIG-)' || true
   elif command -v nvidia-smi >/dev/null; then
     nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
   else
@@ -79,12 +80,13 @@ threads=$(($(nproc 2>/dev/null || sysctl -n hw.ncpu) / processes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
 nodes=${NNODES:-1}
+[[ $nodes =~ ^[1-9][0-9]*$ ]] || fail "NNODES=$nodes is not a number of machines"
 if [[ $nodes == 1 ]]; then
   place=(--standalone) # a rendezvous of its own on a free port
 else
   [[ -n ${MASTER_ADDR-} ]] || fail "NNODES=$nodes needs MASTER_ADDR, the host name or address of machine 0"
   [[ ${NODE_RANK-} =~ ^[0-9]+$ ]] || fail "NNODES=$nodes needs NODE_RANK, this machine's number from 0 to $((nodes - 1))"
-  ((NODE_RANK < nodes)) || fail "NODE_RANK=$NODE_RANK is not below NNODES=$nodes"
+  ((10#$NODE_RANK < nodes)) || fail "NODE_RANK=$NODE_RANK is not below NNODES=$nodes"
   place=("--nnodes=$nodes" "--node-rank=$NODE_RANK" "--master-addr=$MASTER_ADDR" "--master-port=${MASTER_PORT:-29400}")
 fi
 

@@ -52,7 +52,7 @@ def start(recipe: str, argv: Sequence[str], where: Where) -> None:
 def run_where(places: Sequence[Where], *flags: str, paths: Sequence[Path] = ()) -> ranks.Result:
     path = ranks.ROOT / "recipes" / DDP / "train.py"
     args = [(str(paths[rank] if paths else path), flags, where) for rank, where in enumerate(places)]
-    return ranks.spawn(start, args)
+    return ranks.spawn(start, args, timeout_s=40.0)
 
 
 def processes(recipe: str) -> int:
@@ -111,7 +111,7 @@ BAD_FLAGS = {
     "no data folder": (["--data", "./nowhere"], ["--data ./nowhere: there is no such folder"]),
     "nothing to resume": (["--resume", "runs/nowhere"], ["--resume runs/nowhere: no checkpoint there"]),
     "no config": (["--config", "nowhere.json"], ["--config nowhere.json"]),
-    "config without a path": (["--config"], ["--config"]),
+    "config without a path": (["--config"], ["argument --config: expected one argument"]),
 }
 
 

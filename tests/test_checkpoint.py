@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import UserError, checkpoint
+from common import UserError, checkpoint, manifest
 from tests import ranks
 
 
@@ -71,11 +71,11 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def find_step(run_dir: Path, resume: str = "") -> int:
-    path, manifest = checkpoint.find(run_dir, resume, {"seed": 3})
+    path, facts = checkpoint.find(run_dir, resume, {"seed": 3})
     assert path is not None
-    assert manifest["samples"] == 10 * manifest["step"]
-    assert path.name == f"step_{manifest['step']:08d}"
-    return manifest["step"]
+    assert facts["samples"] == 10 * facts["step"]
+    assert path.name == f"step_{facts['step']:08d}"
+    return facts["step"]
 
 
 def flip_bit(file: Path, bit: int) -> None:
@@ -106,9 +106,9 @@ def test_round_trip(saved: Path) -> None:
     checkpoint.load(saved, found)
     check_equal(found, wanted)
     assert {name: tensor.data_ptr() for name, tensor in found.items()} == places, "filled in place"
-    manifest, fault = checkpoint.verify(saved)
+    facts, fault = manifest.verify(saved)
     assert fault == ""
-    assert (manifest["step"], manifest["samples"], manifest["seed"]) == (4, 40, 3)
+    assert (facts["step"], facts["samples"], facts["seed"]) == (4, 40, 3)
     assert saved.name == "step_00000004"
 
 
@@ -128,10 +128,10 @@ def load_and_save(first: str, second: str) -> None:
 def test_from_one_rank_to_two_to_one(saved: Path, tmp_path: Path) -> None:
     result = ranks.spawn(load_and_save, [(str(saved), str(tmp_path))] * 2)
     assert result.ok, result
-    path, manifest = checkpoint.find(tmp_path, "", {})
+    path, facts = checkpoint.find(tmp_path, "", {})
     assert path is not None
-    names = {file.name for file in path.iterdir()} - {checkpoint.MANIFEST}
-    assert names == manifest["files"].keys(), "the manifest vouches for every file"
+    names = {file.name for file in path.iterdir()} - {manifest.NAME}
+    assert names == facts["files"].keys(), "the manifest vouches for every file"
     assert len([name for name in names if name.endswith(".safetensors")]) == 2, "each rank wrote a share"
     found = blank(make_state(4))
     checkpoint.load(path, found)
@@ -139,9 +139,9 @@ def test_from_one_rank_to_two_to_one(saved: Path, tmp_path: Path) -> None:
 
 
 def test_manifest_covers_every_file(saved: Path) -> None:
-    manifest, _ = checkpoint.verify(saved)
-    files = {path.name: path.stat().st_size for path in saved.iterdir() if path.name != checkpoint.MANIFEST}
-    assert files == {name: entry["bytes"] for name, entry in manifest["files"].items()}
+    facts, _ = manifest.verify(saved)
+    files = {path.name: path.stat().st_size for path in saved.iterdir() if path.name != manifest.NAME}
+    assert files == {name: entry["bytes"] for name, entry in facts["files"].items()}
     assert files
 
 
@@ -164,7 +164,7 @@ def test_other_models_are_refused_before_anything_is_filled(saved: Path) -> None
 def test_retention(tmp_path: Path) -> None:
     for step in (5, 10, 15, 100):
         path = save(tmp_path, step, keep=2)
-        assert checkpoint.verify(path)[1] == ""
+        assert manifest.verify(path)[1] == ""
     assert steps(tmp_path) == [15, 100]
     save(tmp_path, 110, keep=1)
     assert steps(tmp_path) == [110]
@@ -191,17 +191,18 @@ def test_same_step_again_replaces(tmp_path: Path) -> None:
     assert steps(tmp_path) == [5]
 
 
-@pytest.mark.parametrize("moment", ["save", "_seal", "rename"])
+@pytest.mark.parametrize("moment", ["save", "seal", "rename"])
 def test_death_while_saving_leaves_the_older_ones(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 5)
 
     def die(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    where = {"save": checkpoint.dcp, "_seal": checkpoint, "rename": Path}[moment]
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    where = {"save": checkpoint.dcp, "seal": manifest, "rename": Path}[moment]
+    with monkeypatch.context() as patch:
         patch.setattr(where, moment, die)
-        save(tmp_path, 6, keep=1)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 6, keep=1)
     left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert len(left) == 2
     assert any(re.fullmatch(r"step_00000006\.tmp-\w+", name) for name in left)
@@ -215,24 +216,24 @@ def test_death_while_saving_leaves_the_older_ones(moment: str, tmp_path: Path, m
 
 def test_any_flipped_bit_of_the_tensors_is_found(copied: Path) -> None:
     choose = random.Random(0)
-    files = sorted(path for path in copied.iterdir() if path.name != checkpoint.MANIFEST)
+    files = sorted(path for path in copied.iterdir() if path.name != manifest.NAME)
     for i in range(50):
         file = files[i % len(files)]
         bit = choose.randrange(8 * file.stat().st_size)
         flip_bit(file, bit)
-        assert checkpoint.verify(copied) == ({}, f"{file.name} has changed since it was written"), bit
+        assert manifest.verify(copied) == ({}, f"{file.name} has changed since it was written"), bit
         flip_bit(file, bit)
-    assert checkpoint.verify(copied)[1] == ""
+    assert manifest.verify(copied)[1] == ""
 
 
 def test_any_flipped_bit_of_the_manifest_is_found(copied: Path) -> None:
-    """It holds the position in the data, the step and the seed: each of its bits is tried."""
-    file = copied / checkpoint.MANIFEST
+    """It holds the position in the data, the step and the seed: a bit of each of its bytes is tried."""
+    file = copied / manifest.NAME
     content = file.read_bytes()
     unnoticed = []
-    for bit in range(8 * len(content)):
+    for bit in (8 * byte + byte % 8 for byte in range(len(content))):
         flip_bit(file, bit)
-        if not checkpoint.verify(copied)[1]:
+        if not manifest.verify(copied)[1]:
             now = file.read_bytes()
             line = content[: bit // 8].count(b"\n")
             unnoticed.append(f"{content.splitlines()[line]!r} became {now.splitlines()[line]!r}")
@@ -241,38 +242,38 @@ def test_any_flipped_bit_of_the_manifest_is_found(copied: Path) -> None:
 
 
 def test_verify_says_what_is_wrong(copied: Path) -> None:
-    manifest = copied / checkpoint.MANIFEST
+    listing = copied / manifest.NAME
     file = max(copied.iterdir(), key=lambda path: path.stat().st_size)
-    text, content = manifest.read_text(), file.read_bytes()
+    text, content = listing.read_text(), file.read_bytes()
     file.write_bytes(content[:-1])
     wanted = f"{file.name} has {len(content) - 1} bytes, not {len(content)}"
-    assert checkpoint.verify(copied) == ({}, wanted)
+    assert manifest.verify(copied) == ({}, wanted)
     file.write_bytes(content + b"\0")
-    assert checkpoint.verify(copied) == ({}, f"{file.name} has {len(content) + 1} bytes, not {len(content)}")
+    assert manifest.verify(copied) == ({}, f"{file.name} has {len(content) + 1} bytes, not {len(content)}")
     file.unlink()
-    assert checkpoint.verify(copied) == ({}, f"{file.name} is missing")
+    assert manifest.verify(copied) == ({}, f"{file.name} is missing")
     file.write_bytes(content)
-    assert checkpoint.verify(copied)[1] == ""
-    manifest.unlink()
-    assert checkpoint.verify(copied) == ({}, "MANIFEST.json cannot be read (FileNotFoundError)")
-    manifest.write_text(text[: len(text) // 2])
-    assert checkpoint.verify(copied) == ({}, "MANIFEST.json cannot be read (JSONDecodeError)")
+    assert manifest.verify(copied)[1] == ""
+    listing.unlink()
+    assert manifest.verify(copied) == ({}, "MANIFEST.json cannot be read (FileNotFoundError)")
+    listing.write_text(text[: len(text) // 2])
+    assert manifest.verify(copied) == ({}, "MANIFEST.json cannot be read (JSONDecodeError)")
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"\xff\xfe", b"[]", b"null", b"{}", b'{"format": 1, "files": 3}', b'{"files": {"a": {}}}']
 )
 def test_broken_manifests(content: bytes, copied: Path) -> None:
-    (copied / checkpoint.MANIFEST).write_bytes(content)
-    manifest, fault = checkpoint.verify(copied)
-    assert manifest == {}
+    (copied / manifest.NAME).write_bytes(content)
+    facts, fault = manifest.verify(copied)
+    assert facts == {}
     assert fault.startswith("MANIFEST.json cannot be read (")
 
 
 def test_manifests_of_another_format(copied: Path) -> None:
-    manifest = copied / checkpoint.MANIFEST
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
-    assert checkpoint.verify(copied)[1] == "format 2, this version reads 1"
+    listing = copied / manifest.NAME
+    listing.write_text(json.dumps(json.loads(listing.read_text()) | {"format": 2}))
+    assert manifest.verify(copied)[1] == "format 2, this version reads 1"
 
 
 # --- find ---
@@ -294,7 +295,7 @@ def test_find_takes_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert re.search(r"damaged, not used: step_00000100: \S+ has changed since it was written", said)
     assert f"continues from step 20 of {tmp_path}/checkpoints/step_00000020" in said
-    (tmp_path / "checkpoints" / "step_00000020" / checkpoint.MANIFEST).unlink()
+    (tmp_path / "checkpoints" / "step_00000020" / manifest.NAME).unlink()
     assert find_step(tmp_path) == 9
     damage(tmp_path, 9)
     with pytest.raises(UserError, match="none of them is whole") as refusal:
@@ -349,9 +350,9 @@ def find_on_each(run_dir: str, wanted: Any) -> None:
         with pytest.raises(UserError, match="none of them is whole"):
             checkpoint.find(here, "", {})
     else:
-        path, manifest = checkpoint.find(here, "", {})
+        path, facts = checkpoint.find(here, "", {})
         assert path == Path(run_dir) / "checkpoints" / f"step_{wanted:08d}"
-        assert manifest["step"] == wanted
+        assert facts["step"] == wanted
     dist.destroy_process_group()
 
 

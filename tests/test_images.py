@@ -210,6 +210,8 @@ def test_validation_is_not_augmented(source: str, photos: Path) -> None:
     later, _ = validation.read(np.full(4, 7), indices)
     assert torch.equal(first, later)
     assert torch.equal(labels, validation.labels[:4])
+    for epoch in range(3):
+        assert torch.equal(first, dataclasses.replace(validation, flip=True).read(np.full(4, epoch), indices)[0])
     if validation.pixels is not None:
         assert torch.equal(first, validation.pixels[:4])
     else:
@@ -225,6 +227,21 @@ def test_flip_mirrors_half_and_moves_nothing_else() -> None:
     turned = (after != before).flatten(1).any(1)
     assert torch.equal(after[turned], before[turned].flip(-1))
     assert 400 < int(turned.sum()) < 600
+
+
+def test_places_and_mirroring_are_independent() -> None:
+    """All 3 x 3 places, each mirrored as often as not: no draw decides two things."""
+    pixels = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
+    pixels[0, 0, 3, 3:5] = torch.tensor([100, 200])
+    labels = torch.zeros(1, dtype=torch.int64)
+    one = images.Images(labels, ["a"], channels=1, size=8, pixels=pixels, train=True, flip=True)
+    seen, _ = one.read(np.arange(3600), np.zeros(3600, np.int64))
+    places = np.stack(np.nonzero(seen[:, 0].numpy() == 200)[1:], 1)  # (3600, 2) row and column of the brighter one
+    left = seen[np.arange(3600), 0, places[:, 0], (places[:, 1] + 1) % 8].numpy() == 100  # and the other beside it
+    columns = np.where(left, 7 - places[:, 1], places[:, 1])
+    kinds, counts = np.unique(np.stack([places[:, 0], columns, left], 1), axis=0, return_counts=True)
+    assert len(kinds) == 18
+    assert np.abs(counts - 200).max() < 70  # 5 standard deviations
 
 
 @pytest.mark.parametrize("source", ["digits", "photos"])
@@ -322,7 +339,7 @@ def test_broken_file_is_named_when_it_is_read(tmp_path: Path) -> None:
 
 
 def test_odd_sizes_and_modes_in_a_small_set(tmp_path: Path) -> None:
-    """The first image decides; the others are resized and converted to it."""
+    """The largest sides decide, in colour if any is; the others are resized and converted."""
     from PIL import Image
 
     for split in ("train", "validation"):
@@ -332,7 +349,7 @@ def test_odd_sizes_and_modes_in_a_small_set(tmp_path: Path) -> None:
             Image.new(mode, size, {"RGB": (200, 100, 50), "L": 70, "RGBA": (10, 20, 30, 255)}[mode]).save(path)
     train, _ = images.load(str(tmp_path), run_seed=0, flip=False)
     assert train.pixels is not None
-    assert train.pixels.shape == (3, 3, 10, 12)  # (N, C, H, W) of a file that is 12 wide and 10 high
+    assert train.pixels.shape == (3, 3, 30, 20)  # (N, C, H, W): 30 high as c, 20 wide as b
     assert train.pixels[:, :, 5, 5].tolist() == [[200, 100, 50], [70, 70, 70], [10, 20, 30]]
 
 
@@ -373,7 +390,9 @@ def test_refusals(tmp_path: Path) -> None:
     write_rows(tmp_path / "one", {"image": datasets.Image(), "y": label}, {"image": pixels, "y": [1, 1, 1]})
     with pytest.raises(UserError, match=r"one class only \(b\)"):
         images.load(str(tmp_path / "one"), 0, False)
-    write_rows(tmp_path / "none", {"image": datasets.Image(), "y": datasets.Value("int64")}, {"image": pixels, "y": [0, 1, 1]})
+    write_rows(
+        tmp_path / "none", {"image": datasets.Image(), "y": datasets.Value("int64")}, {"image": pixels, "y": [0, 1, 1]}
+    )
     with pytest.raises(UserError, match=r"needs a column of images and one of class labels, .* y \(Value\)"):
         images.load(str(tmp_path / "none"), 0, False)
     with pytest.raises(UserError, match="nothing in this folder can be read"):

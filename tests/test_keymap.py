@@ -24,8 +24,7 @@ def make_model() -> nn.Module:
     torch.manual_seed(0)
     inner = nn.Sequential()
     inner.add_module("module", nn.Linear(4, 3))
-    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), inner).double()
-    return model
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), inner).double()
 
 
 NAMES = [

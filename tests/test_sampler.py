@@ -63,7 +63,7 @@ def samples(step: list[list[Request]]) -> Samples:
 def test_step_t_is_the_t_th_run_of_the_order_on_any_number_of_ranks(num_samples: int) -> None:
     for batch, micro, shards in DIVISIONS:
         steps_wanted = -(-5 * num_samples // (2 * batch)) + 1  # beyond two and a half epochs
-        plan = sampler.make_plan(num_samples, 0, steps_wanted, batch, shards, {})
+        plan = sampler.make_plan(num_samples, 0, steps_wanted, batch, micro * shards or batch, shards, {})
         order = stream(num_samples, steps_wanted * batch)
         steps = read_steps(num_samples, plan, micro, shards)
         assert len(steps) == steps_wanted
@@ -81,7 +81,7 @@ def test_epochs_read_every_sample_once_each(num_samples: int, epochs: int) -> No
     accepted = 0
     for batch, micro, shards in DIVISIONS:
         try:
-            plan = sampler.make_plan(num_samples, epochs, 0, batch, shards, {})
+            plan = sampler.make_plan(num_samples, epochs, 0, batch, micro * shards or batch, shards, {})
         except UserError:
             continue
         accepted += 1
@@ -107,7 +107,7 @@ def test_no_pass_of_two_or_more_has_a_lone_sample() -> None:
         if micro == 1 or batch < 2 * shards:
             continue  # the user asked for single samples
         try:
-            plan = sampler.make_plan(num_samples, 1, 0, batch, shards, {})
+            plan = sampler.make_plan(num_samples, 1, 0, batch, micro * shards or batch, shards, {})
         except UserError:
             continue
         for one_pass in read_steps(num_samples, plan, micro, shards)[-1]:
@@ -119,11 +119,11 @@ def test_no_pass_of_two_or_more_has_a_lone_sample() -> None:
 @pytest.mark.parametrize("num_samples", NUM_SAMPLES)
 def test_resume_reads_the_same_rest(num_samples: int) -> None:
     """From every step of a run, with the same and with other ranks, passes and batches."""
-    before = sampler.make_plan(num_samples, 0, 9, 12, 2, {})
+    before = sampler.make_plan(num_samples, 0, 9, 12, 12, 2, {})
     for done_steps, (batch, micro, shards) in itertools.product(range(10), DIVISIONS[::4]):
         done = {"step": done_steps, "samples": before.position(done_steps)}
         assert done["samples"] == done_steps * 12
-        plan = sampler.make_plan(num_samples, 0, 9, batch, shards, done)
+        plan = sampler.make_plan(num_samples, 0, 9, batch, micro * shards or batch, shards, done)
         steps = read_steps(num_samples, plan, micro, shards)
         assert len(steps) == 9 - done_steps, "max_steps is the length of the whole training"
         end = done["samples"] + len(steps) * batch
@@ -135,12 +135,12 @@ def test_resume_reads_the_same_rest(num_samples: int) -> None:
 @pytest.mark.parametrize("num_samples", NUM_SAMPLES)
 def test_resume_finishes_the_epochs(num_samples: int) -> None:
     total = 3 * num_samples
-    before = sampler.make_plan(num_samples, 3, 0, 6, 1, {})
+    before = sampler.make_plan(num_samples, 3, 0, 6, 6, 1, {})
     resumed = 0
     for done_steps, (batch, micro, shards) in itertools.product(range(before.max_steps + 1), DIVISIONS[::4]):
         done = {"step": done_steps, "samples": before.position(done_steps)}
         try:
-            plan = sampler.make_plan(num_samples, 3, 0, batch, shards, done)
+            plan = sampler.make_plan(num_samples, 3, 0, batch, micro * shards or batch, shards, done)
         except UserError:
             continue
         resumed += 1
@@ -153,41 +153,43 @@ def test_resume_finishes_the_epochs(num_samples: int) -> None:
 
 
 def test_position_stops_at_the_end() -> None:
-    plan = sampler.make_plan(37, 1, 0, 10, 2, {})
+    plan = sampler.make_plan(37, 1, 0, 10, 10, 2, {})
     assert [plan.position(step) for step in range(6)] == [0, 10, 20, 30, 37, 37]
 
 
 def test_nothing_is_left_of_a_finished_training() -> None:
-    plan = sampler.make_plan(37, 1, 0, 10, 2, {"step": 4, "samples": 37})
+    plan = sampler.make_plan(37, 1, 0, 10, 10, 2, {"step": 4, "samples": 37})
     assert (plan.first_step, plan.max_steps) == (4, 4)
     assert not list(sampler.training_requests(37, SEED, plan, 10, 0, 2))
-    plan = sampler.make_plan(37, 0, 3, 10, 2, {"step": 5, "samples": 50})
+    plan = sampler.make_plan(37, 0, 3, 10, 10, 2, {"step": 5, "samples": 50})
     assert plan.position(5) == 50
     assert not list(sampler.training_requests(37, SEED, plan, 10, 0, 2))
 
 
 def test_last_step_too_small_for_batchnorm() -> None:
-    with pytest.raises(UserError, match=r"--epochs 1 of 33 samples leaves 3 .* fewer than 2 for each of 2 ranks"):
-        sampler.make_plan(33, 1, 0, 10, 2, {})
-    assert sampler.make_plan(34, 1, 0, 10, 2, {}).max_steps == 4  # 4 samples left: 2 each
-    assert sampler.make_plan(30, 1, 0, 10, 2, {}).max_steps == 3  # none left
+    with pytest.raises(UserError, match=r"--epochs 1 of 33 samples leaves 3 .* too few for 2 ranks in passes of 10"):
+        sampler.make_plan(33, 1, 0, 10, 10, 2, {})
+    assert sampler.make_plan(34, 1, 0, 10, 10, 2, {}).max_steps == 4  # 4 samples left: 2 each
+    assert sampler.make_plan(30, 1, 0, 10, 10, 2, {}).max_steps == 3  # none left
 
 
 def test_proposed_length_is_accepted() -> None:
     """Taking the advice gives the steps before the refused one: also when there are none, and after a resume."""
-    refused = 0
+    refusals = []
     cases = itertools.product(range(1, 40), (4, 8, 12), (1, 2, 4), ({}, {"step": 2, "samples": 7}))
     for num_samples, batch, shards, done in cases:
         try:
-            sampler.make_plan(num_samples, 1, 0, batch, shards, done)
+            sampler.make_plan(num_samples, 1, 0, batch, batch, shards, done)
         except UserError as error:
-            refused += 1
-            advice = re.search(r"--max-steps (\d+)", str(error))
-            assert advice, f"no advice in: {error}"
-            plan = sampler.make_plan(num_samples, 1, int(advice[1]), batch, shards, done)
-            left = num_samples - done.get("samples", 0)
-            assert plan.max_steps - plan.first_step == left // batch, str(error)
-    assert refused > 50
+            refusals.append((str(error), num_samples, batch, shards, done))
+    assert len(refusals) > 50
+    for told, num_samples, batch, shards, done in refusals:
+        advice = re.search(r"--max-steps (\d+)", told)
+        if advice:  # a set that is too small for a single step has none
+            plan = sampler.make_plan(num_samples, 1, int(advice[1]), batch, batch, shards, done)
+            assert plan.max_steps - plan.first_step == (num_samples - done.get("samples", 0)) // batch, told
+        else:
+            assert num_samples < batch, told
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 7, 30, 64])

@@ -1,5 +1,7 @@
 """The learning rate: Goyal's scaling, a warm-up without a jump, a cosine that ends at zero."""
 
+import itertools
+
 import pytest
 
 from common import schedule
@@ -24,7 +26,7 @@ def test_warmup_climbs_evenly_and_meets_the_cosine_at_one(warmup_steps: int) -> 
 
 def test_cosine_falls_through_half_to_zero() -> None:
     factors = [schedule.warmup_cosine(step, 20, 120) for step in range(20, 121)]
-    assert all(after < before for before, after in zip(factors, factors[1:], strict=False))
+    assert all(after < before for before, after in itertools.pairwise(factors))
     assert factors[25] == pytest.approx(0.5 + 0.5**1.5, rel=1e-12)  # cos(45 degrees)
     assert factors[50] == pytest.approx(0.5, rel=1e-12)
     assert factors[99] > 0, "the last step still learns"

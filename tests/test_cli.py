@@ -1,0 +1,177 @@
+"""Every field is a flag, a run's config.json gives them back, and a refusal is told once."""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from common import UserError, cli
+from tests import ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Train a test."""
+
+    name: str = ""  # what it is called
+    global_batch_size: int = 128  # samples
+    lr: float = 0.2  # rate
+    sync_bn: bool = False  # whether
+    flip: bool = True  # whether not
+
+
+OTHER = Args(name="a b", global_batch_size=7, lr=1e-3, sync_bn=True, flip=False)
+FLAGS = {
+    "name": ["--name", "a b"],
+    "global_batch_size": ["--global-batch-size", "7"],
+    "lr": ["--lr", "1e-3"],
+    "sync_bn": ["--sync-bn"],
+    "flip": ["--no-flip"],
+}
+
+
+def test_defaults() -> None:
+    assert cli.parse(Args, []) == Args()
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Args)])
+def test_every_field_is_a_flag(field: str) -> None:
+    assert cli.parse(Args, FLAGS[field]) == dataclasses.replace(Args(), **{field: getattr(OTHER, field)})
+
+
+def test_reads_the_command_line_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1e-3"])
+    assert cli.parse(Args).lr == 1e-3
+
+
+def write_config(folder: Path, values: object) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps({"args": values, "world_size": 2}))
+    return str(path)
+
+
+def test_config_gives_the_flags_back_and_flags_win(tmp_path: Path) -> None:
+    path = write_config(tmp_path, dataclasses.asdict(OTHER))
+    assert cli.parse(Args, ["--config", path]) == OTHER
+    assert cli.parse(Args, [f"--config={path}"]) == OTHER
+    wanted = dataclasses.replace(OTHER, lr=5.0, sync_bn=False)
+    for argv in (["--lr", "5", "--no-sync-bn", "--config", path], ["--config", path, "--lr", "5", "--no-sync-bn"]):
+        assert cli.parse(Args, argv) == wanted
+    older = write_config(tmp_path, {"lr": 9.0})  # from before the recipe had the other flags
+    assert cli.parse(Args, ["--config", older]) == Args(lr=9.0)
+
+
+def test_config_with_unknown_flags_is_refused(tmp_path: Path) -> None:
+    path = write_config(tmp_path, dataclasses.asdict(OTHER) | {"tp": 2, "momentum": 0.9})
+    with pytest.raises(UserError, match=r"has flags that this recipe lacks: momentum, tp$"):
+        cli.parse(Args, ["--config", path])
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[1]", '{"args": '], ids=repr)
+def test_what_is_no_config_is_refused(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=r"--config \S+ is not the config.json of a run"):
+        cli.parse(Args, ["--config", str(path)])
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"lr"'])
+def test_config_whose_args_are_no_flags_is_refused(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(f'{{"args": {content}}}')
+    with pytest.raises(UserError, match=r"--config \S+ is not the config.json of a run"):
+        cli.parse(Args, ["--config", str(path)])
+
+
+BAD = [["--learning-rate", "1"], ["--global-batch-size", "many"], ["--lr"], ["--l", "1"], ["stray"], ["--confi", "x"]]
+
+
+@pytest.mark.parametrize("argv", BAD, ids=str)
+def test_bad_flags_exit_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        cli.parse(Args, argv)
+    assert refusal.value.code == cli.USAGE_ERROR == 2
+    assert argv[0] in capsys.readouterr().err
+
+
+def test_other_ranks_say_nothing_and_leave_later(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(cli.time, "sleep", slept.append)
+    with pytest.raises(SystemExit) as refusal:
+        cli.parse(Args, BAD[0])
+    assert refusal.value.code == 2
+    assert slept == [cli.GRACE_S]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_help_names_every_flag_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        cli.parse(Args, ["--help"])
+    assert refusal.value.code == 0
+    text = capsys.readouterr().out
+    for field in dataclasses.fields(Args):
+        assert f"--{field.name.replace('_', '-')}" in text
+    assert "Train a test." in text
+    assert "--config" in text
+    assert "samples" in text, "the comment beside a field"
+
+
+def refuse(told: str) -> None:
+    """All ranks find the same mistake."""
+
+    @cli.entry
+    def main() -> None:
+        """Meant for nothing."""
+        raise UserError(told)
+
+    assert main.__name__ == "main"
+    main()
+
+
+def test_refusal_is_told_once_without_a_traceback() -> None:
+    result = ranks.spawn(refuse, [("--lr must be positive",)] * 2)
+    assert result.codes[0] == 2
+    assert result.outputs[0] == "error: --lr must be positive\n"
+    assert result.outputs[1] == "", "rank 1 leaves the word to rank 0"
+
+
+def refuse_on_rank_1() -> None:
+    cli.GRACE_S = 0.01
+
+    @cli.entry
+    def main() -> None:
+        if os.environ["RANK"] == "1":
+            raise UserError("this rank alone")
+
+    main()
+
+
+def test_refusal_that_rank_0_has_not_reached_is_told_too() -> None:
+    result = ranks.spawn(refuse_on_rank_1, [(), ()])
+    assert result.codes == [0, 1]
+    assert "UserError: this rank alone" in result.outputs[1]
+
+
+def crash(error_file: str) -> None:
+    os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
+
+    @cli.entry
+    def main() -> None:
+        raise ZeroDivisionError("a defect")
+
+    main()
+
+
+def test_crash_reaches_the_summary_of_torchrun(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    result = ranks.spawn(crash, [(str(path),)])
+    assert result.codes == [1]
+    assert "ZeroDivisionError: a defect" in result.outputs[0]
+    assert "ZeroDivisionError: a defect" in path.read_text()

@@ -1,0 +1,317 @@
+"""The launcher and real torchrun: slow starts, so each run here proves several things."""
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests import ranks
+
+LAUNCHER = ranks.ROOT / "launch" / "torchrun.sh"
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+DDP = "recipes/ddp_resnet"
+TWO_STEPS = ("--max-steps", "2", "--global-batch-size", "8", "--log-every", "1")
+TAGS = {
+    *("train/loss", "train/lr", "train/grad_norm", "val/loss", "val/top1"),
+    *("perf/samples_per_s", "perf/mfu", "perf/memory_gib", "perf/data_wait_s"),
+}
+LAUNCH_VARIABLES = ("NPROC_PER_NODE", "MAX_RESTARTS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
+
+
+if os.environ.get("PYTHONDONTWRITEBYTECODE"):  # then each start would compile all of torch's Python once more
+    BYTECODE = tempfile.TemporaryDirectory(prefix="brigade-bytecode-")
+    CACHE = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": BYTECODE.name}
+else:
+    CACHE = {}
+
+
+def environ(changes: Mapping[str, str]) -> dict[str, str]:
+    """This environment without what would steer a launch; on the CPU, one thread each: the same sums everywhere."""
+    kept = {key: value for key, value in os.environ.items() if key not in LAUNCH_VARIABLES}
+    return kept | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | CACHE | changes
+
+
+def popen(command: Sequence[str | Path], cwd: Path, variables: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start in a session of its own, so that `wait` can end torchrun and its ranks together."""
+    return subprocess.Popen(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=environ(variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait(process: subprocess.Popen[str], timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def shell(command: Sequence[str | Path], cwd: Path = ranks.ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    return wait(popen(command, cwd, variables))
+
+
+def launch(*args: str | Path, cwd: Path = ranks.ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    return shell(["bash", LAUNCHER, *args], cwd, **variables)
+
+
+def planned(*args: str | Path, cwd: Path = ranks.ROOT, **variables: str) -> list[str]:
+    """What --dry-run prints, taken apart as a shell would."""
+    result = launch("--dry-run", *args, cwd=cwd, **variables)
+    assert result.returncode == 0, result.stderr
+    assert not result.stderr
+    assert result.stdout.count("\n") == 1
+    return shlex.split(result.stdout)
+
+
+def training_flags(data: Path, out: Path, name: str) -> list[str]:
+    return [*TWO_STEPS, "--data", str(data), "--out", str(out), "--name", name]
+
+
+def assert_trained(run: Path, world_size: int) -> None:
+    assert list(ranks.records(run, "train/loss")) == [1, 2]
+    assert json.loads((run / "config.json").read_text())["world_size"] == world_size
+
+
+@pytest.mark.parametrize("recipe", ranks.RECIPES)
+def test_copied_recipe(recipe: str, small_digits: Path, tmp_path: Path) -> None:
+    """`cp -r recipes/X my_project; cp -r common my_project/` is a project of its own, launched from anywhere."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    copy = shutil.copytree(ranks.ROOT / "recipes" / recipe, tmp_path / "my project")
+    shutil.copytree(ranks.ROOT / "common", copy / "common")
+    with (copy / "common" / "__init__.py").open("a") as file:
+        file.write('\n\nprint(f"imported {__file__}")\n')
+    (tmp_path / "elsewhere").mkdir()
+    result = launch(
+        "../my project", *training_flags(small_digits, Path("our runs"), "first"), cwd=tmp_path / "elsewhere"
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    world_size = min(2, ranks.world_sizes(recipe)[-1])
+    imported = re.findall("^imported (.*)$", result.stdout, re.MULTILINE)
+    assert imported == [str(copy / "common" / "__init__.py")] * world_size
+
+    run = tmp_path / "elsewhere" / "our runs" / "first"
+    assert_trained(run, world_size)
+    for line in ("done   step 2 of 2 in ", "best   val/top1 ", f"files  {run}\n", "plot   tensorboard "):
+        assert result.stdout.count(line) == 1, result.stdout
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000002"]
+    assert (run / "checkpoints" / "step_00000002" / "MANIFEST.json").is_file()
+    events = EventAccumulator(str(run))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) >= TAGS
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
+    logs = [path.name for path in sorted(run.glob("logs/*"))]
+    assert logs == [f"rank_{rank:05d}.log" for rank in range(1, world_size)]
+    assert (run / "train.py").read_text() == ranks.source(recipe)
+    flags = ("--config", str(run / "config.json"), "--out", str(tmp_path / "again"), "--name", "second")
+    repeated = ranks.run_recipe(recipe, world_size, *flags)
+    assert repeated.ok, str(repeated)
+    for tag in ("train/loss", "train/grad_norm", "val/loss"):
+        assert ranks.records(tmp_path / "again" / "second", tag) == ranks.records(run, tag), tag
+
+    digest = hashlib.sha256((copy / "common" / "__init__.py").read_bytes()).hexdigest()
+    assert digest[:16] in json.loads((run / "config.json").read_text())["code"].values(), "the copy's code is recorded"
+
+
+def test_plain_python(small_digits: Path, tmp_path: Path) -> None:
+    result = shell([sys.executable, f"{DDP}/train.py", *training_flags(small_digits, tmp_path, "run")])
+    assert result.returncode == 0, result.stderr
+    assert_trained(tmp_path / "run", 1)
+
+
+@pytest.mark.parametrize("what", [[f"{DDP}/train.py"], ["-m", "recipes.ddp_resnet.train"]], ids=["file", "module"])
+def test_torchrun(what: list[str], small_digits: Path, tmp_path: Path) -> None:
+    flags = training_flags(small_digits, tmp_path, "run")
+    result = shell([TORCHRUN, "--standalone", "--nproc-per-node", "2", *what, *flags])
+    assert result.returncode == 0, result.stderr
+    assert_trained(tmp_path / "run", 2)
+    assert (tmp_path / "run" / "train.py").read_text() == ranks.source("ddp_resnet")
+
+
+def test_two_machines(small_digits: Path, tmp_path: Path) -> None:
+    """Two launchers on one host, one process each, that see the same folder."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = ["bash", LAUNCHER, DDP, *training_flags(small_digits, tmp_path, "run")]
+    machines = [
+        popen(
+            command,
+            ranks.ROOT,
+            {
+                "NNODES": "2",
+                "NODE_RANK": str(i),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "NPROC_PER_NODE": "1",
+            },
+        )
+        for i in range(2)
+    ]
+    results = [wait(machine) for machine in machines]
+    assert [result.returncode for result in results] == [0, 0], [result.stderr for result in results]
+    assert_trained(tmp_path / "run", 2)
+    assert "and 1 more: CPU" in results[0].stdout
+    assert results[0].stdout.count("done   step 2 of 2") == 1
+    assert not results[1].stdout, "rank 0 speaks for all"
+
+
+def test_rank_that_raises(small_digits: Path, tmp_path: Path) -> None:
+    """The launcher's last words: which rank, and its traceback."""
+    seeded = "        seed.everything(args.seed, seed.STEP, step, shard)\n"
+    broken = '        if step == 2 and here.rank == 1:\n            raise ArithmeticError("this one breaks")\n'
+    path = ranks.mutate("ddp_resnet", tmp_path, {seeded: broken + seeded})
+    flags = training_flags(small_digits, tmp_path / "out", "run")
+    result = launch(path.parent, *flags, NPROC_PER_NODE="2")
+    everything = result.stdout + result.stderr
+    assert result.returncode == 1, everything
+    assert everything.count("ArithmeticError: this one breaks") == 1, everything
+    assert len(re.findall(r"^rank 1 \(pid \d+\) failed first, with exit code 1$", everything, re.MULTILINE)) == 1
+    tail = result.stderr.partition("rank 1 (pid")[2]
+    assert "Traceback (most recent call last)" in tail, everything
+    assert tail.rstrip().endswith("ArithmeticError: this one breaks"), everything
+    assert "this one breaks" in (tmp_path / "out" / "run" / "logs" / "rank_00001.log").read_text()
+
+
+def test_refusal(tmp_path: Path) -> None:
+    """What rank 0 has explained, the launcher passes on, and says no more."""
+    result = launch(DDP, "--out", str(tmp_path / "out"), "--global-batch-size", "9")
+    assert result.returncode == 2
+    assert result.stderr.count("error: ") == 1, result.stderr
+    assert "--global-batch-size 9 does not divide by 2 ranks" in result.stderr
+    assert len((result.stdout + result.stderr).splitlines()) == 1, result.stdout + result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_of_a_recipe() -> None:
+    result = launch(DDP, "--help")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("--global-batch-size") == 1
+    assert "samples per optimizer step, over all ranks" in re.sub(r"\s*│?\n│?\s*", " ", result.stdout)
+    assert not result.stderr
+
+
+# --- without starting Python ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_help(flag: str) -> None:
+    result = launch(flag)
+    assert result.returncode == 0
+    for word in ("usage: bash launch/torchrun.sh", "NPROC_PER_NODE", "MAX_RESTARTS", "MASTER_PORT", "--dry-run"):
+        assert word in result.stdout
+
+
+def test_dry_run(tmp_path: Path) -> None:
+    """From any folder, the words of the command are those that were given."""
+    words = ["--data", "my photos", "--name", 'it\'s "new" & $HOME; *', "--resume", ""]
+    command = planned("--max-restarts=2", DDP, *words, cwd=tmp_path, OMP_NUM_THREADS="3")
+    assert command[:2] == ["OMP_NUM_THREADS=3", f"PYTHONPATH={ranks.ROOT}"]
+    assert command[2:4] == [sys.executable, str(ranks.ROOT / "launch" / "agent.py")]
+    assert command[4:] == [
+        *("--standalone", "--nproc-per-node=2", "--max-restarts=0", "--max-restarts=2"),
+        *(str(ranks.ROOT / DDP / "train.py"), *words),
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "variables", "processes"),
+    [
+        (DDP, {}, 2),
+        (DDP, {"NPROC_PER_NODE": "4"}, 4),
+        (DDP, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 3),
+        (DDP, {"CUDA_VISIBLE_DEVICES": "GPU-3a,MIG-7,"}, 2),
+        (DDP, {"CUDA_VISIBLE_DEVICES": "5"}, 1),
+        (DDP, {"CUDA_VISIBLE_DEVICES": "-1"}, 2),
+        (DDP, {"CUDA_VISIBLE_DEVICES": "0,1,2", "NPROC_PER_NODE": "1"}, 1),
+        ("recipes/dp_resnet", {}, 1),
+        ("recipes/dp_resnet/", {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 1),
+        ("recipes/dp_resnet/train.py", {"NPROC_PER_NODE": "2"}, 2),
+    ],
+)
+def test_number_of_processes(recipe: str, variables: dict[str, str], processes: int, tmp_path: Path) -> None:
+    assert f"--nproc-per-node={processes}" in planned(recipe, cwd=tmp_path, **variables)
+
+
+def test_threads_share_the_cores(tmp_path: Path) -> None:
+    for processes in (1, 2, 4096):
+        command = planned(DDP, cwd=tmp_path, OMP_NUM_THREADS="", NPROC_PER_NODE=str(processes))
+        assert command[0] == f"OMP_NUM_THREADS={max(1, len(os.sched_getaffinity(0)) // processes)}"
+
+
+def test_several_machines(tmp_path: Path) -> None:
+    place = {"NNODES": "10", "NODE_RANK": "09", "MASTER_ADDR": "host0"}
+    command = planned(DDP, cwd=tmp_path, **place)
+    for option in ("--nnodes=10", "--node-rank=09", "--master-addr=host0", "--master-port=29400"):
+        assert option in command
+    assert "--master-port=5" in planned(DDP, cwd=tmp_path, **place, MASTER_PORT="5")
+    assert "--standalone" not in command
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
+        ({"NNODES": "2", "MASTER_ADDR": "host0"}, "NNODES=2 needs NODE_RANK, this machine's number from 0 to 1"),
+        ({"NNODES": "2", "MASTER_ADDR": "host0", "NODE_RANK": "2"}, "NODE_RANK=2 is not below NNODES=2"),
+        ({"NNODES": "two"}, "NNODES=two is not a number of machines"),
+        ({"NPROC_PER_NODE": "all"}, "NPROC_PER_NODE=all is not a number of processes"),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0 is not a number of processes"),
+    ],
+)
+def test_bad_variables(variables: dict[str, str], message: str) -> None:
+    result = launch("--dry-run", DDP, **variables)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {message}")
+    assert result.stderr.count("\n") == 1
+    assert not result.stdout
+
+
+def test_launch_env(tmp_path: Path) -> None:
+    """Values, not code; what the environment has, wins; a last line without an end counts."""
+    (tmp_path / "train.py").touch()
+    lines = ["# a comment", "NCCL_P2P_DISABLE=1  # why", f"X=$(touch {tmp_path}/ran)", "", "MAX_RESTARTS=3", "NNODES=1"]
+    (tmp_path / "launch.env").write_text("\n".join([*lines, "NPROC_PER_NODE=5"]))
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$NCCL_P2P_DISABLE $*"\n')
+    python.chmod(0o755)
+    words = launch(tmp_path, PYTHON=str(python), MAX_RESTARTS="1").stdout.split()
+    assert words[0] == "1"
+    assert words[2:] == ["--standalone", "--nproc-per-node=5", "--max-restarts=1", str(tmp_path / "train.py")]
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("recipe", ["recipes/nothing", "/nowhere", "common"])
+def test_unknown_recipe(recipe: str) -> None:
+    result = launch(recipe, "--epochs", "1")
+    assert result.returncode == 2
+    assert "holds no train.py" in result.stderr
+    assert all(f"recipes/{name}" in result.stderr for name in ranks.RECIPES)
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("args", [[], ["--dry-run"], ["--max-restarts=1"]])
+def test_no_recipe(args: list[str]) -> None:
+    result = launch(*args)
+    assert result.returncode == 2
+    assert "usage: bash launch/torchrun.sh" in result.stderr
+    assert result.stderr.endswith("error: no recipe was named\n")

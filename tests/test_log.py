@@ -1,0 +1,158 @@
+"""Rank 0 speaks and records, in float64; another rank leaves nothing but its log."""
+
+import dataclasses
+import os
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import log, run_dir, sampler, world
+from tests import ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Flags."""
+
+    lr: float = 0.1  # rate
+
+
+def make_world(rank: int, size: int) -> world.World:
+    return world.World(rank, size, rank, size, "host", torch.device("cpu"), "gloo")
+
+
+def make_run(path: Path, first_step: int = 0, max_steps: int = 20, lr: float = 0.1, rank: int = 0) -> log.Run:
+    plan = sampler.Plan(first_step, max_steps, first_step * 8, max_steps * 8, 8)
+    return log.Run(path, __file__, Args(lr), make_world(rank, 4), plan, ideal_s=1e-3)
+
+
+def means(loss: float, count: float = 8.0) -> dict[str, float]:
+    return {"loss": loss, "top1": 1 - loss, "count": count}
+
+
+def test_say_speaks_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in ("0", "1", "3"):
+        monkeypatch.setenv("RANK", rank)
+        log.say(f"from {rank}")
+    assert capsys.readouterr().out == "from 0\n"
+
+
+def test_records_are_exact_under_the_tags_of_the_design(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.train(10, means(1 / 3), data_wait_s=0.25, lr=0.1 + 0.2, grad_norm=1e-30)
+    run.validation(10, means(2 / 3))
+    run.finish()
+    train, perf, validation = run_dir.records(tmp_path)
+    assert train == {
+        "step": 10,
+        "train/loss": 1 / 3,
+        "train/top1": 1 - 1 / 3,
+        "train/lr": 0.1 + 0.2,
+        "train/grad_norm": 1e-30,
+    }
+    assert perf.keys() == {"step", "perf/samples_per_s", "perf/mfu", "perf/memory_gib", "perf/data_wait_s"}
+    assert validation == {"step": 10, "val/loss": 2 / 3, "val/top1": 1 - 2 / 3}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path)).Reload()
+    assert set(board.Tags()["scalars"]) == (train | perf | validation).keys() - {"step"}
+    assert [(event.step, event.value) for event in board.Scalars("val/loss")] == [(10, pytest.approx(2 / 3))]
+
+
+def test_rate_counts_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(log, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    run = make_run(tmp_path)
+    now[0] += 2
+    with run.paused():
+        now[0] += 5
+    with run.paused():
+        now[0] += 1
+    now[0] += 2
+    run.train(10, means(0.5, count=400), data_wait_s=0.5)
+    now[0] += 1
+    run.train(20, means(0.5, count=200), data_wait_s=0.75)
+    run.finish()
+    first, second = (record for record in run_dir.records(tmp_path) if "perf/mfu" in record)
+    assert first["perf/samples_per_s"] == 100
+    assert first["perf/data_wait_s"] == 0.5
+    # 100 samples a second over 4 ranks, each of which could do 1,000.
+    assert first["perf/mfu"] == pytest.approx(0.025, rel=1e-12)
+    assert second["perf/samples_per_s"] == 200
+    assert second["perf/data_wait_s"] == 0.25, "since the last line"
+
+
+def test_continues_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Killed after step 16, resumed from step 10: each step is recorded once, in the later run's numbers."""
+    run = make_run(tmp_path)
+    for step in (5, 10, 15):
+        run.train(step, means(step / 100), data_wait_s=0)
+    run.validation(16, means(0.01))
+    run.finish()
+    assert "continuing" not in capsys.readouterr().out
+    run = make_run(tmp_path, first_step=10, lr=0.2)
+    assert "continuing with --lr 0.2 (was 0.1)" in capsys.readouterr().out
+    for step in (15, 20):
+        run.train(step, means(step / 1000), data_wait_s=0)
+    run.finish()
+    losses = {5: 0.05, 10: 0.1, 15: 0.015, 20: 0.02}
+    assert ranks.records(tmp_path, "train/loss") == losses
+    assert ranks.records(tmp_path, "val/loss") == {}
+    assert list(ranks.records(tmp_path, "perf/mfu")) == [5, 10, 15, 20]
+    assert (tmp_path / "train.py").read_text() == Path(__file__).read_text()
+
+
+def test_finish_says_the_best_and_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "my run"
+    run = make_run(path)
+    for step, loss in ((5, 0.75), (10, 0.25), (12, 0.5)):
+        run.validation(step, means(loss))
+    run.finish()
+    said = capsys.readouterr().out
+    assert re.search(r"^step 10/20  val/loss 0\.25  val/top1 0\.75  8 samples$", said, re.MULTILINE)
+    assert re.search(r"^best +val/loss 0\.2500 at step 10$", said, re.MULTILINE)
+    assert re.search(r"^best +val/top1 0\.7500 at step 10$", said, re.MULTILINE)
+    assert re.search(r"^done +step 12 of 20 in ", said, re.MULTILINE)
+    assert "with --name 'my run' continues" in said
+    run = make_run(path, first_step=12)
+    run.train(20, means(0.5), data_wait_s=0)
+    run.validation(20, means(0.4))
+    run.finish()
+    said = capsys.readouterr().out
+    assert re.search(r"^best +val/loss 0\.2500 at step 10$", said, re.MULTILINE), "of the whole run"
+    assert "continues" not in said, "it is done"
+
+
+def use_all_on_rank_1(path: str) -> None:
+    if world.rank() == 0:
+        return
+    os.write(1, b"before\n")
+    run = make_run(Path(path), rank=1)
+    sys.stdout.write("printed\n")
+    os.write(2, b"from C\n")
+    run.train(5, means(0.5), data_wait_s=0, lr=0.1)
+    with run.paused():
+        run.validation(5, means(0.5))
+    run.finish()
+    log.say("said")
+
+
+def test_other_ranks_write_nothing_but_their_log(tmp_path: Path) -> None:
+    result = ranks.spawn(use_all_on_rank_1, [(str(tmp_path),)] * 2)
+    assert result.ok, result
+    assert result.outputs[1] == "before\n"
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == [
+        "logs/rank_00001.log"
+    ]
+    header, *lines = (tmp_path / "logs" / "rank_00001.log").read_text().splitlines()
+    assert re.match(r"--- \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d ", header)
+    assert sorted(lines) == ["from C", "printed"]
+
+
+def test_memory_is_in_gib() -> None:
+    """A process that has loaded torch holds 0.1 GiB at least, and less than a large machine has."""
+    assert 0.1 < log.memory_gib(torch.device("cpu")) < 100

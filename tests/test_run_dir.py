@@ -1,0 +1,131 @@
+"""What a run leaves in its folder, and what of it a run that continues keeps."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common import UserError, cli, run_dir, world
+
+RECIPE = "recipes/some_recipe/train.py"
+HERE = world.World(rank=0, size=2, local_rank=0, local_size=2, host="host", device=torch.device("cpu"), backend="gloo")
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Flags."""
+
+    name: str = ""  # what it is called
+    warmup_steps: int = 5  # steps
+    lr: float = 0.1  # rate
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / RECIPE
+    path.parent.mkdir(parents=True)
+    path.write_text("print('trained')\n")
+    return str(path)
+
+
+@pytest.mark.usefixtures("group")
+def test_choose_names_a_folder_and_creates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_dir.choose(str(tmp_path / "a" / "b"), "run") == tmp_path / "a" / "b" / "run"
+    assert re.fullmatch(r"\d{8}-\d{6}", run_dir.choose(str(tmp_path), "").name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert run_dir.choose("here", "run") == tmp_path / "here" / "run", "absolute, whatever the folder of later"
+    assert run_dir.choose("~/there", "run") == tmp_path / "home" / "there" / "run"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("group")
+def test_choose_refuses_what_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=r"--out \S+/file: \S+/file cannot be written to \(Not a directory\)"):
+        run_dir.choose(str(tmp_path / "file"), "run")
+
+
+def test_config_has_what_it_takes_to_run_again(recipe: str, tmp_path: Path) -> None:
+    args = Args(name="x", warmup_steps=7, lr=1 / 3)
+    assert run_dir.write_config(tmp_path / "new" / "x", recipe, args, HERE) == []
+    path = tmp_path / "new" / "x" / "config.json"
+    assert cli.parse(Args, ["--config", str(path)]) == args
+    config = json.loads(path.read_text())
+    assert config["recipe"] == "some_recipe"
+    assert (config["world_size"], config["device"], config["backend"]) == (2, "cpu", "gloo")
+    assert config["versions"]["torch"] == torch.__version__
+    assert config["code"] == world.code_digests(recipe)
+    assert (path.parent / "train.py").read_text() == Path(recipe).read_text()
+    assert sorted(file.name for file in path.parent.iterdir()) == ["config.json", "train.py"]
+
+
+def test_changed_flags_are_announced(recipe: str, tmp_path: Path) -> None:
+    run_dir.write_config(tmp_path, recipe, Args(), HERE)
+    assert run_dir.write_config(tmp_path, recipe, Args(), HERE) == []
+    assert run_dir.write_config(tmp_path, recipe, Args(warmup_steps=9, lr=0.2), HERE) == [
+        "continuing with --warmup-steps 9 (was 5)",
+        "continuing with --lr 0.2 (was 0.1)",
+    ]
+    assert run_dir.write_config(tmp_path, recipe, Args(warmup_steps=9, lr=0.2), HERE) == [], "told once"
+
+
+LINES = [
+    {"step": 10, "train/loss": 1 / 3},
+    {"step": 10, "perf/mfu": 0.5},
+    {"step": 20, "val/loss": 0.7, "val/top1": 0.6},
+    {"step": 30, "val/loss": 0.5, "val/top1": 0.8},
+    {"step": 40, "val/loss": 0.6, "val/top1": 0.8},
+]
+
+
+def write_lines(path: Path, tail: str = "") -> None:
+    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in LINES) + tail)
+
+
+@pytest.mark.parametrize(("first_step", "kept"), [(0, 0), (9, 0), (10, 2), (29, 3), (30, 4), (40, 5), (99, 5)])
+def test_records_of_steps_done_again_are_dropped(first_step: int, kept: int, tmp_path: Path) -> None:
+    write_lines(tmp_path)
+    with run_dir.open_records(tmp_path, first_step) as file:
+        file.write('{"step": 50, "train/loss": 0.25}\n')
+    assert run_dir.records(tmp_path) == [*LINES[:kept], {"step": 50, "train/loss": 0.25}]
+
+
+@pytest.mark.parametrize("tail", ["{", '{"step": 5', '{"step": 50, "train/loss": 0.25}'])
+def test_line_that_a_kill_has_cut_off_is_dropped(tail: str, tmp_path: Path) -> None:
+    write_lines(tmp_path, tail)
+    assert run_dir.records(tmp_path) == LINES
+    with run_dir.open_records(tmp_path, 60) as file:
+        file.write('{"step": 61}\n')
+    assert run_dir.records(tmp_path) == [*LINES, {"step": 61}]
+
+
+def test_new_runs_start_with_no_records(tmp_path: Path) -> None:
+    run_dir.open_records(tmp_path, 0).close()
+    assert run_dir.records(tmp_path) == []
+    assert run_dir.best(tmp_path) == {}
+
+
+def test_best_is_the_lowest_loss_and_the_highest_of_others(tmp_path: Path) -> None:
+    write_lines(tmp_path)
+    assert run_dir.best(tmp_path) == {"val/loss": (0.5, 30), "val/top1": (0.8, 30)}  # the first of equals
+
+
+def test_best_is_a_number_if_there_is_one(tmp_path: Path) -> None:
+    """An evaluation that overflowed is not the best for ever."""
+    for losses in ([float("nan"), 0.5], [0.5, float("nan")]):
+        lines = [{"step": i, "val/loss": loss} for i, loss in enumerate(losses)]
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        assert run_dir.best(tmp_path)["val/loss"] == (0.5, losses.index(0.5))
