@@ -107,9 +107,7 @@ def _load_digits() -> tuple[Images, Images]:
     labels = torch.tensor(table["label"].to_numpy(), dtype=torch.int64)
     held_out = torch.tensor(table["validation"].to_numpy())
     names = [str(digit) for digit in range(10)]
-    train, validation = (
-        Images(labels[mask], names, channels=1, size=8, pixels=pixels[mask]) for mask in (~held_out, held_out)
-    )
+    train, validation = (Images(labels[own], names, 1, 8, pixels=pixels[own]) for own in (~held_out, held_out))
     return train, validation
 
 

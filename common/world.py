@@ -52,11 +52,9 @@ class World:
         """One line for the terminal: what runs where."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         hosts = max(1, self.size // self.local_size)
-        return (
-            f"{self.size} process{'es' * (self.size > 1)} on {self.host}"
-            f"{f' and {hosts - 1} more' * (hosts > 1)}: {name}, {self.backend}, "
-            f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} each, torch {torch.__version__}"
-        )
+        where = self.host if hosts == 1 else f"{hosts} hosts, the first {self.host}"
+        what = f"{name}, {self.backend}, {torch.get_num_threads()} threads each, torch {torch.__version__}"
+        return f"{self.size} process{'es' * (self.size > 1)} on {where}: {what}"
 
 
 def start(backend: str = "auto") -> World:

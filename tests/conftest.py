@@ -2,12 +2,14 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before the fork server starts, which hands its environment on to the ranks.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="brigade-hf-")
 
 import pytest
+import torch.distributed as dist
 
 from common import images
 from tests import ranks
@@ -49,6 +51,14 @@ def write_image_folder(folder: Path, train: int, validation: int) -> Path:
 def small_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """469 training and 30 validation images: a size that divides by nothing."""
     return write_parquet(tmp_path_factory.mktemp("data") / "small", 469, 30)
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """A gloo group of one, in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

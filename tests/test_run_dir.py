@@ -3,12 +3,10 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from common import UserError, cli, run_dir, world
 
@@ -23,13 +21,6 @@ class Args:
     name: str = ""  # what it is called
     warmup_steps: int = 5  # steps
     lr: float = 0.1  # rate
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture
