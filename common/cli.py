@@ -1,15 +1,18 @@
 """Dataclass to command line and config.json; one clear error, from rank 0 only."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
+import io
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import tyro
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -19,6 +22,11 @@ from common import UserError, world
 Args = TypeVar("Args")
 
 USAGE_ERROR = 2  # exit code of every refusal
+# Numbers of any flag are not negative; these flags have other bounds.
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("epochs", "log_every", "keep", "global_batch_size", "lr_reference_batch"), (1, math.inf)),
+    **dict.fromkeys(("momentum", "label_smoothing"), (0, 1)),
+}
 # Time for rank 0 to print a refusal that all ranks have reached. torchrun ends everyone as soon as one rank
 # has left, so the one that speaks must be the first.
 GRACE_S = 5.0
@@ -35,27 +43,45 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
 
     Raises:
         SystemExit: 2 after an error message from rank 0, 0 after --help.
+        UserError: a number out of range, or a --config that is none.
     """
-    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    before.add_argument("--config", type=Path)
-    known, rest = before.parse_known_args(argv)
-    default = args_type(**(_read_config(args_type, known.config) if known.config else {}))
+    told = io.StringIO()
     try:
-        return tyro.cli(
-            args_type,
-            args=rest,
-            default=default,
-            description=f"{args_type.__doc__} --config PATH starts from a run's config.json.",
-            console_outputs=world.rank() == 0,
-            config=(tyro.conf.OmitArgPrefixes,),
-        )
+        with contextlib.ExitStack() as stack:
+            if world.rank() != 0:
+                stack.enter_context(contextlib.redirect_stdout(told))
+                stack.enter_context(contextlib.redirect_stderr(told))
+            args = _parse(args_type, argv)
     except SystemExit as refusal:
         if refusal.code and world.rank() != 0:
             time.sleep(GRACE_S)
+            print(told.getvalue(), file=sys.stderr, flush=True)  # rank 0 had nothing to refuse
+        raise
+    for name, value in vars(args).items():
+        least, most = RANGES.get(name, (0, math.inf))
+        if isinstance(value, int | float) and not least <= value <= most:
+            limit = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+            raise UserError(f"--{name.replace('_', '-')} {value:g} is out of range: it must be {limit}")
+    return args
+
+
+def _parse(args_type: type[Args], argv: list[str] | None) -> Args:
+    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before.add_argument("--config", type=Path)
+    known, flags = before.parse_known_args(argv)
+    if known.config:
+        flags = [*_read_config(args_type, known.config), *flags]
+    description = f"{args_type.__doc__} --config PATH starts from a run's config.json."
+    try:
+        return tyro.cli(args_type, args=flags, description=description, config=(tyro.conf.OmitArgPrefixes,))
+    except SystemExit as refusal:
+        if refusal.code and known.config:
+            print(f"The flags above are those of --config {known.config} and of the command line.", file=sys.stderr)
         raise
 
 
-def _read_config(args_type: type, path: Path) -> dict[str, Any]:
+def _read_config(args_type: type, path: Path) -> list[str]:
+    """The flags that a config.json stands for."""
     try:
         values = json.loads(path.read_text())["args"]
         unknown = values.keys() - {field.name for field in dataclasses.fields(args_type)}
@@ -63,7 +89,11 @@ def _read_config(args_type: type, path: Path) -> dict[str, Any]:
         raise UserError(f"--config {path} is not the config.json of a run: {error!r}") from error
     if unknown:
         raise UserError(f"--config {path} has flags that this recipe lacks: {', '.join(sorted(unknown))}")
-    return values
+    flags = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return flags
 
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:
@@ -78,7 +108,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
                 # Nearly always rank 0 has found the same and is printing it; if not, this rank must speak.
                 time.sleep(GRACE_S)
                 raise
-            print(f"error: {error}", file=sys.stderr)  # noqa: T201
+            print(f"error: {error}", file=sys.stderr)
             sys.stdout.flush()
             sys.stderr.flush()
             # Peers may sit in a collective, where an orderly exit would wait for them: go without a goodbye.

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from common import UserError
 from common.sampler import Request
 
 
@@ -38,8 +39,18 @@ class _Reads(torch.utils.data.Dataset):
     def __init__(self, reader: BatchReader) -> None:
         self.reader = reader
 
-    def __getitem__(self, request: Request) -> Batch:
-        return Batch(*self.reader.read(request.epochs, request.indices), request.step_samples, request.last)
+    def __getitem__(self, request: Request) -> Batch | UserError:
+        try:
+            return Batch(*self.reader.read(request.epochs, request.indices), request.step_samples, request.last)
+        except UserError as error:
+            return error  # raised in a worker, it would arrive wrapped in a traceback
+
+
+def _raise_here(batches: Iterable[Batch | UserError]) -> Iterator[Batch]:
+    for batch in batches:
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch
 
 
 class Loader:
@@ -60,7 +71,7 @@ class Loader:
             num_workers=workers,
             pin_memory=device.type == "cuda",
         )
-        self._batches = self._ahead(iter(loader)) if device.type == "cuda" else iter(loader)
+        self._batches = self._ahead(_raise_here(loader)) if device.type == "cuda" else _raise_here(loader)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

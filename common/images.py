@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from common import UserError, augment, seed
+from common import UserError, augment, seed, splits
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -19,7 +19,6 @@ DIGITS = Path(__file__).parent / "digits.parquet"
 SMALL = 64  # pixels; sets of images up to this side are decoded once and kept in memory
 MEMORY_BYTES = 2**30  # unless they take more than this
 CROP = 224  # pixels; larger images are cropped to this side
-HOLD_OUT = 0.1  # share that is held out of a set without a validation split
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,9 @@ def load(name: str, run_seed: int, flip: bool) -> tuple[Images, Images]:
         UserError: nothing is there, it holds no labelled images, or an image cannot be read.
     """
     train, validation = _load_digits() if name == "digits" else _load_rows(name)
+    for split, rows in (("training", train), ("validation", validation)):
+        if (rows.labels < 0).any():  # datasets gives none to a class folder that only one split has
+            raise UserError(f"--data {name}: the {split} split has classes that the other lacks, or one class only")
     present = train.labels.unique()
     if len(present) < 2:
         only = ", ".join(train.class_names[label] for label in present)
@@ -114,7 +116,7 @@ def _load_digits() -> tuple[Images, Images]:
 def _load_rows(name: str) -> tuple[Images, Images]:
     import datasets  # 3 s of import, which the built-in set does not need
 
-    train, validation = _find_splits(name)
+    train, validation = splits.load(name)
     columns = train.features
     images = [key for key, kind in columns.items() if isinstance(kind, datasets.Image)]
     labels = [key for key, kind in columns.items() if isinstance(kind, datasets.ClassLabel)]
@@ -135,7 +137,7 @@ def _load_rows(name: str) -> tuple[Images, Images]:
     small = max(height, width) <= SMALL and sum(map(len, rows)) * channels * height * width <= MEMORY_BYTES
     loaded = [
         Images(
-            torch.tensor(split[label][:]),
+            torch.tensor([-1 if label is None else label for label in split[label][:]]),
             columns[label].names,
             channels,
             size=height if small else min(CROP, height, width),
@@ -147,32 +149,6 @@ def _load_rows(name: str) -> tuple[Images, Images]:
         for split, part in zip((train, validation), rows, strict=True)
     ]
     return loaded[0], loaded[1]
-
-
-def _find_splits(name: str) -> tuple["Dataset", "Dataset"]:
-    """The training split and a validation split of a folder or hub id."""
-    import datasets
-
-    path = Path(name).expanduser()
-    if not path.is_dir() and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
-        raise UserError(f"--data {name}: there is no such folder")
-    datasets.disable_progress_bars()
-    try:
-        splits = datasets.load_dataset(str(path) if path.is_dir() else name)
-    except Exception as error:
-        what = "nothing in this folder can be read" if path.is_dir() else "no such folder, and the hub gave nothing"
-        reason = (str(error).strip() or "no reason given").splitlines()[0]
-        raise UserError(f"--data {name}: {what} ({type(error).__name__}: {reason})") from error
-    if "train" not in splits:
-        raise UserError(f"--data {name} has no training split, only: {', '.join(splits)}")
-    train = splits["train"]
-    for key in ("validation", "val", "test"):
-        if key in splits:
-            return train, splits[key]
-    # Hold out the same samples every time, whatever the seed of the run.
-    order = np.argsort(seed.mix(seed.HOLD_OUT, np.arange(len(train))), kind="stable")
-    held_out = max(1, round(HOLD_OUT * len(train)))
-    return train.select(np.sort(order[held_out:])), train.select(np.sort(order[:held_out]))
 
 
 def decode(rows: "Dataset", index: int, channels: int = 0, size: tuple[int, int] | None = None) -> torch.Tensor:

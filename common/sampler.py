@@ -73,6 +73,7 @@ def make_plan(
     pass_size: int,
     num_shards: int,
     done: Mapping[str, int],
+    least: int = 1,
 ) -> Plan:
     """Plan the training from its length and what a checkpoint has done of it.
 
@@ -84,11 +85,17 @@ def make_plan(
         pass_size: samples per forward pass over all shards.
         num_shards: how many read different samples.
         done: "step" and "samples" of the checkpoint, possibly in steps of another size; empty for a new run.
+        least: samples that each shard needs in a pass.
 
     Raises:
-        UserError: the last step would leave a shard without the 2 samples that BatchNorm needs.
+        UserError: a pass, or one of the last step, would leave a shard with fewer.
     """
     step, start = done.get("step", 0), done.get("samples", 0)
+    if pass_size < least * num_shards:
+        raise UserError(
+            f"--global-batch-size {global_batch_size} gives each rank {pass_size // num_shards} samples in a pass, "
+            f"and this model needs {least}: use a larger one, or a larger --micro-batch-size"
+        )
     if max_steps:
         end = start + max(0, max_steps - step) * global_batch_size
         return Plan(step, max_steps, start, end, global_batch_size)
@@ -96,7 +103,7 @@ def make_plan(
     steps, rest = divmod(left, global_batch_size)
     if rest:
         smallest_pass = rest // -(-rest // pass_size)
-        if smallest_pass < num_shards * min(2, pass_size // num_shards):
+        if smallest_pass < least * num_shards:
             last = step + steps
             way_out = f"--max-steps {last} leaves them out" if last else "use a smaller --global-batch-size"
             raise UserError(

@@ -14,15 +14,14 @@ import torch.distributed as dist
 
 from common import UserError
 
-# Ranks may reach the first collective minutes apart (data on a cold disk, a compile); a wait that is
-# longer than this is a rank that will not come.
+# Ranks may reach a collective minutes apart (a cold disk, a compile); longer than this is a rank that will not come.
 TIMEOUT_S = 600
 Answer = TypeVar("Answer")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def _env(*names: str, default: int) -> int:
-    """First of the variables that is set: torchrun's names, then Open MPI's."""
+    """First of the variables that is set: torchrun's, then Open MPI's."""
     return int(next((os.environ[name] for name in names if name in os.environ), default))
 
 
@@ -82,6 +81,7 @@ def start(backend: str = "auto") -> World:
     dist.init_process_group(**options)
     world = World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, socket.gethostname(), device, backend)
     _check_devices(world)
+    dist.barrier()  # all have joined: from here on a refusal of one rank cannot break the joining of another
     return world
 
 

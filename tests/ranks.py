@@ -119,6 +119,7 @@ def _enter(rank: int, world_size: int, port: int, output: str, target: Callable[
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a process that torchrun starts
     torch.set_num_threads(1)  # the same sums in the same order, however busy the machine is
     target(*args)
     sys.stdout.flush()

@@ -121,7 +121,7 @@ def load_and_save(first: str, second: str) -> None:
 
 def test_from_one_rank_to_two_to_one(saved: Path, tmp_path: Path) -> None:
     result = ranks.spawn(load_and_save, [(str(saved), str(tmp_path))] * 2)
-    assert result.ok, result
+    assert result.ok, str(result)
     path, facts = checkpoint.find(tmp_path, "", {})
     assert path is not None
     names = {file.name for file in path.iterdir()} - {manifest.NAME}
@@ -353,7 +353,7 @@ def find_on_each(run_dir: str, wanted: Any) -> None:
 def test_all_ranks_go_with_rank_0(copied: Path) -> None:
     run_dir = copied.parent.parent
     result = ranks.spawn(find_on_each, [(str(run_dir), 4)] * 2)
-    assert result.ok, result
+    assert result.ok, str(result)
     damage(run_dir, 4)
     result = ranks.spawn(find_on_each, [(str(run_dir), None)] * 2)
-    assert result.ok, result
+    assert result.ok, str(result)

@@ -101,14 +101,14 @@ def test_bad_flags_exit_with_2(argv: list[str], capsys: pytest.CaptureFixture[st
 def test_other_ranks_say_nothing_and_leave_later(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slept: list[float] = []
+    slept: list[tuple[float, tuple[str, str]]] = []
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(cli.time, "sleep", slept.append)
+    monkeypatch.setattr(cli.time, "sleep", lambda seconds: slept.append((seconds, tuple(capsys.readouterr()))))
     with pytest.raises(SystemExit) as refusal:
         cli.parse(Args, BAD[0])
     assert refusal.value.code == 2
-    assert slept == [cli.GRACE_S]
-    assert capsys.readouterr() == ("", "")
+    assert slept == [(cli.GRACE_S, ("", ""))], "nothing is said while rank 0 may be speaking"
+    assert "--learning-rate" in capsys.readouterr().err, "rank 0 had nothing to say"
 
 
 def test_help_names_every_flag_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,7 +143,7 @@ def use_all_on_rank_1(path: str) -> None:
 
 def test_other_ranks_write_nothing_but_their_log(tmp_path: Path) -> None:
     result = ranks.spawn(use_all_on_rank_1, [(str(tmp_path),)] * 2)
-    assert result.ok, result
+    assert result.ok, str(result)
     assert result.outputs[1] == "before\n"
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == [
         "logs/rank_00001.log"

@@ -48,7 +48,7 @@ def means_of_two_ranks() -> None:
 
 def test_means_are_global() -> None:
     result = ranks.spawn(means_of_two_ranks, [(), ()])
-    assert result.ok, result
+    assert result.ok, str(result)
 
 
 def test_add_takes_in_new_keys_and_changes_nothing() -> None:

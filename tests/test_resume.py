@@ -33,7 +33,7 @@ def run(recipe: str | Path, world_size: int, out: Path, data: Path, *flags: str)
     where = ("--data", str(data), "--out", str(out.parent), "--name", out.name)
     micro = ("--micro-batch-size", str(PASS // world_size))
     result = ranks.run_recipe(recipe, world_size, *FLAGS, *sync, *where, *micro, *flags)
-    assert result.ok, result
+    assert result.ok, str(result)
     return {tag: ranks.records(out, tag) for tag in ("train/loss", "train/grad_norm", "train/lr")}
 
 

@@ -107,7 +107,7 @@ def test_no_pass_of_two_or_more_has_a_lone_sample() -> None:
         if micro == 1 or batch < 2 * shards:
             continue  # the user asked for single samples
         try:
-            plan = sampler.make_plan(num_samples, 1, 0, batch, micro * shards or batch, shards, {})
+            plan = sampler.make_plan(num_samples, 1, 0, batch, micro * shards or batch, shards, {}, least=2)
         except UserError:
             continue
         for one_pass in read_steps(num_samples, plan, micro, shards)[-1]:
@@ -168,9 +168,9 @@ def test_nothing_is_left_of_a_finished_training() -> None:
 
 def test_last_step_too_small_for_batchnorm() -> None:
     with pytest.raises(UserError, match=r"--epochs 1 of 33 samples leaves 3 .* too few for 2 ranks in passes of 10"):
-        sampler.make_plan(33, 1, 0, 10, 10, 2, {})
-    assert sampler.make_plan(34, 1, 0, 10, 10, 2, {}).max_steps == 4  # 4 samples left: 2 each
-    assert sampler.make_plan(30, 1, 0, 10, 10, 2, {}).max_steps == 3  # none left
+        sampler.make_plan(33, 1, 0, 10, 10, 2, {}, least=2)
+    assert sampler.make_plan(34, 1, 0, 10, 10, 2, {}, least=2).max_steps == 4  # 4 samples left: 2 each
+    assert sampler.make_plan(30, 1, 0, 10, 10, 2, {}, least=2).max_steps == 3  # none left
 
 
 def test_proposed_length_is_accepted() -> None:
@@ -178,15 +178,17 @@ def test_proposed_length_is_accepted() -> None:
     refusals = []
     cases = itertools.product(range(1, 40), (4, 8, 12), (1, 2, 4), ({}, {"step": 2, "samples": 7}))
     for num_samples, batch, shards, done in cases:
+        if batch < 2 * shards:
+            continue  # no length helps
         try:
-            sampler.make_plan(num_samples, 1, 0, batch, batch, shards, done)
+            sampler.make_plan(num_samples, 1, 0, batch, batch, shards, done, least=2)
         except UserError as error:
             refusals.append((str(error), num_samples, batch, shards, done))
     assert len(refusals) > 50
     for told, num_samples, batch, shards, done in refusals:
         advice = re.search(r"--max-steps (\d+)", told)
         if advice:  # a set that is too small for a single step has none
-            plan = sampler.make_plan(num_samples, 1, int(advice[1]), batch, batch, shards, done)
+            plan = sampler.make_plan(num_samples, 1, int(advice[1]), batch, batch, shards, done, least=2)
             assert plan.max_steps - plan.first_step == (num_samples - done.get("samples", 0)) // batch, told
         else:
             assert num_samples < batch, told

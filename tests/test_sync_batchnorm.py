@@ -82,7 +82,7 @@ def compare(sizes: list[int], shape: tuple[int, ...], momentum: float | None) ->
 @pytest.mark.parametrize("sizes", [[4, 4], [5, 2], [6, 1], [3, 0], [2, 5, 4], [1, 1, 2], [0, 3, 1]], ids=str)
 def test_equals_batchnorm_over_the_whole_batch(sizes: list[int]) -> None:
     result = ranks.spawn(compare_all, [(sizes,)] * len(sizes))
-    assert result.ok, result
+    assert result.ok, str(result)
 
 
 def without_the_count(sizes: list[int]) -> None:
@@ -101,7 +101,7 @@ def without_the_count(sizes: list[int]) -> None:
 
 def test_mutant_fails() -> None:
     result = ranks.spawn(without_the_count, [([6, 1],)] * 2)
-    assert "Tensor-likes are not close" in result.outputs[0], result
+    assert "Tensor-likes are not close" in result.outputs[0], str(result)
 
 
 def test_bfloat16_keeps_statistics_in_float32(tmp_path: Path) -> None:

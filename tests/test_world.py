@@ -72,7 +72,7 @@ def start_on_two() -> None:
 
 def test_start_joins_the_group_of_the_launcher() -> None:
     result = ranks.spawn(start_on_two, [(), ()])
-    assert result.ok, result
+    assert result.ok, str(result)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_start_joins_the_group_of_the_launcher() -> None:
     [
         (1, 1, "1 process on host: CPU, gloo, "),
         (2, 2, "2 processes on host: "),
-        (8, 4, "8 processes on host and 1 more: "),
+        (8, 4, "8 processes on 2 hosts, the first host: "),
     ],
 )
 def test_world_in_words(size: int, local_size: int, text: str) -> None:
@@ -200,7 +200,7 @@ def ask_rank_0() -> None:
 
 def test_from_rank0_hands_on_answers_and_refusals() -> None:
     result = ranks.spawn(ask_rank_0, [(), ()])
-    assert result.ok, result
+    assert result.ok, str(result)
 
 
 FLAGS: dict[str, object] = {"lr": 0.1, "name": "", "sync_bn": False}
@@ -233,13 +233,13 @@ def compare(cases: list[tuple[dict[str, object], str]]) -> None:
 
 def test_check_same_names_rank_and_entry_on_both_ranks() -> None:
     result = ranks.spawn(compare, [([(FLAGS, told) for _, told in DIFFERENCES],), (DIFFERENCES,)])
-    assert result.ok, result
+    assert result.ok, str(result)
 
 
 def test_check_same_names_the_odd_rank() -> None:
     told = "rank 2 was started with flags lr 0.2, rank 0 with 0.1"
     result = ranks.spawn(compare, [([(FLAGS | {"lr": 0.2 if rank == 2 else 0.1}, told)],) for rank in range(3)])
-    assert result.ok, result
+    assert result.ok, str(result)
 
 
 def test_code_digests_have_every_file(tmp_path: Path) -> None:

@@ -226,8 +226,8 @@ def main() -> None:
     found, done = checkpoint.find(path, args.resume, terms)
     if found:
         checkpoint.load(found, state(model, optimizer))
-    length = (args.epochs, args.max_steps, args.global_batch_size)
-    plan = sampler.make_plan(len(train), *length, pass_size, num_shards, done)
+    length, least = (args.epochs, args.max_steps, args.global_batch_size), sync_batchnorm.least_samples(model)
+    plan = sampler.make_plan(len(train), *length, pass_size, num_shards, done, least)
     requests = sampler.training_requests(len(train), args.seed, plan, pass_size, shard, num_shards)
     batches = data.Loader(train, requests, args.workers, here.device)
     ideal_s = count_flops(args, train) / metrics.peak_flops(here.device, dtype)

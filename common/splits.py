@@ -1,0 +1,64 @@
+"""A training and a validation split of whatever `datasets.load_dataset` reads: a folder here, or a set of the hub."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common import UserError, seed
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+HOLD_OUT = 0.1  # share that is held out of a set without a validation split
+HUB_TIMEOUT_S = 3.0
+
+
+def load(name: str) -> tuple["Dataset", "Dataset"]:
+    """Training and validation rows of a folder or a hub id.
+
+    A set without a validation split holds out the same rows every time, whatever the seed of the run.
+
+    Raises:
+        UserError: nothing is there, or nothing in it can be read.
+    """
+    import datasets  # 3 s, which the built-in sets do not need
+    import huggingface_hub
+
+    path = Path(name).expanduser()
+    folder = path.is_dir()
+    if not folder and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+        raise UserError(f"--data {name}: there is no such folder")
+    if not folder and not _hub_answers(name):
+        # The hub's own retries take half a minute to minutes. What its cache holds is read without a network.
+        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    datasets.disable_progress_bars()
+    try:
+        found = datasets.load_dataset(str(path) if folder else name)
+    except Exception as error:
+        what = "nothing in this folder can be read" if folder else "no such folder, and the hub gave nothing"
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        raise UserError(f"--data {name}: {what} ({type(error).__name__}: {reason})") from error
+    if "train" not in found:
+        raise UserError(f"--data {name} has no training split, only: {', '.join(found)}")
+    train = found["train"]
+    for key in ("validation", "val", "test"):
+        if key in found:
+            return train, found[key]
+    order = np.argsort(seed.mix(seed.HOLD_OUT, np.arange(len(train))), kind="stable")
+    held_out = max(1, round(HOLD_OUT * len(train)))
+    return train.select(np.sort(order[held_out:])), train.select(np.sort(order[:held_out]))
+
+
+def _hub_answers(name: str) -> bool:
+    """Whether there is a hub to ask, in seconds: also a "no" is an answer."""
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=HUB_TIMEOUT_S)
+    except (HfHubHTTPError, HFValidationError):
+        return True
+    except Exception:
+        return False
+    return True
