@@ -169,7 +169,7 @@ def test_two_machines(small_digits: Path, tmp_path: Path) -> None:
     results = [wait(machine) for machine in machines]
     assert [result.returncode for result in results] == [0, 0], [result.stderr for result in results]
     assert_trained(tmp_path / "run", 2)
-    assert "and 1 more: CPU" in results[0].stdout
+    assert "2 processes on 2 hosts" in results[0].stdout
     assert results[0].stdout.count("done   step 2 of 2") == 1
     assert not results[1].stdout, "rank 0 speaks for all"
 
