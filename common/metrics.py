@@ -13,8 +13,8 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "
 
 
 def add(total: Sums, sums: Sums) -> Sums:
-    """Add up sums on the device, without waiting for it."""
-    return {key: total[key] + value if key in total else value for key, value in sums.items()}
+    """Add up sums on the device, without waiting for it, and without the graph that led to them."""
+    return {key: total.get(key, 0) + value.detach() for key, value in sums.items()}
 
 
 def means(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:

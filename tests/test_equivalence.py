@@ -105,7 +105,9 @@ def test_float64(recipe: str, world_size: int, plain: dict, small_digits: Path, 
 @pytest.mark.parametrize("recipe", ranks.RECIPES)
 def test_float32(recipe: str, plain: dict, small_digits: Path, tmp_path: Path) -> None:
     losses, _ = plain_curve(plain, recipe, "float32", small_digits)
-    found = curves(recipe, ranks.world_sizes(recipe, most=2)[-1], tmp_path, "--data", str(small_digits), "--dtype", "float32")
+    found = curves(
+        recipe, ranks.world_sizes(recipe, most=2)[-1], tmp_path, "--data", str(small_digits), "--dtype", "float32"
+    )
     assert worst(found[0], losses) < 1e-4
 
 

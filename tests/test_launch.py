@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,17 +28,10 @@ TAGS = {
 LAUNCH_VARIABLES = ("NPROC_PER_NODE", "MAX_RESTARTS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
 
 
-if os.environ.get("PYTHONDONTWRITEBYTECODE"):  # then each start would compile all of torch's Python once more
-    BYTECODE = tempfile.TemporaryDirectory(prefix="brigade-bytecode-")
-    CACHE = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": BYTECODE.name}
-else:
-    CACHE = {}
-
-
 def environ(changes: Mapping[str, str]) -> dict[str, str]:
     """This environment without what would steer a launch; on the CPU, one thread each: the same sums everywhere."""
     kept = {key: value for key, value in os.environ.items() if key not in LAUNCH_VARIABLES}
-    return kept | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | CACHE | changes
+    return kept | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | changes
 
 
 def popen(command: Sequence[str | Path], cwd: Path, variables: Mapping[str, str]) -> subprocess.Popen[str]:

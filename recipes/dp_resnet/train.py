@@ -207,13 +207,14 @@ def main() -> None:
     """Train from the newest checkpoint, or from the start, to the end."""
     args = cli.parse(Args)
     here = world.start(args.backend)
+    world.check_same(flag=dataclasses.asdict(args), code=world.code_digests(__file__))
     mesh = make_mesh(here)
     shard, num_shards = data_shard(mesh)
     pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
     dtype = world.pick_dtype(args.dtype, here.device)
     train, validation = make_data(args)
     terms = {"seed": args.seed, "data": train.digest()}  # what the order of samples means something under
-    world.check_same(flags=dataclasses.asdict(args), code=world.code_digests(__file__), data=terms)
+    world.check_same(data=terms)
 
     model = make_model(args, train).to(here.device, world.storage_dtype(dtype))
     model = parallelize(args, model, mesh)
@@ -225,7 +226,8 @@ def main() -> None:
     found, done = checkpoint.find(path, args.resume, terms)
     if found:
         checkpoint.load(found, state(model, optimizer))
-    length, least = (args.epochs, args.max_steps, args.global_batch_size), sync_batchnorm.least_samples(model)
+    length = (args.epochs, args.max_steps, args.global_batch_size)
+    least = sync_batchnorm.least_samples(model)
     plan = sampler.make_plan(len(train), *length, pass_size, num_shards, done, least)
     requests = sampler.training_requests(len(train), args.seed, plan, pass_size, shard, num_shards)
     batches = data.Loader(train, requests, args.workers, here.device)
