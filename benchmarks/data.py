@@ -33,12 +33,12 @@ def main() -> None:
         for start in range(0, SAMPLES, BATCH):
             indices = np.arange(start, start + BATCH)
             images, _ = brigade.read(np.zeros_like(indices), indices)
-            images.to(torch.float32) / 127.5 - 1
+            images.to(torch.float32).div_(127.5).sub_(1)
 
     def read_samples() -> None:
         for start in range(0, SAMPLES, BATCH):
             images = torch.stack([per_sample(picture) for picture in pictures[start : start + BATCH]])
-            images.to(torch.float32) / 127.5 - 1
+            images.to(torch.float32).div_(127.5).sub_(1)
 
     rates: dict[str, list[float]] = {"whole batches (common/images)": [], "per-sample PIL (torchvision)": []}
     for _ in range(ROUNDS):

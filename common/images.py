@@ -63,7 +63,7 @@ class Images:
         """Images (b, C, H, W) uint8 and labels (b,) int64 of the samples at `indices`, as they look in `epochs`."""
         draws = seed.uniform(self.run_seed, seed.AUGMENT, epochs[:, None], indices[:, None], np.arange(5))
         if self.pixels is not None:
-            images = self.pixels[indices]
+            images = self.pixels.index_select(0, torch.from_numpy(indices))
             images = augment.crop_padded(images, draws[:, :2]) if self.train else images
         else:
             images = torch.empty(len(indices), self.channels, self.size, self.size, dtype=torch.uint8)

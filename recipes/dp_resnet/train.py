@@ -111,7 +111,8 @@ def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
 def forward(args: Args, model: nn.Module, batch: data.Batch, dtype: torch.dtype) -> metrics.Sums:
     """Sums over one rank's batch, of which "loss" carries the gradient."""
     wide = world.storage_dtype(dtype)
-    pixels = batch.inputs.to(wide, memory_format=torch.channels_last) / 127.5 - 1  # (b, C, H, W), sent as bytes
+    pixels = batch.inputs.to(wide, memory_format=torch.channels_last)  # (b, C, H, W), read and sent as bytes
+    pixels = pixels.div_(127.5).sub_(1)
     with torch.autocast(pixels.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         logits = model(pixels).to(wide)  # (b, num_classes)
     return {
