@@ -123,8 +123,8 @@ class Run:
             say(f"best   {tag} {value:.4f} at step {step}")
         say(f"files  {self.path}")
         say(f"plot   tensorboard --host localhost --logdir {shlex.quote(str(self.path.parent))}")
-        if self._step < self._plan.max_steps:
-            say(f"go on  the same command with --name {shlex.quote(self.path.name)} continues")
+        more = "" if self._step < self._plan.max_steps else " and more --epochs or --max-steps"
+        say(f"go on  the same command with --name {shlex.quote(self.path.name)}{more}")
 
     def _record(self, step: int, group: str, values: Mapping[str, float]) -> None:
         if self._here.rank != 0:

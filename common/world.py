@@ -21,7 +21,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 def _env(*names: str, default: int) -> int:
-    """First of the variables that is set: torchrun's, then Open MPI's."""
     return int(next((os.environ[name] for name in names if name in os.environ), default))
 
 
@@ -52,7 +51,8 @@ class World:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         hosts = max(1, self.size // self.local_size)
         where = self.host if hosts == 1 else f"{hosts} hosts, the first {self.host}"
-        what = f"{name}, {self.backend}, {torch.get_num_threads()} threads each, torch {torch.__version__}"
+        threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} each"
+        what = f"{name}, {self.backend}, {threads}, torch {torch.__version__}"
         return f"{self.size} process{'es' * (self.size > 1)} on {where}: {what}"
 
 
