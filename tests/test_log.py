@@ -117,14 +117,14 @@ def test_finish_says_the_best_and_how_to_go_on(tmp_path: Path, capsys: pytest.Ca
     assert re.search(r"^best +val/loss 0\.2500 at step 10$", said, re.MULTILINE)
     assert re.search(r"^best +val/top1 0\.7500 at step 10$", said, re.MULTILINE)
     assert re.search(r"^done +step 12 of 20 in ", said, re.MULTILINE)
-    assert "with --name 'my run' continues" in said
+    assert said.endswith("the same command with --name 'my run'\n")
     run = make_run(path, first_step=12)
     run.train(20, means(0.5), data_wait_s=0)
     run.validation(20, means(0.4))
     run.finish()
     said = capsys.readouterr().out
     assert re.search(r"^best +val/loss 0\.2500 at step 10$", said, re.MULTILINE), "of the whole run"
-    assert "continues" not in said, "it is done"
+    assert "and more --epochs" in said, "it is done"
 
 
 def use_all_on_rank_1(path: str) -> None:

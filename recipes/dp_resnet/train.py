@@ -16,6 +16,9 @@ out, the outputs back, and the gradients back. No process group carries any of i
     CUDA_VISIBLE_DEVICES=0,1 python recipes/dp_resnet/train.py   # two GPUs
     bash launch/torchrun.sh recipes/dp_resnet                    # the same, through the launcher
 
+Measured: val/top1 0.9945 after 202 steps and 34 s of training, unwrapped, by the first command on a CPU (AMD
+EPYC, 2 cores, bfloat16, torch 2.15.0, 2026-11-20). Several GPUs: not run.
+
 Base: none.
 """
 
