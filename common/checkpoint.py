@@ -37,8 +37,12 @@ def save(run_dir: Path, step: int, tensors: dict[str, torch.Tensor], facts: dict
     final = checkpoint_dir(run_dir, step)
     partial = world.from_rank0(lambda: _make_partial(final))
     rows = {name: tensor.contiguous() for name, tensor in tensors.items()}  # safetensors knows no strides
+    writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
+    # What several ranks hold under one name is taken from the lowest: BatchNorm's running statistics are not the
+    # same on all of them, and a mixture would be nobody's.
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     with _as_exception():
-        dcp.save(rows, storage_writer=dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True))
+        dcp.save(rows, storage_writer=writer, planner=planner)
     # Each rank wrote the file that carries its number: it reads back and hashes that one.
     mine = {path.name: manifest.seal(path) for path in partial.glob(f"shard-{dist.get_rank() + 1:05d}-*")}
     files: list[dict[str, Any]] = [{}] * dist.get_world_size()

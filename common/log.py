@@ -15,6 +15,8 @@ from tqdm import tqdm
 
 from common import run_dir, sampler, world
 
+STOPPED = "stopped.json"  # in the run's folder: it left on request, with this step saved, and can be queued again
+
 
 def say(message: str) -> None:
     """Print a line once, from rank 0, above the progress bar if there is one."""
@@ -60,6 +62,7 @@ class Run:
         for change in run_dir.write_config(path, recipe, args, here):
             say(change)
         self._records = run_dir.open_records(path, plan.first_step)
+        (path / STOPPED).unlink(missing_ok=True)
         self._tensorboard = SummaryWriter(str(path), purge_step=plan.first_step + 1)
         # disable=None: a bar on a terminal, none in a pipe or a file.
         self._bar = tqdm(total=plan.max_steps, initial=plan.first_step, unit="step", disable=None, dynamic_ncols=True)
@@ -106,8 +109,12 @@ class Run:
         finally:
             self._paused_s += time.perf_counter() - start
 
-    def finish(self) -> None:
-        """Say how it went, where the files are, and what to run next."""
+    def finish(self, stopped: str = "") -> None:
+        """Say how it went, where the files are, and what to run next.
+
+        Args:
+            stopped: why the run left before its last step; "" if it did not.
+        """
         if self._here.rank != 0:
             return
         self._bar.close()
@@ -118,6 +125,9 @@ class Run:
             took += (
                 f", {self._trained_s:.1f} s of it training at {self._trained_samples / self._trained_s:,.0f} samples/s"
             )
+        if stopped:
+            say(f"left   on request, saved: {stopped}")
+            (self.path / STOPPED).write_text(json.dumps({"step": self._step, "reason": stopped}))
         say(f"done   step {self._step} of {self._plan.max_steps} in {took}")
         for tag, (value, step) in run_dir.best(self.path).items():
             say(f"best   {tag} {value:.4f} at step {step}")

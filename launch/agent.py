@@ -9,6 +9,7 @@ import logging
 import sys
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
@@ -21,6 +22,8 @@ def main() -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         run(parse_args(sys.argv[1:]))
+    except SignalException as stopped:  # passed on to the ranks, which have saved and left
+        sys.exit(128 + stopped.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

@@ -95,7 +95,8 @@ export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1
 command=(
   "${PYTHON:-python}" "$root/launch/agent.py" "${place[@]}" "--nproc-per-node=$processes"
-  "--max-restarts=${MAX_RESTARTS:-0}" ${options[@]+"${options[@]}"} "$recipe/train.py" "$@"
+  "--max-restarts=${MAX_RESTARTS:-0}" "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+  ${options[@]+"${options[@]}"} "$recipe/train.py" "$@"
 )
 if [[ -n $dry_run ]]; then
   printf 'OMP_NUM_THREADS=%s PYTHONPATH=%q' "$OMP_NUM_THREADS" "$PYTHONPATH"

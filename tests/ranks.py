@@ -12,6 +12,7 @@ import re
 import runpy
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,15 +72,24 @@ def run_recipe(
     *flags: str,
     rank_flags: Mapping[int, Sequence[str]] | None = None,
     timeout_s: float = 120.0,
+    meddle: Callable[[list[int]], None] | None = None,
 ) -> Result:
     """Run a recipe (by name, or the path of a train.py) on real ranks; `rank_flags` go to single ranks."""
     path = recipe if isinstance(recipe, Path) else ROOT / "recipes" / recipe / "train.py"
     argv = [[str(path), *flags, *(rank_flags or {}).get(rank, ())] for rank in range(world_size)]
-    return spawn(_run_path, [(str(path), one) for one in argv], timeout_s)
+    return spawn(_run_path, [(str(path), one) for one in argv], timeout_s, meddle)
 
 
-def spawn(target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_s: float = 120.0) -> Result:
-    """Call `target(*args[rank])` in one process per rank, with torchrun's environment."""
+def spawn(
+    target: Callable[..., None],
+    args: Sequence[tuple[Any, ...]],
+    timeout_s: float = 120.0,
+    meddle: Callable[[list[int]], None] | None = None,
+) -> Result:
+    """Call `target(*args[rank])` in one process per rank, with torchrun's environment.
+
+    `meddle` runs beside them in a thread, and gets their process ids.
+    """
     import tempfile
 
     with socket.socket() as probe:
@@ -93,6 +103,8 @@ def spawn(target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_
         ]
         for process in processes:
             process.start()
+        if meddle:
+            threading.Thread(target=meddle, args=([process.pid for process in processes],), daemon=True).start()
         deadline = time.monotonic() + timeout_s
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
             if any(process.exitcode for process in processes):

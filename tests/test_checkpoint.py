@@ -126,10 +126,31 @@ def test_from_one_rank_to_two_to_one(saved: Path, tmp_path: Path) -> None:
     assert path is not None
     names = {file.name for file in path.iterdir()} - {manifest.NAME}
     assert names == facts["files"].keys(), "the manifest vouches for every file"
-    assert len([name for name in names if name.endswith(".safetensors")]) == 2, "each rank wrote a share"
     found = blank(make_state(4))
     checkpoint.load(path, found)
     check_equal(found, make_state(4))
+
+
+def save_own_and_common(run_dir: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    state = {f"common.{i}": torch.full((3,), float(rank)) for i in range(8)}
+    state[f"own.{rank}"] = torch.full((2,), 1.0 + rank)
+    checkpoint.save(Path(run_dir), 1, state, {}, keep=1)
+    dist.destroy_process_group()
+
+
+def test_common_names_come_from_rank_0_and_own_ones_from_each(tmp_path: Path) -> None:
+    """BatchNorm's running statistics differ between ranks: a mixture would be nobody's."""
+    result = ranks.spawn(save_own_and_common, [(str(tmp_path),)] * 2)
+    assert result.ok, str(result)
+    path, facts = checkpoint.find(tmp_path, "", {})
+    assert path is not None
+    assert len(facts["files"]) == 2, "each rank wrote its own"
+    found = {f"common.{i}": torch.full((3,), 7.0) for i in range(8)} | {f"own.{i}": torch.zeros(2) for i in range(2)}
+    checkpoint.load(path, found)
+    assert all(bool((found[f"common.{i}"] == 0).all()) for i in range(8))
+    assert [found[f"own.{i}"].tolist() for i in range(2)] == [[1, 1], [2, 2]]
 
 
 def test_manifest_covers_every_file(saved: Path) -> None:

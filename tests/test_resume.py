@@ -29,12 +29,13 @@ WORKLOADS = {recipe: recipe.rpartition("_")[2] for recipe in ranks.RECIPES}
 def run(recipe: str | Path, world_size: int, out: Path, data: Path, *flags: str) -> dict[str, dict[int, float]]:
     """Run until it leaves; the curves recorded so far."""
     name = recipe if isinstance(recipe, str) else recipe.parent.name
-    sync = ["--sync-bn"] if "sync_bn" in ranks.source(name) else []
+    # Over different ranks the numbers are the same only if BatchNorm sees the same samples.
+    sync = ["--sync-bn"] if "sync_bn" in ranks.source(name) and "float64" in flags else []
     where = ("--data", str(data), "--out", str(out.parent), "--name", out.name)
     micro = ("--micro-batch-size", str(PASS // world_size))
     result = ranks.run_recipe(recipe, world_size, *FLAGS, *sync, *where, *micro, *flags)
     assert result.ok, str(result)
-    return {tag: ranks.records(out, tag) for tag in ("train/loss", "train/grad_norm", "train/lr")}
+    return {tag: ranks.records(out, tag) for tag in ("train/loss", "train/grad_norm", "train/lr", "val/loss")}
 
 
 def same_tensors(one: Path, other: Path) -> bool:
@@ -54,6 +55,8 @@ def test_same_ranks_bitwise(recipe: str, images: Path, tmp_path: Path) -> None:
     whole = run(recipe, world_size, tmp_path / "whole", images, "--dtype", "float32")
     for stop in ("2", "4", "0"):
         parts = run(recipe, world_size, tmp_path / "parts", images, "--dtype", "float32", "--stop-after", stop)
+    # The parts were evaluated at each stop, too; running statistics of BatchNorm are included.
+    parts["val/loss"] = {STEPS: parts["val/loss"][STEPS]}
     assert parts == whole
     assert list(whole["train/loss"]) == list(range(1, STEPS + 1))
     assert same_tensors(tmp_path / "parts", tmp_path / "whole")
@@ -88,6 +91,8 @@ def test_there_and_back(first: str, second: str, images: Path, tmp_path: Path) -
         leg(first, "three", "--resume", str(tmp_path / "two/checkpoints/step_00000005")),
     ]
     for tag, values in whole.items():
+        if tag == "val/loss":
+            continue  # each leg ends with an evaluation
         joined = {step: value for part in legs for step, value in part[tag].items()}
         assert joined == pytest.approx(values, rel=1e-9)
 

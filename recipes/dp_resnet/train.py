@@ -46,6 +46,7 @@ from common import (
     sampler,
     schedule,
     seed,
+    stop,
     sync_batchnorm,
     world,
 )
@@ -68,6 +69,7 @@ class Args:
     epochs: int = 18  # length of the training, if max_steps is 0
     max_steps: int = 0  # length of the training in optimizer steps
     stop_after: int = 0  # leave, saved, once this step is done; 0 for never
+    deadline: float = 0.0  # leave, saved, after this many minutes; 0 for never
     log_every: int = 10  # steps between lines of the log
     eval_every: int = 0  # steps between evaluations; 0 for once an epoch
     save_every: int = 0  # steps between checkpoints; 0 for once an epoch
@@ -212,6 +214,7 @@ def main() -> None:
     args = cli.parse(Args)
     here = world.start(args.backend)
     world.check_same(flag=dataclasses.asdict(args), code=world.code_digests(__file__))
+    stopping = stop.Stop(args.deadline)
     mesh = make_mesh(here)
     shard, num_shards = data_shard(mesh)
     pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
@@ -250,7 +253,8 @@ def main() -> None:
             group["lr"] = lr
         sums, grad_norm = train_step(args, model, optimizer, batches, num_shards, dtype)
         window = metrics.add(window, sums)
-        if step % args.log_every == 0 or step == last_step:
+        leaving = stopping.after(step)
+        if step % args.log_every == 0 or step == last_step or leaving:
             run.train(step, metrics.means(window), lr=lr, grad_norm=grad_norm.item(), data_wait_s=batches.wait_s)
             window = {}
         with run.paused():
@@ -258,10 +262,12 @@ def main() -> None:
                 requests = sampler.evaluation_requests(len(validation), pass_size, shard, num_shards)
                 held_out = data.Loader(validation, requests, args.workers, here.device)
                 run.validation(step, metrics.means(evaluate(args, model, held_out, dtype)))
-            if step % (args.save_every or epoch_steps) == 0 or step == last_step:
+            if step % (args.save_every or epoch_steps) == 0 or step == last_step or leaving:
                 facts = terms | {"samples": plan.position(step)}
                 checkpoint.save(path, step, state(model, optimizer), facts, args.keep)
-    run.finish()
+        if leaving:
+            break
+    run.finish(stopping.reason)
     world.finish()
 
 

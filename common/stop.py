@@ -1,0 +1,105 @@
+"""Leave on a signal or by the clock: saved, all ranks after the same step, without a collective per step.
+
+Signals are blocked in the main thread, so that loader workers, which inherit that, outlive them, and are taken
+by a thread of their own, also while the main thread sits in a collective. The rank that notices says so in the
+store; every rank's thread answers with the step it has done; all leave after the largest of these plus one,
+which is the first step that nobody can have passed. One rank that is told is enough.
+"""
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from common import log
+from common.world import TIMEOUT_S
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+POLL_S = 0.2
+# torchrun passes a signal on that the terminal or Slurm has sent to the ranks too: within this time it is the same.
+SAME_SIGNAL_S = 2.0
+
+
+class Stop:
+    """Watches for a reason to leave; `after` tells when.
+
+    Attributes:
+        reason: why the ranks leave, and which rank noticed; "" while there is no reason.
+    """
+
+    def __init__(self, deadline_min: float) -> None:
+        """Take over the signals (main thread, before any loader worker is forked; all ranks).
+
+        Args:
+            deadline_min: minutes from now after which to leave; 0 for never.
+        """
+        self.reason = ""
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._deadline = time.monotonic() + 60 * deadline_min if deadline_min else float("inf")
+        self._lock = threading.Lock()
+        self._done = self._target = 0
+        self._agreed = threading.Event()
+        self._noticed_at = 0.0
+        # Python writes the number of a signal here at once, whichever thread it hits.
+        self._signals, self._wakeup = socket.socketpair()
+        self._wakeup.setblocking(False)
+        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def after(self, step: int) -> bool:
+        """Whether to leave now that `step` is done; waits for the others only once there is a reason (all ranks).
+
+        Raises:
+            RuntimeError: another rank does not answer.
+        """
+        with self._lock:
+            self._done = step
+            if not self.reason:
+                return False
+        if not self._agreed.wait(TIMEOUT_S):
+            raise RuntimeError(f"rank {self._rank}: no agreement on the step to leave after ({self.reason})")
+        return step >= self._target
+
+    def _watch(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        store = dist.distributed_c10d._get_default_store()
+        store = store.clone() if self._size > 1 else store  # a connection of its own: the other one may be waiting
+        while True:
+            try:
+                reason = self._look(store)
+                if reason and not self.reason:
+                    self._agree(store, reason)
+            except dist.DistStoreError:
+                if self.reason:
+                    raise
+                return  # rank 0, where the store lives, has left after its last step
+
+    def _look(self, store: Any) -> str:
+        """Wait a moment for a reason: a signal here, the clock, or another rank's notice."""
+        if select.select([self._signals], [], [], POLL_S)[0]:
+            number = self._signals.recv(64)[0]
+            if self.reason and time.monotonic() - self._noticed_at > SAME_SIGNAL_S:
+                os._exit(128 + number)  # asked twice: at once, unsaved
+            return f"{signal.Signals(number).name} on rank {self._rank}" if number in SIGNALS else ""
+        if time.monotonic() > self._deadline:
+            return f"--deadline on rank {self._rank}"
+        return store.get("stop/reason").decode() if store.check(["stop/reason"]) else ""
+
+    def _agree(self, store: Any, reason: str) -> None:
+        """Publish the step done here, read everyone's, and fix the step to leave after."""
+        with self._lock:  # from here on `after` waits, so no rank can pass the target
+            self.reason, self._noticed_at = reason, time.monotonic()
+            done = self._done
+        store.set("stop/reason", reason)
+        store.set(f"stop/done/{self._rank}", str(done))
+        self._target = 1 + max(int(store.get(f"stop/done/{rank}")) for rank in range(self._size))
+        self._agreed.set()
+        log.say(f"{reason}: all ranks leave, saved, after step {self._target}; the same again quits at once, unsaved")
