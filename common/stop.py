@@ -77,7 +77,7 @@ class Stop:
                 reason = self._look(store)
                 if reason and not self.reason:
                     self._agree(store, reason)
-            except dist.DistStoreError:
+            except dist.DistError:
                 if self.reason:
                     raise
                 return  # rank 0, where the store lives, has left after its last step
@@ -85,10 +85,11 @@ class Stop:
     def _look(self, store: Any) -> str:
         """Wait a moment for a reason: a signal here, the clock, or another rank's notice."""
         if select.select([self._signals], [], [], POLL_S)[0]:
-            number = self._signals.recv(64)[0]
-            if self.reason and time.monotonic() - self._noticed_at > SAME_SIGNAL_S:
-                os._exit(128 + number)  # asked twice: at once, unsaved
-            return f"{signal.Signals(number).name} on rank {self._rank}" if number in SIGNALS else ""
+            # Others come here too: a loader worker that ends, for one, is a SIGCHLD.
+            numbers = [number for number in self._signals.recv(64) if number in SIGNALS]
+            if numbers and self.reason and time.monotonic() - self._noticed_at > SAME_SIGNAL_S:
+                os._exit(128 + numbers[0])  # asked twice: at once, unsaved
+            return f"{signal.Signals(numbers[0]).name} on rank {self._rank}" if numbers else ""
         if time.monotonic() > self._deadline:
             return f"--deadline on rank {self._rank}"
         return store.get("stop/reason").decode() if store.check(["stop/reason"]) else ""

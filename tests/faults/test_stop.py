@@ -140,6 +140,26 @@ def test_launcher_with_loader_workers(images: Path, tmp_path: Path) -> None:
     check_left(ranks.Result([0], [out]), tmp_path / "run", "SIGUSR1")
 
 
+def outlive_a_child() -> None:
+    dist.init_process_group("gloo")
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # as DataLoader does
+    stopping = stop.Stop(0)
+    assert not stopping.after(0)
+    subprocess.run(["true"], check=True)
+    time.sleep(3 * stop.POLL_S)
+    assert not stopping.after(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(stop.SAME_SIGNAL_S + 1)
+    subprocess.run(["true"], check=True)
+    time.sleep(3 * stop.POLL_S)
+    assert stopping.after(2)
+
+
+def test_end_of_a_loader_worker_is_no_request() -> None:
+    result = ranks.spawn(outlive_a_child, [()], timeout_s=30.0)
+    assert result.ok, str(result)
+
+
 def leave_at_own_pace(pace_s: float, folder: str, agree: bool) -> None:
     """Steps without collectives, so that ranks are far apart when one of them is told."""
     dist.init_process_group("gloo")
