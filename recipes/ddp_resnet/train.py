@@ -215,7 +215,6 @@ def main() -> None:
     args = cli.parse(Args)
     here = world.start(args.backend)
     world.check_same(flag=dataclasses.asdict(args), code=world.code_digests(__file__))
-    stopping = stop.Stop(args.deadline)
     mesh = make_mesh(here)
     shard, num_shards = data_shard(mesh)
     pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
@@ -240,6 +239,7 @@ def main() -> None:
     requests = sampler.training_requests(len(train), args.seed, plan, pass_size, shard, num_shards)
     batches = data.Loader(train, requests, args.workers, here.device)
     ideal_s = count_flops(args, train) / metrics.peak_flops(here.device, dtype)
+    stopping = stop.Stop(args.deadline)
     run = log.Run(path, __file__, args, here, plan, ideal_s)
     log.say(f"{here}\n{plan} in passes of {pass_size // num_shards} on each rank, {dtype}, {len(train)} to train on")
 
