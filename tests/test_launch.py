@@ -20,6 +20,7 @@ from tests import ranks
 LAUNCHER = ranks.ROOT / "launch" / "torchrun.sh"
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 DDP = "recipes/ddp_resnet"
+SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 TWO_STEPS = ("--max-steps", "2", "--global-batch-size", "8", "--log-every", "1")
 TAGS = {
     *("train/loss", "train/lr", "train/grad_norm", "val/loss", "val/top1"),
@@ -219,7 +220,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert command[:2] == ["OMP_NUM_THREADS=3", f"PYTHONPATH={ranks.ROOT}"]
     assert command[2:4] == [sys.executable, str(ranks.ROOT / "launch" / "agent.py")]
     assert command[4:] == [
-        *("--standalone", "--nproc-per-node=2", "--max-restarts=0", "--max-restarts=2"),
+        *("--standalone", "--nproc-per-node=2", "--max-restarts=0", SIGNALS, "--max-restarts=2"),
         *(str(ranks.ROOT / DDP / "train.py"), *words),
     ]
     assert not list(tmp_path.iterdir())
@@ -288,7 +289,7 @@ def test_launch_env(tmp_path: Path) -> None:
     python.chmod(0o755)
     words = launch(tmp_path, PYTHON=str(python), MAX_RESTARTS="1").stdout.split()
     assert words[0] == "1"
-    assert words[2:] == ["--standalone", "--nproc-per-node=5", "--max-restarts=1", str(tmp_path / "train.py")]
+    assert words[2:] == ["--standalone", "--nproc-per-node=5", "--max-restarts=1", SIGNALS, str(tmp_path / "train.py")]
     assert not (tmp_path / "ran").exists()
 
 
