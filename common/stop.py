@@ -32,17 +32,18 @@ class Stop:
         reason: why the ranks leave, and which rank noticed; "" while there is no reason.
     """
 
-    def __init__(self, deadline_min: float) -> None:
+    def __init__(self, deadline_min: float, first_step: int) -> None:
         """Take over the signals (main thread, before any loader worker is forked; all ranks).
 
         Args:
             deadline_min: minutes from now after which to leave; 0 for never.
+            first_step: steps done already.
         """
         self.reason = ""
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._deadline = time.monotonic() + 60 * deadline_min if deadline_min else float("inf")
         self._lock = threading.Lock()
-        self._done = self._target = 0
+        self._done = self._target = first_step
         self._agreed = threading.Event()
         self._noticed_at = 0.0
         # Python writes the number of a signal here at once, whichever thread it hits.

@@ -238,7 +238,7 @@ def main() -> None:
     requests = sampler.training_requests(len(train), args.seed, plan, pass_size, shard, num_shards)
     batches = data.Loader(train, requests, args.workers, here.device)
     ideal_s = count_flops(args, train) / metrics.peak_flops(here.device, dtype)
-    stopping = stop.Stop(args.deadline)
+    stopping = stop.Stop(args.deadline, plan.first_step)
     run = log.Run(path, __file__, args, here, plan, ideal_s)
     log.say(f"{here}\n{plan} in passes of {pass_size // num_shards} on each rank, {dtype}, {len(train)} to train on")
 

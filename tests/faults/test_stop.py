@@ -148,7 +148,7 @@ def test_launcher_with_loader_workers(images: Path, tmp_path: Path) -> None:
 def outlive_a_child() -> None:
     dist.init_process_group("gloo")
     signal.signal(signal.SIGCHLD, lambda *_: None)  # as DataLoader does
-    stopping = stop.Stop(0)
+    stopping = stop.Stop(0, 0)
     assert not stopping.after(0)
     subprocess.run(["true"], check=True)
     time.sleep(3 * stop.POLL_S)
@@ -168,7 +168,7 @@ def test_end_of_a_loader_worker_is_no_request() -> None:
 def leave_at_own_pace(pace_s: float, folder: str, agree: bool) -> None:
     """Steps without collectives, so that ranks are far apart when one of them is told."""
     dist.init_process_group("gloo")
-    stopping = stop.Stop(0)
+    stopping = stop.Stop(0, 0)
     if not agree:  # a mutant: every rank leaves after its own next step
         stop.max = lambda _: stopping._done
     step, rank = 0, dist.get_rank()
