@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent: written beside the old ones, committed by one rename, verified before use.
+"""Find a checkpoint that is whole, and load it on any number of ranks; `saver` writes them.
 
 A checkpoint is a folder `step_00001000/` of safetensors files, in which each rank wrote its share of the
 canonical names (see `keymap`), and a MANIFEST.json with the size and SHA-256 of each file. Nothing in it is
@@ -6,84 +6,24 @@ pickled. `torch.distributed.checkpoint` reads and writes it, so the ranks that l
 that saved.
 """
 
-import contextlib
-import shutil
-import uuid
-from collections.abc import Iterator
+import stat
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from common import UserError, keymap, log, manifest, world
 
 
-def save(run_dir: Path, step: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any], keep: int) -> Path:
-    """Write and commit `checkpoints/step_<step>`; until the rename, a kill leaves the older ones as they were.
-
-    Args:
-        run_dir: the run's folder, which all ranks see.
-        step: optimizer steps done.
-        tensors: this rank's state by canonical name (all ranks take part).
-        facts: what is no tensor, such as position and seed; JSON values, taken from rank 0.
-        keep: older checkpoints beyond this many are deleted after the commit.
-
-    Returns:
-        The committed folder.
-    """
-    final = checkpoint_dir(run_dir, step)
-    partial = world.from_rank0(lambda: _make_partial(final))
-    rows = {name: tensor.contiguous() for name, tensor in tensors.items()}  # safetensors knows no strides
-    writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
-    # What several ranks hold under one name is taken from the lowest: BatchNorm's running statistics are not the
-    # same on all of them, and a mixture would be nobody's.
-    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    with _as_exception():
-        dcp.save(rows, storage_writer=writer, planner=planner)
-    # Each rank wrote the file that carries its number: it reads back and hashes that one.
-    mine = {path.name: manifest.seal(path) for path in partial.glob(f"shard-{dist.get_rank() + 1:05d}-*")}
-    files: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(files, mine)
-    if dist.get_rank() == 0:
-        everything = {name: entry for part in files for name, entry in part.items()}
-        manifest.write(partial, {"step": step, **facts}, everything)
-        if final.exists():  # a damaged one, or the resume that led here would have begun after it
-            final.rename(final.with_name(f"{final.name}.tmp-damaged"))
-        partial.rename(final)
-        manifest.sync(final.parent)
-        # Newer ones are damaged, or this run would have begun after them: they do not count as kept.
-        older = [path for path in _steps(run_dir) if path.name <= final.name]
-        for old in [*older[max(1, keep) :], *final.parent.glob("step_*.tmp-*")]:
-            shutil.rmtree(old)
-    dist.barrier()
-    return final
-
-
-def _make_partial(final: Path) -> Path:
-    partial = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
-    partial.mkdir(parents=True)
-    return partial
-
-
-@contextlib.contextmanager
-def _as_exception() -> Iterator[None]:
-    """DCP raises a BaseException, which every `except Exception` and torchrun's error file would miss."""
-    try:
-        yield
-    except dcp.CheckpointException as error:
-        raise RuntimeError(str(error)) from error
-
-
-def checkpoint_dir(run_dir: Path, step: int) -> Path:
+def folder(run_dir: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
     return run_dir / "checkpoints" / f"step_{step:08d}"
 
 
-def _steps(run_dir: Path) -> list[Path]:
-    """Committed checkpoints, newest first."""
+def committed(run_dir: Path) -> list[Path]:
+    """Every committed checkpoint of a run, newest first."""
     found = (run_dir / "checkpoints").glob("step_*")
     return sorted((path for path in found if path.name[5:].isdigit()), reverse=True)
 
@@ -109,23 +49,29 @@ def find(run_dir: Path, resume: str, terms: dict[str, Any]) -> tuple[Path | None
     if path:
         log.say(f"continues from step {facts['step']} of {path}")
         for key, value in terms.items():
-            if facts.get(key) != value:
-                log.say(f"note: it was written with {key} {facts.get(key)}, this run has {value}")
+            if facts.get(key, value) != value:
+                log.say(f"note: it was written with {key} {facts[key]}, this run has {value}")
     return path, facts
 
 
 def _find(run_dir: Path, resume: str) -> tuple[Path | None, dict[str, Any]]:
-    candidates = _steps(run_dir)
-    where = run_dir
+    if committed(run_dir):
+        return choose(run_dir)
+    return choose(Path(resume).expanduser(), "--resume ") if resume else (None, {})
+
+
+def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
+    """The newest whole checkpoint of a run, or the one that `where` is, and its manifest; `flag` named it.
+
+    Raises:
+        UserError: there is none, none is whole, or everybody can write to it.
+    """
+    candidates = [where] if (where / manifest.NAME).is_file() else committed(where)
     if not candidates:
-        if not resume:
-            return None, {}
-        where = Path(resume).expanduser()
-        candidates = [where] if (where / manifest.NAME).is_file() else _steps(where)
-        if not candidates:
-            raise UserError(f"--resume {resume}: no checkpoint there; give a run's folder or one of its checkpoints")
+        raise UserError(f"{flag}{where}: no checkpoint there; give a run's folder or one of its checkpoints")
     faults: list[str] = []
     for path in candidates:
+        _refuse_open_folder(path)
         facts, fault = manifest.verify(path)
         if not fault:
             if faults:
@@ -138,6 +84,18 @@ def _find(run_dir: Path, resume: str) -> tuple[Path | None, dict[str, Any]]:
     )
 
 
+def _refuse_open_folder(path: Path) -> None:
+    for place in (path.resolve(), path.resolve().parent):
+        if place.stat().st_mode & stat.S_IWOTH and not place.stat().st_mode & stat.S_ISVTX:
+            raise UserError(f"{place} can be written by everybody here, so nothing in it is trusted: chmod o-w {place}")
+
+
+def tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Name to type and shape of every tensor of a checkpoint."""
+    metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+
+
 def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Fill this rank's tensors in place from a checkpoint of any number of ranks (all ranks take part).
 
@@ -148,12 +106,22 @@ def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     Raises:
         UserError: the checkpoint is of another model; lists the first names that differ.
     """
-    reader = dcp.HuggingFaceStorageReader(str(path))
-    metadata = reader.read_metadata().state_dict_metadata
-    saved = {name: tuple(entry.size) for name, entry in metadata.items() if not isinstance(entry, BytesStorageMetadata)}
+    saved = {name: tuple(entry.size) for name, entry in tensors_in(path).items()}
+    weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(keymap.OPTIMIZER)}
+    if len(weights) < len(tensors) and not any(name.startswith(keymap.OPTIMIZER) for name in saved):
+        log.say(f"{path} holds weights only: the optimizer starts anew")
+        tensors = weights
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     differences = keymap.differences(wanted, saved)
     if differences:
         raise UserError(f"--resume: {path} is of another model:\n  " + "\n  ".join(differences))
-    with _as_exception():
-        dcp.load(tensors, storage_reader=reader)
+    try:
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+    except dcp.CheckpointException as error:  # a BaseException, which `except Exception` and @record would miss
+        raise RuntimeError(str(error)) from error
+
+
+if __name__ == "__main__":
+    from common import exchange
+
+    exchange.main()

@@ -17,7 +17,7 @@ from typing import TypeVar
 import tyro
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from common import UserError, world
+from common import UserError, watch, world
 
 Args = TypeVar("Args")
 
@@ -103,7 +103,13 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
     def wrapped() -> None:
         try:
             main()
-        except UserError as error:
+        except SystemExit:
+            raise
+        except BaseException as error:
+            if watch.Watch.active:  # since the training began
+                watch.Watch.active.report(error)
+            if not isinstance(error, UserError):
+                raise
             if world.rank() != 0:
                 # Nearly always rank 0 has found the same and is printing it; if not, this rank must speak.
                 time.sleep(GRACE_S)

@@ -58,7 +58,10 @@ class Loader:
 
     Attributes:
         wait_s: seconds that the training loop has waited for data so far.
+        batches_read: by all loaders of this process: a sign that it makes progress.
     """
+
+    batches_read = 0
 
     def __init__(self, reader: BatchReader, requests: Iterable[Request], workers: int, device: torch.device) -> None:
         self.wait_s = 0.0
@@ -82,6 +85,7 @@ class Loader:
             return next(self._batches)
         finally:
             self.wait_s += time.perf_counter() - start
+            Loader.batches_read += 1
 
     def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Copy the next batch on a stream of its own while the current one is computed."""

@@ -36,10 +36,10 @@ class Run:
     def __init__(
         self, path: Path, recipe: str, args: Any, here: world.World, plan: sampler.Plan, ideal_s: float
     ) -> None:
-        """Create the folder, or continue in it after the plan's first step (all ranks).
+        """Begin, or continue after the plan's first step (all ranks).
 
         Args:
-            path: as `run_dir.choose` chose it.
+            path: the folder, which `run_dir.claim` has claimed.
             recipe: the train.py that runs.
             args: its dataclass of flags.
             here: this process.
@@ -133,16 +133,19 @@ class Run:
             say(f"best   {tag} {value:.4f} at step {step}")
         say(f"files  {self.path}")
         say(f"plot   tensorboard --host localhost --logdir {shlex.quote(str(self.path.parent))}")
-        more = "" if self._step < self._plan.max_steps else " and more --epochs or --max-steps"
-        say(f"go on  the same command with --name {shlex.quote(self.path.name)}{more}")
+        more = "" if self._step < self._plan.max_steps else "  (with more --epochs or --max-steps)"
+        say(f"go on  {run_dir.continuing(self.path, self._here.size)}{more}")
 
     def _record(self, step: int, group: str, values: Mapping[str, float]) -> None:
         if self._here.rank != 0:
             return
-        for key, value in values.items():
-            self._tensorboard.add_scalar(f"{group}/{key}", value, step)
-        self._records.write(json.dumps({"step": step} | {f"{group}/{key}": v for key, v in values.items()}) + "\n")
-        self._records.flush()
+        try:
+            self._records.write(json.dumps({"step": step} | {f"{group}/{key}": v for key, v in values.items()}) + "\n")
+            self._records.flush()
+            for key, value in values.items():
+                self._tensorboard.add_scalar(f"{group}/{key}", value, step)
+        except OSError as error:  # a full disk is no reason to end a training
+            say(f"warning: step {step} is not recorded in {self.path}: {error}")
 
     def _show(self, step: int, values: Mapping[str, float], tail: str) -> None:
         if self._here.rank != 0:

@@ -1,11 +1,13 @@
 """The folder of a run: config.json, the copied train.py, metrics.jsonl, logs/."""
 
 import dataclasses
+import fcntl
 import json
 import math
 import os
 import platform
 import shlex
+import socket
 import sys
 import tempfile
 from datetime import datetime
@@ -15,6 +17,8 @@ from typing import Any, TextIO
 import torch
 
 from common import UserError, world
+
+_locks: list[TextIO] = []
 
 
 def choose(out: str, name: str) -> Path:
@@ -36,6 +40,36 @@ def choose(out: str, name: str) -> Path:
     return world.from_rank0(choose)
 
 
+def claim(path: Path) -> None:
+    """Create the run's folder and keep every other job out of it until this process ends (all ranks).
+
+    Raises:
+        UserError: another process has it; names its host, number and job.
+    """
+
+    def lock() -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        file = (path / "lock").open("a+")
+        try:
+            # A record lock: no loader worker inherits it, and the kernel drops it with the process, however it ends.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            raise UserError(
+                f"--name {path.name}: {path} is in use by {owner}; wait for it, or give another --name"
+            ) from None
+        file.truncate(0)
+        job = f", Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+        file.write(f"process {os.getpid()} on {socket.gethostname()}{job}")
+        file.flush()
+        _locks.append(file)  # closing it would give the lock back
+        if "RUN_DIR_FILE" in os.environ:  # launch/slurm.sh looks there for the folder
+            Path(os.environ["RUN_DIR_FILE"]).write_text(str(path))
+
+    world.from_rank0(lock)
+
+
 def redirect_output(path: Path, rank: int) -> None:
     """Send this process's output to `logs/`, from the descriptors up, so that crashes in C++ are in it too."""
     path.joinpath("logs").mkdir(parents=True, exist_ok=True)
@@ -48,10 +82,10 @@ def redirect_output(path: Path, rank: int) -> None:
 
 
 def write_config(path: Path, recipe: str, args: Any, here: world.World) -> list[str]:
-    """Create the folder with config.json and a copy of train.py (rank 0).
+    """Write config.json and a copy of train.py (rank 0).
 
     Args:
-        path: the run's folder.
+        path: the run's folder, claimed.
         recipe: the train.py that runs.
         args: its dataclass of flags.
         here: this process.
@@ -59,7 +93,6 @@ def write_config(path: Path, recipe: str, args: Any, here: world.World) -> list[
     Returns:
         In a run that continues, a line for each flag that has changed.
     """
-    path.mkdir(parents=True, exist_ok=True)
     flags = dataclasses.asdict(args)
     config = {
         "recipe": Path(recipe).resolve().parent.name,
@@ -77,6 +110,22 @@ def write_config(path: Path, recipe: str, args: Any, here: world.World) -> list[
     _replace(path / "train.py", Path(recipe).read_text())
     changed = [key for key, value in flags.items() if before.get(key) != value]
     return [f"continuing with --{key.replace('_', '-')} {flags[key]} (was {before.get(key)})" for key in changed]
+
+
+def continuing(path: Path, world_size: int) -> str:
+    """The command that continues the run in `path`: this process's, with the run's name and without --stop-after."""
+    flags = iter(sys.argv[1:])
+    kept = []
+    for flag in flags:
+        if flag.replace("_", "-") == "--stop-after":
+            next(flags)
+        elif not flag.replace("_", "-").startswith("--stop-after="):
+            kept.append(flag)
+    if not any(flag.split("=")[0] == "--name" for flag in kept):
+        kept += ["--name", path.name]
+    plain = "python" if world_size == 1 else f"torchrun --nproc-per-node={world_size}"
+    launched_as = os.environ.get("LAUNCHED_AS") or f"{plain} {shlex.quote(sys.argv[0])}"  # launch/torchrun.sh sets it
+    return f"{launched_as} {shlex.join(kept)}"
 
 
 def open_records(path: Path, first_step: int) -> TextIO:

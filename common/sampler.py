@@ -43,6 +43,8 @@ class Plan:
     """Which samples of the stream of epochs each remaining step consumes.
 
     Attributes:
+        num_samples: size of the training set.
+        run_seed: decides, with the epoch, the order in it.
         first_step: steps done before this process began.
         max_steps: the last step of the training.
         start: samples consumed by the steps done.
@@ -50,6 +52,8 @@ class Plan:
         global_batch_size: samples of every step but possibly the last.
     """
 
+    num_samples: int
+    run_seed: int
     first_step: int
     max_steps: int
     start: int
@@ -64,9 +68,19 @@ class Plan:
         """Samples consumed once `step` is done."""
         return min(self.start + (step - self.first_step) * self.global_batch_size, self.end)
 
+    def samples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Epoch and index in the data set of the positions [start, stop), both (stop - start,)."""
+        epochs, offsets = np.divmod(np.arange(start, stop), self.num_samples)
+        indices = np.empty_like(offsets)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            indices[here] = permutation(self.num_samples, self.run_seed, int(epoch))[offsets[here]]
+        return epochs, indices
+
 
 def make_plan(
     num_samples: int,
+    run_seed: int,
     epochs: int,
     max_steps: int,
     global_batch_size: int,
@@ -79,6 +93,7 @@ def make_plan(
 
     Args:
         num_samples: size of the training set.
+        run_seed: of the order.
         epochs: length of the training if `max_steps` is 0.
         max_steps: length of the training in steps, or 0.
         global_batch_size: samples per step.
@@ -98,7 +113,7 @@ def make_plan(
         )
     if max_steps:
         end = start + max(0, max_steps - step) * global_batch_size
-        return Plan(step, max_steps, start, end, global_batch_size)
+        return Plan(num_samples, run_seed, step, max_steps, start, end, global_batch_size)
     left = max(0, epochs * num_samples - start)
     steps, rest = divmod(left, global_batch_size)
     if rest:
@@ -110,7 +125,7 @@ def make_plan(
                 f"--epochs {epochs} of {num_samples} samples leaves {rest} for the last step: "
                 f"too few for {num_shards} ranks in passes of {pass_size}; {way_out}"
             )
-    return Plan(step, step + steps + (rest > 0), start, start + left, global_batch_size)
+    return Plan(num_samples, run_seed, step, step + steps + (rest > 0), start, start + left, global_batch_size)
 
 
 def passes(start: int, stop: int, pass_size: int, shard: int, num_shards: int) -> Iterator[tuple[int, int]]:
@@ -134,20 +149,13 @@ def passes(start: int, stop: int, pass_size: int, shard: int, num_shards: int) -
         yield _part(*_part(start, stop, num_passes, i), num_shards, shard)
 
 
-def training_requests(
-    num_samples: int, run_seed: int, plan: Plan, pass_size: int, shard: int, num_shards: int
-) -> Iterator[Request]:
+def training_requests(plan: Plan, pass_size: int, shard: int, num_shards: int) -> Iterator[Request]:
     """Everything this shard reads from now to the end of the plan."""
     for step in range(plan.first_step + 1, plan.max_steps + 1):
         start, stop = plan.position(step - 1), plan.position(step)
         bounds = list(passes(start, stop, pass_size, shard, num_shards))
         for i, (first, end) in enumerate(bounds):
-            epochs, offsets = np.divmod(np.arange(first, end), num_samples)
-            indices = np.empty_like(offsets)
-            for epoch in np.unique(epochs):
-                here = epochs == epoch
-                indices[here] = permutation(num_samples, run_seed, int(epoch))[offsets[here]]
-            yield Request(epochs, indices, stop - start, i == len(bounds) - 1)
+            yield Request(*plan.samples(first, end), stop - start, i == len(bounds) - 1)
 
 
 def evaluation_requests(num_samples: int, pass_size: int, shard: int, num_shards: int) -> Iterator[Request]:

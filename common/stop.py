@@ -12,17 +12,16 @@ import signal
 import socket
 import threading
 import time
-from typing import Any
 
 import torch.distributed as dist
 
-from common import log
-from common.world import TIMEOUT_S
+from common import log, world
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_S = 0.2
 # torchrun passes a signal on that the terminal or Slurm has sent to the ranks too: within this time it is the same.
 SAME_SIGNAL_S = 2.0
+END_MARGIN_S = 120.0  # for the step under way and the save, before Slurm ends the job
 
 
 class Stop:
@@ -42,6 +41,9 @@ class Stop:
         self.reason = ""
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._deadline = time.monotonic() + 60 * deadline_min if deadline_min else float("inf")
+        if "SLURM_JOB_END_TIME" in os.environ:  # seconds since 1970; launch/slurm.sh sets it where Slurm does not
+            left_s = float(os.environ["SLURM_JOB_END_TIME"]) - time.time()
+            self._deadline = min(self._deadline, time.monotonic() + left_s - min(END_MARGIN_S, left_s / 10))
         self._lock = threading.Lock()
         self._done = self._target = first_step
         self._agreed = threading.Event()
@@ -53,7 +55,13 @@ class Stop:
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        threading.Thread(target=self._watch, daemon=True).start()
+        store = dist.distributed_c10d._get_default_store()
+        self._store = store.clone() if self._size > 1 else store  # the main thread may be waiting in the other one
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stop", daemon=True)
+        self._thread.start()
+        world.background.callback(self.close)
+        dist.barrier()  # from here on a signal to any rank is a request
 
     def after(self, step: int) -> bool:
         """Whether to leave now that `step` is done; waits for the others only once there is a reason (all ranks).
@@ -65,25 +73,26 @@ class Stop:
             self._done = step
             if not self.reason:
                 return False
-        if not self._agreed.wait(TIMEOUT_S):
+        if not self._agreed.wait(world.TIMEOUT_S):
             raise RuntimeError(f"rank {self._rank}: no agreement on the step to leave after ({self.reason})")
         return step >= self._target
 
-    def _watch(self) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        store = dist.distributed_c10d._get_default_store()
-        store = store.clone() if self._size > 1 else store  # a connection of its own: the other one may be waiting
-        while True:
-            try:
-                reason = self._look(store)
-                if reason and not self.reason:
-                    self._agree(store, reason)
-            except dist.DistError:
-                if self.reason:
-                    raise
-                return  # rank 0, where the store lives, has left after its last step
+    def close(self) -> None:
+        """Stop listening: this rank is done."""
+        self._closing.set()
+        self._thread.join(5 * POLL_S)
 
-    def _look(self, store: Any) -> str:
+    def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        while not self._closing.is_set():
+            try:
+                reason = self._look()
+                if reason and not self.reason:
+                    self._agree(reason)
+            except dist.DistError:
+                return  # the store is gone, and `watch` says so
+
+    def _look(self) -> str:
         """Wait a moment for a reason: a signal here, the clock, or another rank's notice."""
         if select.select([self._signals], [], [], POLL_S)[0]:
             # Others come here too: a loader worker that ends, for one, is a SIGCHLD.
@@ -92,16 +101,16 @@ class Stop:
                 os._exit(128 + numbers[0])  # asked twice: at once, unsaved
             return f"{signal.Signals(numbers[0]).name} on rank {self._rank}" if numbers else ""
         if time.monotonic() > self._deadline:
-            return f"--deadline on rank {self._rank}"
-        return store.get("stop/reason").decode() if store.check(["stop/reason"]) else ""
+            return f"--deadline, or Slurm's time limit, on rank {self._rank}"
+        return self._store.get("stop/reason").decode() if self._store.check(["stop/reason"]) else ""
 
-    def _agree(self, store: Any, reason: str) -> None:
+    def _agree(self, reason: str) -> None:
         """Publish the step done here, read everyone's, and fix the step to leave after."""
         with self._lock:  # from here on `after` waits, so no rank can pass the target
             self.reason, self._noticed_at = reason, time.monotonic()
             done = self._done
-        store.set("stop/reason", reason)
-        store.set(f"stop/done/{self._rank}", str(done))
-        self._target = 1 + max(int(store.get(f"stop/done/{rank}")) for rank in range(self._size))
+        self._store.set("stop/reason", reason)
+        self._store.set(f"stop/done/{self._rank}", str(done))
+        self._target = 1 + max(int(self._store.get(f"stop/done/{rank}")) for rank in range(self._size))
         self._agreed.set()
         log.say(f"{reason}: all ranks leave, saved, after step {self._target}; the same again quits at once, unsaved")

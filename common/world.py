@@ -1,5 +1,7 @@
 """Who am I: rank, device, process group. The only reader of RANK and its friends."""
 
+import atexit
+import contextlib
 import hashlib
 import os
 import socket
@@ -17,7 +19,9 @@ from common import UserError
 # Ranks may reach a collective minutes apart (a cold disk, a compile); longer than this is a rank that will not come.
 TIMEOUT_S = 600
 Answer = TypeVar("Answer")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+# What runs beside the training. It ends in time: a thread in C++ aborts an interpreter that is shutting down.
+background = contextlib.ExitStack()
+atexit.register(background.close)
 
 
 def _env(*names: str, default: int) -> int:
@@ -175,26 +179,8 @@ def code_digests(recipe: str) -> dict[str, str]:
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Map `--dtype` to a torch.dtype; auto is bfloat16 where the hardware computes in it, else float32."""
-    if name == "auto":
-        if device.type == "cuda":
-            native = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:
-            cpu = torch.cpu.get_capabilities()
-            native = bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16") or cpu.get("bf16"))
-        return torch.bfloat16 if native else torch.float32
-    if name not in DTYPES:
-        raise UserError(f"--dtype {name} is not known: auto, {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def storage_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type of the stored parameters: bfloat16 is for computing, under autocast; what is stored stays float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def finish() -> None:
     """Leave the process group together, after everyone is done (all ranks). Not for error paths: it can block."""
     dist.barrier()
+    background.close()
     dist.destroy_process_group()

@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 USAGE_ERROR = 2
+LEFT = 3  # common/watch.py: this rank left because of another one
 
 
 def main() -> None:
@@ -25,21 +26,30 @@ def main() -> None:
     except SignalException as stopped:  # passed on to the ranks, which have saved and left
         sys.exit(128 + stopped.sigval)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        causes = {rank: failure for rank, failure in error.failures.items() if failure.exitcode != LEFT}
+        if not causes:  # all that have ended so far left because of another one
+            if 0 not in error.failures:  # rank 0 would have printed it here
+                print(traceback_of(error.get_first_failure()[1].error_file), file=sys.stderr)
+            sys.exit(1)
+        rank, failure = min(causes.items(), key=lambda item: item[1].timestamp)
+        traceback = traceback_of(failure.error_file)
+        if traceback:  # however it ended: others that left at once may have had it ended, too
+            print(f"\nrank {rank} (pid {failure.pid}) failed first\n{traceback}", file=sys.stderr)
+            sys.exit(1)
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
         if code != USAGE_ERROR:
             how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {code}"
             print(f"\nrank {rank} (pid {failure.pid}) failed first, {how}", file=sys.stderr)
-            print(traceback_of(failure.error_file), file=sys.stderr)
+            print("it left no traceback: see logs/ in the run's folder, and the kernel's log", file=sys.stderr)
         sys.exit(code)
 
 
 def traceback_of(error_file: str) -> str:
-    """What @record kept of the exception, or where else to look."""
+    """What @record kept of the exception; "" if there was none."""
     try:
         details = json.loads(Path(error_file).read_text())["message"]["extraInfo"]
     except (OSError, ValueError, KeyError, TypeError):
-        return "it left no traceback: see logs/ in the run's folder, and the kernel's log if it was killed"
+        return ""
     return details["py_callstack"].rstrip()
 
 

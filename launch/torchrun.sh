@@ -17,10 +17,11 @@ Environment (the recipe's launch.env gives defaults):
   MAX_RESTARTS     how often a failed group of processes is started again: default 0
   OMP_NUM_THREADS  CPU threads per process: default the cores divided by the processes
 Several machines, the same command on each:
-  NNODES           number of machines: default 1
+  NNODES           number of machines: default 1; MIN:MAX for a number that may change (elastic)
   NODE_RANK        this machine's number, from 0
   MASTER_ADDR      host name or address of machine 0
   MASTER_PORT      a free port on machine 0: default 29400
+  RDZV_ID          name of this job, if several share machine 0 and the port: default brigade
 
 torchrun options go before RECIPE and are written --option=value; --dry-run prints the command and stops.
 Output of rank 0 comes to the terminal; the other ranks write to logs/ in the run's folder.
@@ -32,6 +33,13 @@ fail() {
   exit 2
 }
 
+# What the run tells at its end as the way to go on; train.py adds its flags.
+launched_as=
+for name in NPROC_PER_NODE MAX_RESTARTS OMP_NUM_THREADS NNODES NODE_RANK MASTER_ADDR MASTER_PORT RDZV_ID; do
+  [[ -z ${!name-} ]] || printf -v launched_as '%s%s=%q ' "$launched_as" "$name" "${!name}"
+done
+launched_as+=$(printf '%q ' bash "$0")
+
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 dry_run=
 options=()
@@ -39,7 +47,10 @@ while [[ ${1-} == -* ]]; do
   case $1 in
     -h | --help) usage && exit ;;
     --dry-run) dry_run=1 ;;
-    *) options+=("$1") ;;
+    *)
+      options+=("$1")
+      launched_as+=$(printf '%q ' "$1")
+      ;;
   esac
   shift
 done
@@ -47,6 +58,7 @@ done
 
 recipe=${1%/}
 shift
+export LAUNCHED_AS=${LAUNCHED_AS:-$launched_as$(printf '%q' "$recipe")} # launch/slurm.sh has said it already
 recipe=${recipe%/train.py}
 [[ -d $recipe || ! -d $root/$recipe ]] || recipe=$root/$recipe # from any folder
 if [[ ! -f $recipe/train.py ]]; then
@@ -80,19 +92,26 @@ threads=$(($(nproc 2>/dev/null || sysctl -n hw.ncpu) / processes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
 nodes=${NNODES:-1}
-[[ $nodes =~ ^[1-9][0-9]*$ ]] || fail "NNODES=$nodes is not a number of machines"
+[[ $nodes =~ ^([1-9][0-9]*:)?[1-9][0-9]*$ ]] || fail "NNODES=$nodes is not a number of machines, nor MIN:MAX"
+most=${nodes#*:}
 if [[ $nodes == 1 ]]; then
   place=(--standalone) # a rendezvous of its own on a free port
 else
   [[ -n ${MASTER_ADDR-} ]] || fail "NNODES=$nodes needs MASTER_ADDR, the host name or address of machine 0"
-  [[ ${NODE_RANK-} =~ ^[0-9]+$ ]] || fail "NNODES=$nodes needs NODE_RANK, this machine's number from 0 to $((nodes - 1))"
-  ((10#$NODE_RANK < nodes)) || fail "NODE_RANK=$NODE_RANK is not below NNODES=$nodes"
-  place=("--nnodes=$nodes" "--node-rank=$NODE_RANK" "--master-addr=$MASTER_ADDR" "--master-port=${MASTER_PORT:-29400}")
+  [[ ${NODE_RANK-} =~ ^[0-9]+$ ]] || fail "NNODES=$nodes needs NODE_RANK, this machine's number from 0 to $((most - 1))"
+  ((10#$NODE_RANK < most)) || fail "NODE_RANK=$NODE_RANK is not below NNODES=$nodes"
+  # Machine 0 keeps the rendezvous, the others join it in any order; no name of a host has to be recognised.
+  host=$((10#$NODE_RANK == 0))
+  place=(
+    "--nnodes=$nodes" "--rdzv-backend=c10d" "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29400}"
+    "--rdzv-id=${RDZV_ID:-brigade}" "--rdzv-conf=is_host=$host,last_call_timeout=5"
+  )
 fi
 
 # A copied folder brings its own common/ beside train.py, which Python finds first.
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # its warnings are of a store that closes at the end
 command=(
   "${PYTHON:-python}" "$root/launch/agent.py" "${place[@]}" "--nproc-per-node=$processes"
   "--max-restarts=${MAX_RESTARTS:-0}" "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"

@@ -38,16 +38,20 @@ from common import (
     checkpoint,
     cli,
     data,
+    guard,
     images,
     keymap,
     log,
     metrics,
+    precision,
     run_dir,
     sampler,
+    saver,
     schedule,
     seed,
     stop,
     sync_batchnorm,
+    watch,
     world,
 )
 from common.models.resnet import make_resnet
@@ -74,6 +78,10 @@ class Args:
     eval_every: int = 0  # steps between evaluations; 0 for once an epoch
     save_every: int = 0  # steps between checkpoints; 0 for once an epoch
     keep: int = 2  # newest checkpoints that stay on the disk
+    async_save: bool = False  # write checkpoints while the training goes on
+    check_every: int = 100  # steps between comparisons of the replicas; 0 for never
+    max_skips: int = 3  # updates in a row that may be left out because their gradient is not finite
+    hang_timeout: float = 300.0  # seconds without progress after which a hang is named and ended
     global_batch_size: int = 128  # samples per optimizer step, over all ranks
     micro_batch_size: int = 0  # samples per forward pass of a rank; 0 for one pass a step
     lr: float = 0.2  # peak learning rate at lr_reference_batch samples per step, scaled linearly
@@ -115,7 +123,7 @@ def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
 
 def forward(args: Args, model: nn.Module, batch: data.Batch, dtype: torch.dtype) -> metrics.Sums:
     """Sums over one rank's batch, of which "loss" carries the gradient."""
-    wide = world.storage_dtype(dtype)
+    wide = precision.storage(dtype)
     pixels = batch.inputs.to(wide, memory_format=torch.channels_last)  # (b, C, H, W), read and sent as bytes
     pixels = pixels.div_(127.5).sub_(1)
     with torch.autocast(pixels.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -173,6 +181,7 @@ def train_step(
     args: Args,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    finite: guard.FiniteGuard,
     batches: data.Loader,
     num_shards: int,
     dtype: torch.dtype,
@@ -189,6 +198,7 @@ def train_step(
         if batch.last:
             break
     grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+    finite.judge(grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return sums, grad_norm
@@ -217,12 +227,12 @@ def main() -> None:
     mesh = make_mesh(here)
     shard, num_shards = data_shard(mesh)
     pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
-    dtype = world.pick_dtype(args.dtype, here.device)
+    dtype = precision.pick(args.dtype, here.device)
     train, validation = make_data(args)
     terms = {"seed": args.seed, "data": train.digest()}  # what the order of samples means something under
     world.check_same(data=terms)
 
-    model = make_model(args, train).to(here.device, world.storage_dtype(dtype))
+    model = make_model(args, train).to(here.device, precision.storage(dtype))
     model = parallelize(args, model, mesh)
     if args.compile:
         model.compile()
@@ -234,11 +244,16 @@ def main() -> None:
         checkpoint.load(found, state(model, optimizer))
     length = (args.epochs, args.max_steps, args.global_batch_size)
     least = sync_batchnorm.least_samples(model)
-    plan = sampler.make_plan(len(train), *length, pass_size, num_shards, done, least)
-    requests = sampler.training_requests(len(train), args.seed, plan, pass_size, shard, num_shards)
+    plan = sampler.make_plan(len(train), args.seed, *length, pass_size, num_shards, done, least)
+    requests = sampler.training_requests(plan, pass_size, shard, num_shards)
     batches = data.Loader(train, requests, args.workers, here.device)
     ideal_s = count_flops(args, train) / metrics.peak_flops(here.device, dtype)
+
+    run_dir.claim(path)
     stopping = stop.Stop(args.deadline, plan.first_step)
+    watching = watch.Watch(here, path, plan.first_step, args.hang_timeout)
+    finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips)
+    saving = saver.Saver(path, __file__, mesh, terms, args.keep, args.async_save)
     run = log.Run(path, __file__, args, here, plan, ideal_s)
     log.say(f"{here}\n{plan} in passes of {pass_size // num_shards} on each rank, {dtype}, {len(train)} to train on")
 
@@ -247,24 +262,29 @@ def main() -> None:
     peak_lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
     window: metrics.Sums = {}
     for step in range(plan.first_step + 1, last_step + 1):
+        watching.step(step)
         seed.everything(args.seed, seed.STEP, step, shard)
         lr = peak_lr * schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        sums, grad_norm = train_step(args, model, optimizer, batches, num_shards, dtype)
+        sums, grad_norm = train_step(args, model, optimizer, finite, batches, num_shards, dtype)
         window = metrics.add(window, sums)
+        finite.after(step)
         leaving = stopping.after(step)
-        if step % args.log_every == 0 or step == last_step or leaving:
+        last = leaving or step == last_step
+        if step % args.log_every == 0 or last:
             run.train(step, metrics.means(window), lr=lr, grad_norm=grad_norm.item(), data_wait_s=batches.wait_s)
             window = {}
+            finite.check()
         with run.paused():
+            if args.check_every and (step % args.check_every == 0 or last):
+                guard.check_replicas(model, step)
             if step % (args.eval_every or epoch_steps) == 0 or step == last_step:
                 requests = sampler.evaluation_requests(len(validation), pass_size, shard, num_shards)
                 held_out = data.Loader(validation, requests, args.workers, here.device)
                 run.validation(step, metrics.means(evaluate(args, model, held_out, dtype)))
-            if step % (args.save_every or epoch_steps) == 0 or step == last_step or leaving:
-                facts = terms | {"samples": plan.position(step)}
-                checkpoint.save(path, step, state(model, optimizer), facts, args.keep)
+            if step % (args.save_every or epoch_steps) == 0 or last:
+                saving.save(step, state(model, optimizer), plan.position(step), last)
         if leaving:
             break
     run.finish(stopping.reason)

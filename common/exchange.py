@@ -1,0 +1,104 @@
+"""The command `python -m common.checkpoint`: what is in a checkpoint, is it whole, one safetensors file out or in."""
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import tyro
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from common import UserError, checkpoint, keymap, manifest
+
+Source = Annotated[Path, tyro.conf.Positional]
+
+
+def inspect(path: Source) -> None:
+    """Show what a checkpoint holds; PATH is one, or a run's folder, of which the newest whole one is taken."""
+    folder, facts = checkpoint.choose(path)
+    files = facts.pop("files")
+    print(f"{folder}: {len(files)} file(s), {sum(entry['bytes'] for entry in files.values()) / 1e6:,.1f} MB, whole")
+    for key, value in facts.items():
+        print(f"  {key:10} {json.dumps(value)}")
+    tensors = checkpoint.tensors_in(folder)
+    weights = {name: entry for name, entry in tensors.items() if not name.startswith(keymap.OPTIMIZER)}
+    print(f"  {'tensors':10} {len(weights)} of the model, {len(tensors) - len(weights)} of the optimizer")
+    for name, entry in tensors.items():
+        print(f"    {name:60} {str(entry.properties.dtype).removeprefix('torch.'):9} {tuple(entry.size)}")
+
+
+def verify(path: Source) -> None:
+    """Compare a checkpoint, or all of a run, with its manifest, bit by bit; exits with 1 if one differs."""
+    folders = [path] if (path / manifest.NAME).exists() else checkpoint.committed(path)
+    if not folders:
+        raise UserError(f"{path}: no checkpoint there; give a run's folder or one of its checkpoints")
+    faults = {folder: manifest.verify(folder)[1] for folder in folders}
+    for folder, fault in faults.items():
+        print(f"{'DAMAGED' if fault else 'whole  '} {folder}  {fault}".rstrip())
+    sys.exit(any(faults.values()))
+
+
+def export(path: Source, out: Path) -> None:
+    """Write the model's weights as one safetensors file, whatever strategy and number of ranks saved them.
+
+    Args:
+        path: a checkpoint, or a run's folder, of which the newest whole one is taken.
+        out: the file to write; it must not exist yet.
+    """
+    if out.exists():
+        raise UserError(f"--out {out} exists: give another name, or remove it")
+    folder, facts = checkpoint.choose(path)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in checkpoint.tensors_in(folder).items()
+        if not name.startswith(keymap.OPTIMIZER)
+    }
+    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    partial = out.with_name(f"{out.name}.tmp")
+    save_file(tensors, partial, metadata={"format": "pt", "step": str(facts["step"])})
+    partial.replace(out)
+    print(f"{out}: {len(tensors)} tensors of step {facts['step']} of {folder}")
+
+
+def import_(path: Source, out: Path) -> None:
+    """Make a checkpoint of step 0 from a safetensors file, for --resume; the optimizer starts anew.
+
+    Args:
+        path: the file; names may have the prefixes of DataParallel, DDP and torch.compile.
+        out: the folder to create for it, to be given to --resume.
+    """
+    if out.exists():
+        raise UserError(f"--out {out} exists: give another name, or remove it")
+    try:
+        tensors = {keymap.canonical(name): tensor.contiguous() for name, tensor in load_file(path).items()}
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{path} is not a safetensors file ({error}). A pickle (.pt, .pth, .bin) can run code, so none is ever "
+            "read: save the state dict with safetensors.torch.save_file where it comes from"
+        ) from error
+    partial = out.with_name(f"{out.name}.tmp-import")
+    folder = checkpoint.folder(partial, 0)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors")
+    facts: dict[str, Any] = {"step": 0, "samples": 0, "source": path.name}
+    manifest.write(folder, facts, {"model.safetensors": manifest.seal(folder / "model.safetensors")})
+    partial.replace(out)
+    print(f"{out}: {len(tensors)} tensors; --resume {out} starts a training from them")
+
+
+def main() -> None:
+    """Parse and run one of the four commands."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant here
+    commands: dict[str, Any] = {"inspect": inspect, "verify": verify, "export": export, "import": import_}
+    try:
+        tyro.extras.subcommand_cli_from_dict(commands, prog="python -m common.checkpoint", description=__doc__)
+        sys.stdout.flush()
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except BrokenPipeError:  # `inspect | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

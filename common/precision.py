@@ -1,0 +1,26 @@
+"""What is computed in, and what is stored in."""
+
+import torch
+
+from common import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def pick(name: str, device: torch.device) -> torch.dtype:
+    """Map `--dtype` to a torch.dtype; auto is bfloat16 where the hardware computes in it, else float32."""
+    if name == "auto":
+        if device.type == "cuda":
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            cpu = torch.cpu.get_capabilities()
+            native = bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16") or cpu.get("bf16"))
+        return torch.bfloat16 if native else torch.float32
+    if name not in DTYPES:
+        raise UserError(f"--dtype {name} is not known: auto, {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def storage(dtype: torch.dtype) -> torch.dtype:
+    """Type of the stored parameters: bfloat16 is for computing, under autocast; what is stored stays float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

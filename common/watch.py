@@ -1,0 +1,164 @@
+"""Name the rank that hangs, dies, raises or leaves early, on every rank, and end all of them together.
+
+A thread of each rank keeps a heartbeat in the store: step, phase, stack, and the collective that it waits in,
+which torch's flight recorder knows. A rank that makes no progress, or that has lost a peer, compares them: the
+culprit has no heartbeat any more, or is the one that waits for nobody. The first finding holds; every rank
+prints it and leaves with the exit code LEFT, and the one that raised with its own error.
+"""
+
+import atexit
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from common import UserError, data, diagnose, world
+
+LEFT = 3  # exit code of a rank that leaves because of another one: launch/agent.py tells them apart
+BEAT_S = 0.25
+GONE_S = 6 * BEAT_S  # a heartbeat that stays the same for so long is of a process that is dead or frozen
+DECIDERS = 8  # these ranks compare heartbeats first, so that a thousand do not all read a thousand
+FINDING = "watch/finding"
+
+
+class Watch:
+    """Watches this rank's main thread and, through the store, the other ranks.
+
+    Attributes:
+        active: the one of this process, which `cli.entry` reports to.
+    """
+
+    active: "Watch | None" = None
+
+    def __init__(self, here: world.World, run_dir: Path, first_step: int, hang_timeout_s: float) -> None:
+        """Begin (main thread, all ranks).
+
+        Args:
+            here: this process.
+            run_dir: the run's folder; what the flight recorder has of a failure goes to its logs/.
+            first_step: steps done already.
+            hang_timeout_s: seconds without progress that count as a hang. Until the first step is done, with
+                cold disks and compilers, it is world.TIMEOUT_S.
+        """
+        self._here, self._logs = here, run_dir / "logs"
+        self._first_step = self._step = first_step
+        self._timeout_s = hang_timeout_s
+        self._main = threading.get_ident()
+        self._seen: tuple[Any, ...] = ()
+        self._moved_at = time.monotonic()
+        self._reported = False
+        self._closing = threading.Event()
+        store = dist.distributed_c10d._get_default_store()
+        self._store = store.clone() if here.size > 1 else store  # the main thread may be waiting in the other one
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+        Watch.active = self
+        world.background.callback(self.close)
+        atexit.register(self._left_early)
+
+    def step(self, step: int) -> None:
+        """Note that `step` begins."""
+        self._step = step
+
+    def close(self) -> None:
+        """End the heartbeat: this rank is done."""
+        self._closing.set()
+        self._thread.join(GONE_S)
+        faulthandler.cancel_dump_traceback_later()
+
+    def report(self, error: BaseException) -> None:
+        """Tell the others why this rank raises (main thread); does not return if another one is the cause."""
+        self._reported = True
+        phase, stack = diagnose.phase_and_stack(traceback.walk_tb(error.__traceback__))
+        what = f"{self._name()} failed in {phase}: {type(error).__name__}: {error}\n"
+        finding = what + stack
+        if isinstance(error, dist.DistError) or "gloo" in str(error):
+            beats, gone = self._compare()
+            if accused := self._finding() or diagnose.accuse_gone(beats, gone):
+                self._leave(self._claim(accused))
+            finding += "".join(diagnose.describe(beat) for beat in beats if beat["rank"] != self._here.rank)
+        self._claim(finding)
+        if not isinstance(error, UserError):  # which `cli.entry` tells
+            sys.stderr.write(f"\n{what}")  # the stack follows, when Python prints the exception
+
+    def _name(self) -> str:
+        return f"rank {self._here.rank} (host {self._here.host}, pid {os.getpid()}, step {self._step})"
+
+    def _left_early(self) -> None:
+        if not self._closing.is_set() and not self._reported:
+            self._claim(f"{self._name()} left before the training was done\n")
+
+    def _run(self) -> None:
+        while not self._closing.wait(BEAT_S):
+            try:
+                started = self._step > self._first_step + 1
+                limit_s = self._timeout_s if started else float(world.TIMEOUT_S)
+                # Whatever blocks this thread, be it the store or the interpreter's lock, ends the process as well.
+                faulthandler.dump_traceback_later(limit_s + 10, exit=True)
+                patience_s = 0 if self._here.rank < DECIDERS else 2 * GONE_S
+                if self._publish() > limit_s + patience_s:
+                    beats, gone = self._compare()
+                    if finding := diagnose.accuse_gone(beats, gone) or diagnose.accuse_stalled(beats, limit_s):
+                        self._claim(finding)
+                if not self._reported and (finding := self._finding()):
+                    self._leave(finding)
+            except dist.DistError as error:
+                if not self._closing.is_set():
+                    self._leave(f"{self._name()} has lost the store, which rank 0 or its launcher keeps: {error}\n")
+
+    def _publish(self) -> float:
+        """Renew the heartbeat; returns for how many seconds the main thread has not moved."""
+        frame = sys._current_frames().get(self._main)
+        place = [(one.f_code, one.f_lasti) for one, _ in traceback.walk_stack(frame)]
+        seen = (self._step, data.Loader.batches_read, place)
+        if seen != self._seen:
+            self._seen, self._moved_at = seen, time.monotonic()
+        stalled_s = time.monotonic() - self._moved_at
+        phase, stack = diagnose.phase_and_stack(reversed(list(traceback.walk_stack(frame))))
+        beat: diagnose.Beat = {"rank": self._here.rank, "name": self._name(), "phase": phase, "stack": stack}
+        beat |= {"waits_in": "", "stalled_s": stalled_s, "time": time.time()}
+        if stalled_s > 2 * BEAT_S:
+            beat["waits_in"] = diagnose.waits_in(diagnose.flight_recorder(self._here.device, only_active=True))
+        self._store.set(f"watch/{self._here.rank}", json.dumps(beat))
+        return stalled_s
+
+    def _compare(self) -> tuple[list[diagnose.Beat], set[int]]:
+        """Read the heartbeats of all ranks for a while; returns them, and whose have stopped."""
+        first: list[str] = []
+        moved: set[int] = set()
+        end = time.monotonic() + GONE_S
+        while time.monotonic() < end and not self._finding():
+            self._publish()
+            keys = [f"watch/{rank}" for rank in range(self._here.size)]
+            now = [self._store.get(key).decode() if self._store.check([key]) else "" for key in keys]
+            first = first or now
+            moved |= {rank for rank, beat in enumerate(now) if beat != first[rank]}
+            time.sleep(BEAT_S)
+        unknown = {"phase": "its start", "stack": "", "waits_in": "", "stalled_s": 0.0}
+        beats = [json.loads(beat) if beat else unknown | {"rank": r, "name": f"rank {r}"} for r, beat in enumerate(now)]
+        return beats, {*range(len(now))} - moved
+
+    def _finding(self) -> str:
+        return self._store.get(FINDING).decode() if self._store.check([FINDING]) else ""
+
+    def _claim(self, finding: str) -> str:
+        """Publish a finding, unless there is one already; returns the one that holds."""
+        return self._store.compare_set(FINDING, "", finding).decode()
+
+    def _leave(self, finding: str) -> None:
+        """Print the finding and end this process, whatever its main thread waits for."""
+        sys.stderr.write(f"\n{finding}rank {self._here.rank} leaves; the newest checkpoint is where the run goes on\n")
+        sys.stderr.flush()
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # for the launcher, should rank 0 be the frozen one
+            error = {"message": finding, "extraInfo": {"py_callstack": finding, "timestamp": str(int(time.time()))}}
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": error}))
+        trace = self._logs / f"flight_recorder_{self._here.rank:05d}.json"
+        trace.write_text(json.dumps(diagnose.flight_recorder(self._here.device, only_active=False)))
+        os._exit(LEFT)
