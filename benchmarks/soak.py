@@ -1,0 +1,178 @@
+"""Training under fire: `uv run python -m benchmarks.soak --minutes 10` writes docs/soak.md.
+
+One run without faults, then the same training with a random fault about every 20 s: a rank killed, frozen or
+told to leave, the launcher killed with all its ranks (a power cut), a bit flipped in the newest checkpoint.
+Whatever ends is started again with the same command. At the end both runs must have the same parameters, bit
+for bit. Goodput is the time that the steps take without faults over the time that the faulted run took.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.curves import ROOT, cpu_name
+
+RECIPE, RANKS = "recipes/ddp_resnet", 2
+PAUSE_S = 20.0
+FLAGS = ["--global-batch-size", "64", "--dtype", "float32", "--save-every", "5", "--async-save", "--log-every", "1"]
+FLAGS += ["--eval-every", "1000000", "--hang-timeout", "5", "--keep", "3", "--warmup-steps", "10", "--lr", "0.05"]
+
+
+def start(out: Path, name: str, steps: int) -> subprocess.Popen[bytes]:
+    """The launcher, in a session of its own."""
+    command = ["bash", str(ROOT / "launch/torchrun.sh"), RECIPE, *FLAGS, "--max-steps", str(steps)]
+    environ = os.environ | {"NPROC_PER_NODE": str(RANKS), "MAX_RESTARTS": "100", "OMP_NUM_THREADS": "1"}
+    with (out / f"{name}.log").open("ab") as log:
+        return subprocess.Popen(
+            [*command, "--out", str(out), "--name", name],
+            env=environ | {"PYTHON": sys.executable},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def rank_pids(launcher: subprocess.Popen[bytes]) -> list[int]:
+    """Processes of the ranks: children of the launcher."""
+    found = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in found.stdout.split()]
+
+
+def newest_step(run: Path) -> int:
+    """Newest step that metrics.jsonl has."""
+    try:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        return max((json.loads(line)["step"] for line in lines[-3:]), default=0)
+    except (OSError, ValueError):
+        return 0  # not there yet, or just being rewritten
+
+
+def flip_bit(run: Path, chance: random.Random) -> None:
+    """Change one bit of the newest checkpoint."""
+    file = max(run.glob("checkpoints/step_????????/*.safetensors"))
+    with file.open("r+b") as handle:
+        handle.seek(chance.randrange(file.stat().st_size))
+        byte = handle.read(1)[0] ^ 1 << chance.randrange(8)
+        handle.seek(-1, os.SEEK_CUR)
+        handle.write(bytes([byte]))
+
+
+def inject(fault: str, launcher: subprocess.Popen[bytes], run: Path, chance: random.Random) -> None:
+    """Do it to a random rank, or to all."""
+    pids = rank_pids(launcher)
+    victim = chance.choice(pids)
+    if fault == "SIGKILL to a rank":
+        os.kill(victim, signal.SIGKILL)
+    elif fault == "SIGSTOP to a rank":
+        os.kill(victim, signal.SIGSTOP)
+        time.sleep(10)  # longer than --hang-timeout; the launcher waits for a frozen process for 30 s
+        os.kill(victim, signal.SIGCONT)
+    elif fault == "SIGTERM to the launcher":
+        launcher.terminate()
+    else:
+        for pid in [launcher.pid, *pids]:
+            os.kill(pid, signal.SIGKILL)
+        if fault == "power cut, a bit flipped":
+            flip_bit(run, chance)
+
+
+FAULTS = ["SIGKILL to a rank", "SIGSTOP to a rank", "SIGTERM to the launcher", "power cut", "power cut, a bit flipped"]
+
+
+def wait_for_progress(launcher: subprocess.Popen[bytes], run: Path, beyond: int) -> bool:
+    """Whether a step beyond this one is recorded before the launcher ends."""
+    while launcher.poll() is None:
+        if newest_step(run) > beyond:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def final_tensors(run: Path, steps: int) -> dict[str, torch.Tensor]:
+    """Everything in the last checkpoint."""
+    files = sorted((run / "checkpoints" / f"step_{steps:08d}").glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def main() -> None:
+    """Measure a step, train without faults, train with them, compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long the faults go on, about")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    flags = parser.parse_args()
+    chance = random.Random(flags.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        assert start(out, "pace", 40).wait() == 0, (out / "pace.log").read_text()
+        rates = [json.loads(line) for line in (out / "pace" / "metrics.jsonl").read_text().splitlines()]
+        step_s = 64 / statistics.median(line["perf/samples_per_s"] for line in rates if "perf/samples_per_s" in line)
+        steps = int(0.5 * 60 * flags.minutes / step_s)
+        began = time.monotonic()
+        assert start(out, "calm", steps).wait() == 0, (out / "calm.log").read_text()
+        calm_s = time.monotonic() - began
+
+        run, began = out / "soak", time.monotonic()
+        launcher, starts, recoveries, done = start(out, "soak", steps), 1, [], Counter[str]()
+        next_fault = began + PAUSE_S
+        while launcher.poll() is None or newest_step(run) < steps:
+            if launcher.poll() is not None:
+                launcher, starts = start(out, "soak", steps), starts + 1
+            if time.monotonic() > next_fault and len(rank_pids(launcher)) == RANKS and newest_step(run) > 5:
+                fault, hurt, before = chance.choice(FAULTS), time.monotonic(), newest_step(run)
+                inject(fault, launcher, run, chance)
+                done[fault] += 1
+                while not wait_for_progress(launcher, run, before) and newest_step(run) < steps:
+                    launcher, starts = start(out, "soak", steps), starts + 1
+                recoveries.append(time.monotonic() - hurt)
+                print(
+                    f"{time.monotonic() - began:6.1f} s  {fault:24} at step {before}: {recoveries[-1]:.1f} s",
+                    flush=True,
+                )
+                next_fault = time.monotonic() + chance.uniform(0.5, 1.5) * (PAUSE_S - recoveries[-1] / 2)
+            time.sleep(0.1)
+        wall_s = time.monotonic() - began
+        assert launcher.returncode == 0, (out / "soak.log").read_text()
+        calm, soaked = final_tensors(out / "calm", steps), final_tensors(run, steps)
+        equal = calm.keys() == soaked.keys() and all(torch.equal(calm[name], soaked[name]) for name in calm)
+    counts = ", ".join(f"{count} x {fault}" for fault, count in sorted(done.items()))
+    verdict = "equal to the fault-free run's, bit for bit" if equal else "DIFFERENT from the fault-free run's"
+    rows = {
+        "faults": f"{sum(done.values())} in {wall_s / 60:.1f} min: {counts}",
+        "final parameters and optimizer state": verdict,
+        "a step without faults": f"{step_s * 1e3:.0f} ms",
+        "goodput: step time over wall time": f"{100 * steps * step_s / wall_s:.1f} %",
+        "the same of the fault-free run, with its start": f"{100 * steps * step_s / calm_s:.1f} %",
+        "from a fault to a step beyond the one it hit": f"median {statistics.median(recoveries):.1f} s, "
+        f"longest {max(recoveries):.1f} s",
+        "starts of the launcher": str(starts),
+    }
+    text = f"""# Soak
+
+`uv run python -m benchmarks.soak --minutes {flags.minutes:g}`, {datetime.date.today()}, {cpu_name()}, {os.cpu_count()}
+cores, Python {platform.python_version()}, torch {torch.__version__}: {RECIPE}, {RANKS} processes, {steps} steps, a
+checkpoint every 5.
+
+| | |
+|---|---|
+""" + "".join(f"| {what} | {value} |\n" for what, value in rows.items())
+    print(text)
+    (ROOT / "docs" / "soak.md").write_text(text)
+    sys.exit(not equal)
+
+
+if __name__ == "__main__":
+    main()

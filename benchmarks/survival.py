@@ -1,0 +1,120 @@
+"""What surviving costs: `uv run python -m benchmarks.survival` writes docs/survival.md.
+
+On 2 ranks (gloo, one thread each) with a ResNet-18 under DDP: the calls that a recipe makes per step, timed one
+by one; the processor time of the threads beside the training; and how long a save holds the training up, written
+at once and in the background, in alternation.
+"""
+
+import datetime
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.curves import ROOT, cpu_name
+from common import guard, keymap, run_dir, sampler, saver, stop, watch, world
+from common.models.resnet import make_resnet
+from tests import ranks
+
+CALLS, SAVES, IDLE_STEPS, STEP_S = 200, 7, 100, 0.1
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Median seconds of a call."""
+    times = []
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def idle_s(begin_step: Callable[[int], object]) -> float:
+    """Processor time of this process in a step that does nothing: of the threads beside the main one."""
+    before = time.process_time()
+    for step in range(IDLE_STEPS):
+        begin_step(step + 2)
+        time.sleep(STEP_S)
+    return (time.process_time() - before) / IDLE_STEPS
+
+
+def measure(folder: str) -> None:
+    """One rank's part; rank 0 prints the rows of the tables."""
+    here = world.start()
+    mesh = init_device_mesh("cpu", (here.size,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
+    model = DistributedDataParallel(make_resnet("resnet18", 3, 10, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    path = Path(folder, "run")
+    run_dir.claim(path)
+    plan = sampler.make_plan(10000, 0, 0, 10**6, 100, 100, here.size, {})
+    idle_before = idle_s(lambda step: None)
+    stopping = stop.Stop(0, 0)
+    watching = watch.Watch(here, path, 0, 60.0)
+    finite = guard.FiniteGuard(model, optimizer, plan, 3)
+    norm = torch.ones(())
+    finite.judge(norm)
+    step = iter(range(10**9))
+    rows = {
+        "Watch.step": timed(lambda: watching.step(1)),
+        "Stop.after": timed(lambda: stopping.after(next(step))),
+        "FiniteGuard.judge": timed(lambda: finite.judge(norm)),
+        "FiniteGuard.after": timed(lambda: finite.after(1)),
+        "check_replicas, every 100 steps": timed(lambda: guard.check_replicas(model, 1)) / 100,
+    }
+    rows["threads of Watch and Stop, their processor time"] = idle_s(watching.step) - idle_before
+
+    savers = {flag: saver.Saver(path, __file__, mesh, {}, 1, flag) for flag in (False, True)}
+    tensors = keymap.model_tensors(model) | keymap.optimizer_tensors(model, optimizer)
+    stalls: dict[bool, list[float]] = {False: [], True: []}
+    for i in range(2 * SAVES + 2):
+        in_background = bool(i % 2)
+        dist.barrier()
+        start = time.perf_counter()
+        savers[in_background].save(i, tensors, i, last=False)
+        stalls[in_background].append(time.perf_counter() - start)
+        savers[in_background].drain()
+    if here.rank == 0:
+        total = sum(rows.values())
+        lines = [f"| {name} | {1e6 * seconds:,.0f} |" for name, seconds in rows.items()]
+        lines.append(f"| **sum, of a step of {1e3 * STEP_S:.0f} ms** | **{1e6 * total:,.0f} = {total / STEP_S:.2%}** |")
+        plain, background = (statistics.median(stalls[flag][1:]) for flag in (False, True))
+        size = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
+        save = f"| {size:.0f} MB | {1e3 * plain:.0f} | {1e3 * background:.0f} | {background / plain:.1%} |"
+        Path(folder, "rows").write_text("\n".join(lines) + "\0" + save)
+    world.finish()
+
+
+def main() -> None:
+    """Measure on two ranks and write the page."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = ranks.spawn(measure, [(folder,), (folder,)], timeout_s=300.0)
+        assert result.ok, str(result)
+        calls, save = Path(folder, "rows").read_text().split("\0")
+    text = f"""# What surviving costs
+
+`uv run python -m benchmarks.survival`, {datetime.date.today()}, {cpu_name()}, {os.cpu_count()} cores, Python
+{platform.python_version()}, torch {torch.__version__}, 2 ranks on gloo, ResNet-18 under DDP. Medians.
+
+| per step | microseconds |
+|---|---|
+{calls}
+
+| state of a save | held up by a plain save, ms | by one in the background, ms | ratio |
+|---|---|---|---|
+{save}
+"""
+    print(text)
+    (ROOT / "docs" / "survival.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
