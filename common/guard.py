@@ -44,7 +44,7 @@ class FiniteGuard:
         """Once `step` is done: undo what it did to the buffers, if its update was left out."""
         bad = self._optimizer.found_inf.bool()
         for buffer, kept in zip(self._buffers, self._kept, strict=True):
-            buffer.copy_(torch.where(bad, kept, buffer))
+            torch.where(bad, kept, buffer, out=buffer)
         if self._buffers:
             torch._foreach_copy_(self._kept, self._buffers)
         self._total += bad

@@ -52,6 +52,7 @@ class Watch:
         self._timeout_s = hang_timeout_s
         self._main = threading.get_ident()
         self._seen: tuple[Any, ...] = ()
+        self._waits_in: str | None = None
         self._moved_at = time.monotonic()
         self._reported = False
         self._closing = threading.Event()
@@ -119,13 +120,13 @@ class Watch:
         place = [(one.f_code, one.f_lasti) for one, _ in traceback.walk_stack(frame)]
         seen = (self._step, data.Loader.batches_read, place)
         if seen != self._seen:
-            self._seen, self._moved_at = seen, time.monotonic()
+            self._seen, self._moved_at, self._waits_in = seen, time.monotonic(), None
         stalled_s = time.monotonic() - self._moved_at
+        if self._waits_in is None and stalled_s > 2 * BEAT_S:  # once for each stall: the record takes 0.1 s to read
+            self._waits_in = diagnose.waits_in(diagnose.flight_recorder(self._here.device, only_active=True))
         phase, stack = diagnose.phase_and_stack(reversed(list(traceback.walk_stack(frame))))
         beat: diagnose.Beat = {"rank": self._here.rank, "name": self._name(), "phase": phase, "stack": stack}
-        beat |= {"waits_in": "", "stalled_s": stalled_s, "time": time.time()}
-        if stalled_s > 2 * BEAT_S:
-            beat["waits_in"] = diagnose.waits_in(diagnose.flight_recorder(self._here.device, only_active=True))
+        beat |= {"waits_in": self._waits_in or "", "stalled_s": stalled_s, "time": time.time()}
         self._store.set(f"watch/{self._here.rank}", json.dumps(beat))
         return stalled_s
 
