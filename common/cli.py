@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -101,6 +102,8 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(main)
     def wrapped() -> None:
+        # Held back until `stop.Stop` listens: asked to leave while it still starts, a run does so in its own way.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
         try:
             main()
         except SystemExit:

@@ -57,6 +57,7 @@ fi
 
 if [[ ${1-} == --on-node ]]; then
   shift
+  trap '' USR1 # deadly until torchrun listens; what comes before that, the clock in common/stop.py makes up for
   export NODE_RANK=$SLURM_NODEID NNODES=$SLURM_STEP_NUM_NODES
   if [[ -z ${NPROC_PER_NODE-} && -n ${SLURM_GPUS_ON_NODE-} ]]; then
     export NPROC_PER_NODE=$SLURM_GPUS_ON_NODE
@@ -154,8 +155,9 @@ echo "$(date -Is) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $
 "${command[@]}" &
 srun=$!
 # The batch script alone gets the signal before the time limit; srun hands it on to every task on every node.
-trap 'kill -USR1 $srun 2>/dev/null || true' USR1
-trap 'kill -TERM $srun 2>/dev/null || true' TERM
+asked=
+trap 'asked=1; kill -USR1 $srun 2>/dev/null || true' USR1
+trap 'asked=1; kill -TERM $srun 2>/dev/null || true' TERM
 code=0
 while true; do
   wait $srun && code=0 || code=$?
@@ -166,13 +168,19 @@ done
 
 run=$(cat "$RUN_DIR_FILE" 2>/dev/null || true)
 rm -f "$RUN_DIR_FILE"
-# Only a run that was asked to leave, and has saved, has this file. A job that somebody has cancelled stays away.
-if [[ -z $run || ! -f $run/stopped.json || $(squeue -h -j "$SLURM_JOB_ID" -o %T) != RUNNING ]]; then
+history=$PWD/.slurm-$SLURM_JOB_ID.starts # the step that each start has ended at
+if [[ -n $run && -f $run/stopped.json ]]; then # it was asked to leave, and has saved
+  step=$(grep -oP '"step": \K\d+' "$run/stopped.json")
+elif [[ -n $asked && $code != 0 ]]; then # it was asked to leave before it could listen: there was nothing to save
+  step="its start"
+else
+  rm -f "$history"
   exit $code
 fi
-step=$(grep -oP '"step": \K\d+' "$run/stopped.json")
-echo "$step" >>"$run/requeued"
-if [[ $(tail -n "${MAX_REQUEUES:-3}" "$run/requeued" | grep -cx "$step") -ge ${MAX_REQUEUES:-3} ]]; then
+# A job that somebody has cancelled stays away.
+[[ $(squeue -h -j "$SLURM_JOB_ID" -o %T) == RUNNING ]] || exit $code
+echo "$step" >>"$history"
+if [[ $(tail -n "${MAX_REQUEUES:-3}" "$history" | grep -cx "$step") -ge ${MAX_REQUEUES:-3} ]]; then
   fail "${MAX_REQUEUES:-3} starts in a row have ended at step $step: not queued again. See $run"
 fi
 echo "$(date -Is) left at step $step, saved: queued again"
