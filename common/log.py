@@ -118,8 +118,11 @@ class Run:
         if self._here.rank != 0:
             return
         self._bar.close()
-        self._tensorboard.close()
-        self._records.close()
+        for file in (self._tensorboard, self._records):
+            try:
+                file.close()
+            except OSError as error:
+                say(f"warning: the last records are not in {self.path}: {error}")
         took = f"{time.perf_counter() - self._born:.1f} s"
         if self._trained_s:
             took += (

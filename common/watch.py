@@ -132,12 +132,13 @@ class Watch:
 
     def _compare(self) -> tuple[list[diagnose.Beat], set[int]]:
         """Read the heartbeats of all ranks for a while; returns them, and whose have stopped."""
+        keys = [f"watch/{rank}" for rank in range(self._here.size)]
         first: list[str] = []
+        now = [""] * len(keys)
         moved: set[int] = set()
         end = time.monotonic() + GONE_S
         while time.monotonic() < end and not self._finding():
             self._publish()
-            keys = [f"watch/{rank}" for rank in range(self._here.size)]
             now = [self._store.get(key).decode() if self._store.check([key]) else "" for key in keys]
             first = first or now
             moved |= {rank for rank, beat in enumerate(now) if beat != first[rank]}
@@ -155,11 +156,13 @@ class Watch:
 
     def _leave(self, finding: str) -> None:
         """Print the finding and end this process, whatever its main thread waits for."""
-        sys.stderr.write(f"\n{finding}rank {self._here.rank} leaves; the newest checkpoint is where the run goes on\n")
-        sys.stderr.flush()
-        if "TORCHELASTIC_ERROR_FILE" in os.environ:  # for the launcher, should rank 0 be the frozen one
-            error = {"message": finding, "extraInfo": {"py_callstack": finding, "timestamp": str(int(time.time()))}}
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": error}))
-        trace = self._logs / f"flight_recorder_{self._here.rank:05d}.json"
-        trace.write_text(json.dumps(diagnose.flight_recorder(self._here.device, only_active=False)))
-        os._exit(LEFT)
+        try:
+            sys.stderr.write(f"\n{finding}rank {self._here.rank} leaves; the run goes on from its newest checkpoint\n")
+            sys.stderr.flush()
+            if "TORCHELASTIC_ERROR_FILE" in os.environ:  # for the launcher, should rank 0 be the frozen one
+                error = {"message": finding, "extraInfo": {"py_callstack": finding, "timestamp": str(int(time.time()))}}
+                Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": error}))
+            trace = self._logs / f"flight_recorder_{self._here.rank:05d}.json"
+            trace.write_text(json.dumps(diagnose.flight_recorder(self._here.device, only_active=False)))
+        finally:  # also where the disk is full
+            os._exit(LEFT)
