@@ -83,6 +83,7 @@ def inject(fault: str, launcher: subprocess.Popen[bytes], run: Path, chance: ran
         os.kill(victim, signal.SIGCONT)
     elif fault == "SIGTERM to the launcher":
         launcher.terminate()
+        launcher.wait(60)
     else:
         for pid in [launcher.pid, *pids]:
             os.kill(pid, signal.SIGKILL)

@@ -85,7 +85,7 @@ def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
 
 
 def _refuse_open_folder(path: Path) -> None:
-    for place in (path.resolve(), path.resolve().parent):
+    for place in (path.resolve(), *path.resolve().parents[:2]):  # the checkpoint, checkpoints/ and the run's folder
         if place.stat().st_mode & stat.S_IWOTH and not place.stat().st_mode & stat.S_ISVTX:
             raise UserError(f"{place} can be written by everybody here, so nothing in it is trusted: chmod o-w {place}")
 

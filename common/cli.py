@@ -31,6 +31,7 @@ RANGES: dict[str, tuple[float, float]] = {
 # Time for rank 0 to print a refusal that all ranks have reached. torchrun ends everyone as soon as one rank
 # has left, so the one that speaks must be the first.
 GRACE_S = 5.0
+HELD_BACK = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
@@ -55,7 +56,7 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
             args = _parse(args_type, argv)
     except SystemExit as refusal:
         if refusal.code and world.rank() != 0:
-            time.sleep(GRACE_S)
+            _let_rank_0_speak()
             print(told.getvalue(), file=sys.stderr, flush=True)  # rank 0 had nothing to refuse
         raise
     for name, value in vars(args).items():
@@ -97,13 +98,19 @@ def _read_config(args_type: type, path: Path) -> list[str]:
     return flags
 
 
+def _let_rank_0_speak() -> None:
+    """Wait to be ended by the launcher."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+    time.sleep(GRACE_S)
+
+
 def entry(main: Callable[[], None]) -> Callable[[], None]:
     """Decorate a recipe's main: a refusal is told once and exits with 2, a crash reaches torchrun's summary."""
 
     @functools.wraps(main)
     def wrapped() -> None:
         # Held back until `stop.Stop` listens: asked to leave while it still starts, a run does so in its own way.
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1))
+        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         try:
             main()
         except SystemExit:
@@ -115,7 +122,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
                 raise
             if world.rank() != 0:
                 # Nearly always rank 0 has found the same and is printing it; if not, this rank must speak.
-                time.sleep(GRACE_S)
+                _let_rank_0_speak()
                 raise
             print(f"error: {error}", file=sys.stderr)
             sys.stdout.flush()

@@ -26,11 +26,11 @@ class FiniteGuard:
             plan: which samples each step reads.
             most: updates in a row that may be left out.
         """
+        assert optimizer.defaults.get("fused"), "only a fused optimizer knows found_inf"
         keymap.optimizer_tensors(model, optimizer)
-        parameters = dict(model.named_parameters())
         self._optimizer: Any = optimizer
         self._plan, self._most = plan, most
-        self._buffers = [buffer for name, buffer in model.state_dict().items() if name not in parameters]
+        self._buffers = list(model.buffers())
         self._kept = [buffer.clone() for buffer in self._buffers]
         device = next(model.parameters()).device
         self._row, self._total, self._tripped_at = torch.zeros(3, dtype=torch.long, device=device).unbind()
@@ -75,7 +75,8 @@ class FiniteGuard:
 def check_replicas(model: nn.Module, step: int) -> None:
     """Compare, over all ranks, the bits of what they should hold alike: equal parts of equal parameters.
 
-    A parameter that is split is compared between the ranks that hold the same part of it.
+    A parameter that is split is compared between the ranks that hold the same part of it. The hash is an XOR of
+    the bits: it finds what has changed, not elements that have changed places.
 
     Raises:
         UserError: on all ranks; names the first parameter, and the ranks that have not what most have.
@@ -86,21 +87,23 @@ def check_replicas(model: nn.Module, step: int) -> None:
         part = ""
         if isinstance(local, DTensor):
             mesh, coordinate = local.device_mesh, local.device_mesh.get_coordinate() or ()
-            split = [i for i, placement in enumerate(local.placements) if placement.is_shard()]
+            split = [i for i, placement in enumerate(local.placements) if not placement.is_replicate()]
             part = f" {[(mesh.size(i), coordinate[i]) for i in split]}"
             local = local.to_local()
-        mine[keymap.canonical(name) + part] = torch.hash_tensor(local)
+        empty = local.new_zeros((), dtype=torch.uint64)  # a rank may hold nothing of a small parameter
+        mine[keymap.canonical(name) + part] = torch.hash_tensor(local) if local.numel() else empty
     hashes = torch.stack([value.view(torch.int64) for value in mine.values()]).tolist()
     everyone: list[dict[str, int]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, dict(zip(mine, hashes, strict=True)))
     for key in {key: None for one in everyone for key in one}:
         holders = {rank: one[key] for rank, one in enumerate(everyone) if key in one}
         values = list(holders.values())
+        if len(set(values)) == 1:
+            continue
         usual = max(values, key=values.count)  # of two, the lower rank's
         odd = [rank for rank, value in holders.items() if value != usual]
-        if odd:
-            usual_one = f"rank {min(holders)} has" if len(holders) == 2 else f"most of its {len(holders)} ranks have"
-            raise UserError(
-                f"the replicas have drifted apart by step {step}: {key} of rank {', '.join(map(str, odd))} is not what "
-                f"{usual_one}. A device or its memory may be broken; go on from a checkpoint of an earlier step"
-            )
+        usual_one = f"rank {min(holders)} has" if len(holders) == 2 else f"most of its {len(holders)} ranks have"
+        raise UserError(
+            f"the replicas have drifted apart by step {step}: {key} of rank {', '.join(map(str, odd))} is not what "
+            f"{usual_one}. A device or its memory may be broken; go on from a checkpoint of an earlier step"
+        )

@@ -48,17 +48,23 @@ def claim(path: Path) -> None:
     """
 
     def lock() -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        file = (path / "lock").open("a+")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            file = (path / "lock").open("a+")
+        except OSError as error:
+            raise UserError(f"--out {path.parent}: {error}") from error
         try:
             # A record lock: no loader worker inherits it, and the kernel drops it with the process, however it ends.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             file.seek(0)
             owner = file.read().strip() or "another process"
+            file.close()
             raise UserError(
                 f"--name {path.name}: {path} is in use by {owner}; wait for it, or give another --name"
             ) from None
+        except OSError as error:  # a file system without locks
+            sys.stderr.write(f"warning: nothing keeps other jobs out of {path}: {error}\n")
         file.truncate(0)
         job = f", Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
         file.write(f"process {os.getpid()} on {socket.gethostname()}{job}")

@@ -55,7 +55,12 @@ class Saver:
         self._stager = DefaultStager(StagingOptions(False, False, False, False)) if in_background else None
         self._pending: threading.Thread | None = None
         self._failure = ""
-        self._newest = 0
+        world.background.callback(self._end)
+
+    def _end(self) -> None:
+        """After an error: wait a little for a save under way, whose peers leave as well."""
+        if self._pending:
+            self._pending.join(10)
 
     def save(self, step: int, tensors: Tensors, samples: int, last: bool) -> None:
         """Write and commit `checkpoints/step_<step>`; until the rename, a kill leaves the older ones as they were.
@@ -97,7 +102,8 @@ class Saver:
         partial = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
         try:
             partial = self._together(lambda: self._make(partial, tensors) if dist.get_rank() == 0 else None)[0]
-            rows = {name: tensor.contiguous() for name, tensor in tensors.items()}  # safetensors knows no strides
+            rows: Tensors = {}  # safetensors knows no strides
+            self._together(lambda: rows.update({name: tensor.contiguous() for name, tensor in tensors.items()}))
             writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
             # What several ranks hold under one name is taken from the lowest: BatchNorm's running statistics are not
             # the same on all of them, and a mixture would be nobody's.
@@ -137,12 +143,19 @@ class Saver:
         return partial
 
     def _commit(self, partial: Path, final: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
-        """Seal, rename, and delete what is too old (rank 0)."""
+        """Seal and rename, then tidy up (rank 0)."""
         manifest.write(partial, facts, files)
         if final.exists():  # a damaged one, or the resume that led here would have begun after it
-            final.rename(final.with_name(f"{final.name}.tmp-damaged"))
+            final.rename(final.with_name(f"{partial.name}-damaged"))
         partial.rename(final)
         manifest.sync(final.parent)
+        try:
+            self._tidy(final)
+        except OSError as error:
+            log.say(f"warning: {final} is saved, but not all that is too old is deleted: {error}")
+
+    def _tidy(self, final: Path) -> None:
+        """Point `latest` to the newest checkpoint, and delete what is too old (rank 0)."""
         latest = final.with_name("latest")  # for people; `find` looks for itself
         latest.with_suffix(".tmp").write_text(final.name)
         latest.with_suffix(".tmp").replace(latest)
@@ -159,7 +172,7 @@ class Saver:
 
 def _plain(error: BaseException, run_dir: Path) -> str:
     """What went wrong with the disk, in a line, whatever torch and safetensors make of it."""
-    text = str(error)
+    text = str(error).strip() or type(error).__name__
     place = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     space, entries = shutil.disk_usage(place).free, os.statvfs(place).f_favail
     full = any(sign in text for sign in ("No space left", "os error 28", "unexpected pos"))

@@ -7,7 +7,6 @@ prints it and leaves with the exit code LEFT, and the one that raised with its o
 """
 
 import atexit
-import faulthandler
 import json
 import os
 import sys
@@ -26,6 +25,7 @@ BEAT_S = 0.25
 GONE_S = 6 * BEAT_S  # a heartbeat that stays the same for so long is of a process that is dead or frozen
 DECIDERS = 8  # these ranks compare heartbeats first, so that a thousand do not all read a thousand
 FINDING = "watch/finding"
+STORE_KEEPER = "rank 0, or the launcher, which keeps it,"
 
 
 class Watch:
@@ -53,13 +53,18 @@ class Watch:
         self._main = threading.get_ident()
         self._seen: tuple[Any, ...] = ()
         self._waits_in: str | None = None
-        self._moved_at = time.monotonic()
+        self._stalled_s = 0.0
         self._reported = False
         self._closing = threading.Event()
         store = dist.distributed_c10d._get_default_store()
         self._store = store.clone() if here.size > 1 else store  # the main thread may be waiting in the other one
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-        self._thread.start()
+        self._beats = 0
+        self._threads = [
+            threading.Thread(target=target, name=target.__name__, daemon=True)
+            for target in (self._watch, self._watch_store)
+        ]
+        for thread in self._threads:
+            thread.start()
         Watch.active = self
         world.background.callback(self.close)
         atexit.register(self._left_early)
@@ -71,8 +76,8 @@ class Watch:
     def close(self) -> None:
         """End the heartbeat: this rank is done."""
         self._closing.set()
-        self._thread.join(GONE_S)
-        faulthandler.cancel_dump_traceback_later()
+        for thread in self._threads:
+            thread.join(GONE_S)
 
     def report(self, error: BaseException) -> None:
         """Tell the others why this rank raises (main thread); does not return if another one is the cause."""
@@ -80,14 +85,26 @@ class Watch:
         phase, stack = diagnose.phase_and_stack(traceback.walk_tb(error.__traceback__))
         what = f"{self._name()} failed in {phase}: {type(error).__name__}: {error}\n"
         finding = what + stack
-        if isinstance(error, dist.DistError) or "gloo" in str(error):
-            beats, gone = self._compare()
-            if accused := self._finding() or diagnose.accuse_gone(beats, gone):
-                self._leave(self._claim(accused))
-            finding += "".join(diagnose.describe(beat) for beat in beats if beat["rank"] != self._here.rank)
-        self._claim(finding)
+        try:
+            if isinstance(error, dist.DistError) or "gloo" in str(error):
+                beats, gone = self._compare()
+                if accused := self._finding() or diagnose.accuse_gone(beats, gone):
+                    self._leave(self._claim(accused))
+                finding += "".join(diagnose.describe(beat) for beat in beats if beat["rank"] != self._here.rank)
+            self._claim(finding)
+        except dist.DistError as lost:
+            self._leave(self._lost(lost))
         if not isinstance(error, UserError):  # which `cli.entry` tells
             sys.stderr.write(f"\n{what}")  # the stack follows, when Python prints the exception
+        self._let_others_read()
+
+    def _let_others_read(self) -> None:
+        """Rank 0 keeps the store, in most ways of starting: it must not be the first to go."""
+        if self._here.rank == 0 and self._here.size > 1:
+            time.sleep(4 * BEAT_S)
+
+    def _lost(self, error: Exception) -> str:
+        return f"{self._name()} has lost the store: {STORE_KEEPER} is dead or cut off ({error})\n"
 
     def _name(self) -> str:
         return f"rank {self._here.rank} (host {self._here.host}, pid {os.getpid()}, step {self._step})"
@@ -96,39 +113,50 @@ class Watch:
         if not self._closing.is_set() and not self._reported:
             self._claim(f"{self._name()} left before the training was done\n")
 
-    def _run(self) -> None:
+    def _limit_s(self) -> float:
+        return self._timeout_s if self._step > self._first_step + 1 else float(world.TIMEOUT_S)
+
+    def _watch(self) -> None:
+        patience_s = 0 if self._here.rank < DECIDERS else 2 * GONE_S
         while not self._closing.wait(BEAT_S):
             try:
-                started = self._step > self._first_step + 1
-                limit_s = self._timeout_s if started else float(world.TIMEOUT_S)
-                # Whatever blocks this thread, be it the store or the interpreter's lock, ends the process as well.
-                faulthandler.dump_traceback_later(limit_s + 10, exit=True)
-                patience_s = 0 if self._here.rank < DECIDERS else 2 * GONE_S
-                if self._publish() > limit_s + patience_s:
+                if self._publish() > self._limit_s() + patience_s:
                     beats, gone = self._compare()
-                    if finding := diagnose.accuse_gone(beats, gone) or diagnose.accuse_stalled(beats, limit_s):
-                        self._claim(finding)
+                    accused = diagnose.accuse_gone(beats, gone) or diagnose.accuse_stalled(beats, self._limit_s())
+                    if accused:
+                        self._claim(accused)
                 if not self._reported and (finding := self._finding()):
                     self._leave(finding)
             except dist.DistError as error:
                 if not self._closing.is_set():
-                    self._leave(f"{self._name()} has lost the store, which rank 0 or its launcher keeps: {error}\n")
+                    self._leave(self._lost(error))
+
+    def _watch_store(self) -> None:
+        """A store that is frozen, or behind a dead link, does not raise: it does not answer."""
+        beats, silent_s = 0, 0.0
+        while not self._closing.wait(BEAT_S):
+            silent_s = silent_s + BEAT_S if self._beats == beats else 0.0
+            beats = self._beats
+            if silent_s > self._limit_s():
+                self._leave(f"{self._name()} hears nothing of the store: {STORE_KEEPER} is frozen or cut off\n")
 
     def _publish(self) -> float:
         """Renew the heartbeat; returns for how many seconds the main thread has not moved."""
         frame = sys._current_frames().get(self._main)
         place = [(one.f_code, one.f_lasti) for one, _ in traceback.walk_stack(frame)]
         seen = (self._step, data.Loader.batches_read, place)
+        # Counted in heartbeats: time in which the whole job was suspended does not count.
+        self._stalled_s += BEAT_S
         if seen != self._seen:
-            self._seen, self._moved_at, self._waits_in = seen, time.monotonic(), None
-        stalled_s = time.monotonic() - self._moved_at
-        if self._waits_in is None and stalled_s > 2 * BEAT_S:  # once for each stall: the record takes 0.1 s to read
+            self._seen, self._stalled_s, self._waits_in = seen, 0.0, None
+        if self._waits_in is None and self._stalled_s > 2 * BEAT_S:  # once for each stall: reading it takes 0.1 s
             self._waits_in = diagnose.waits_in(diagnose.flight_recorder(self._here.device, only_active=True))
         phase, stack = diagnose.phase_and_stack(reversed(list(traceback.walk_stack(frame))))
         beat: diagnose.Beat = {"rank": self._here.rank, "name": self._name(), "phase": phase, "stack": stack}
-        beat |= {"waits_in": self._waits_in or "", "stalled_s": stalled_s, "time": time.time()}
+        beat |= {"waits_in": self._waits_in or "", "stalled_s": self._stalled_s, "time": time.time()}
         self._store.set(f"watch/{self._here.rank}", json.dumps(beat))
-        return stalled_s
+        self._beats += 1
+        return self._stalled_s
 
     def _compare(self) -> tuple[list[diagnose.Beat], set[int]]:
         """Read the heartbeats of all ranks for a while; returns them, and whose have stopped."""
@@ -164,5 +192,6 @@ class Watch:
                 Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": error}))
             trace = self._logs / f"flight_recorder_{self._here.rank:05d}.json"
             trace.write_text(json.dumps(diagnose.flight_recorder(self._here.device, only_active=False)))
+            self._let_others_read()
         finally:  # also where the disk is full
             os._exit(LEFT)

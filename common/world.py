@@ -75,6 +75,11 @@ def start(backend: str = "auto") -> World:
     local_size = _env("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
     device = _pick_device(local_rank, local_size)
     backend = _pick_backend(backend, device)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and _env("TORCHELASTIC_RESTART_COUNT", default=0):
+        raise UserError(
+            "torchrun has restarted the ranks with the store of the dead ones, in which they may wait for them: "
+            "start it by launch/torchrun.sh, or with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
     options: dict[str, Any] = {"backend": backend, "timeout": timedelta(seconds=TIMEOUT_S)}
     if backend == "cpu:gloo,cuda:nccl":
         options["device_id"] = device  # names this rank's device once, so no collective has to guess it

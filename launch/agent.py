@@ -26,10 +26,12 @@ def main() -> None:
     except SignalException as stopped:  # passed on to the ranks, which have saved and left
         sys.exit(128 + stopped.sigval)
     except ChildFailedError as error:
-        causes = {rank: failure for rank, failure in error.failures.items() if failure.exitcode != LEFT}
-        if not causes:  # all that have ended so far left because of another one
-            if 0 not in error.failures:  # rank 0 would have printed it here
-                print(traceback_of(error.get_first_failure()[1].error_file), file=sys.stderr)
+        left = {rank: failure for rank, failure in error.failures.items() if failure.exitcode == LEFT}
+        rank0 = error.failures.get(0)
+        if left and not (rank0 and traceback_of(rank0.error_file)):  # else rank 0 has printed what they found
+            print(traceback_of(min(left.items())[1].error_file), file=sys.stderr)
+        causes = {rank: failure for rank, failure in error.failures.items() if rank not in left}
+        if not causes:
             sys.exit(1)
         rank, failure = min(causes.items(), key=lambda item: item[1].timestamp)
         traceback = traceback_of(failure.error_file)
@@ -39,8 +41,8 @@ def main() -> None:
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
         if code != USAGE_ERROR:
             how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {code}"
-            print(f"\nrank {rank} (pid {failure.pid}) failed first, {how}", file=sys.stderr)
-            print("it left no traceback: see logs/ in the run's folder, and the kernel's log", file=sys.stderr)
+            print(f"\nrank {rank} (pid {failure.pid}) ended {how}, and left no traceback", file=sys.stderr)
+            print("see logs/ in the run's folder, and the kernel's log if it was killed", file=sys.stderr)
         sys.exit(code)
 
 

@@ -111,6 +111,9 @@ fi
 # A copied folder brings its own common/ beside train.py, which Python finds first.
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1
+# Each start of the ranks gets a store of its own. The launcher's, which they would share, still holds the addresses of
+# the dead ones after a restart, and gloo tries to connect to them.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # its warnings are of a store that closes at the end
 command=(
   "${PYTHON:-python}" "$root/launch/agent.py" "${place[@]}" "--nproc-per-node=$processes"

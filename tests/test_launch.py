@@ -26,7 +26,10 @@ TAGS = {
     *("train/loss", "train/lr", "train/grad_norm", "val/loss", "val/top1"),
     *("perf/samples_per_s", "perf/mfu", "perf/memory_gib", "perf/data_wait_s"),
 }
-LAUNCH_VARIABLES = ("NPROC_PER_NODE", "MAX_RESTARTS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
+LAUNCH_VARIABLES = {
+    *("NPROC_PER_NODE", "MAX_RESTARTS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"),
+    *("PYTHONPATH", "LAUNCHED_AS"),
+}
 
 
 def environ(changes: Mapping[str, str]) -> dict[str, str]:
@@ -93,9 +96,8 @@ def test_copied_recipe(recipe: str, small_digits: Path, tmp_path: Path) -> None:
     with (copy / "common" / "__init__.py").open("a") as file:
         file.write('\n\nprint(f"imported {__file__}")\n')
     (tmp_path / "elsewhere").mkdir()
-    result = launch(
-        "../my project", *training_flags(small_digits, Path("our runs"), "first"), cwd=tmp_path / "elsewhere"
-    )
+    flags = training_flags(small_digits, Path("our runs"), "first")
+    result = launch("../my project", *flags, cwd=tmp_path / "elsewhere")
     assert result.returncode == 0, result.stdout + result.stderr
     world_size = min(2, ranks.world_sizes(recipe)[-1])
     imported = re.findall("^imported (.*)$", result.stdout, re.MULTILINE)
@@ -105,7 +107,11 @@ def test_copied_recipe(recipe: str, small_digits: Path, tmp_path: Path) -> None:
     assert_trained(run, world_size)
     for line in ("done   step 2 of 2 in ", "best   val/top1 ", f"files  {run}\n", "plot   tensorboard "):
         assert result.stdout.count(line) == 1, result.stdout
-    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000002"]
+    go_on = re.findall(r"^go on  (.*)  \(with more", result.stdout, re.MULTILINE)
+    assert [shlex.split(line) for line in go_on] == [
+        ["OMP_NUM_THREADS=1", "bash", str(LAUNCHER), "../my project", *flags]
+    ]
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step_00000002", "latest"}
     assert (run / "checkpoints" / "step_00000002" / "MANIFEST.json").is_file()
     events = EventAccumulator(str(run))
     events.Reload()
@@ -114,8 +120,8 @@ def test_copied_recipe(recipe: str, small_digits: Path, tmp_path: Path) -> None:
     logs = [path.name for path in sorted(run.glob("logs/*"))]
     assert logs == [f"rank_{rank:05d}.log" for rank in range(1, world_size)]
     assert (run / "train.py").read_text() == ranks.source(recipe)
-    flags = ("--config", str(run / "config.json"), "--out", str(tmp_path / "again"), "--name", "second")
-    repeated = ranks.run_recipe(recipe, world_size, *flags)
+    config = ("--config", str(run / "config.json"), "--out", str(tmp_path / "again"), "--name", "second")
+    repeated = ranks.run_recipe(recipe, world_size, *config)
     assert repeated.ok, str(repeated)
     for tag in ("train/loss", "train/grad_norm", "val/loss"):
         assert ranks.records(tmp_path / "again" / "second", tag) == ranks.records(run, tag), tag
@@ -176,9 +182,12 @@ def test_rank_that_raises(small_digits: Path, tmp_path: Path) -> None:
     result = launch(path.parent, *flags, NPROC_PER_NODE="2")
     everything = result.stdout + result.stderr
     assert result.returncode == 1, everything
-    assert everything.count("ArithmeticError: this one breaks") == 1, everything
-    assert len(re.findall(r"^rank 1 \(pid \d+\) failed first, with exit code 1$", everything, re.MULTILINE)) == 1
-    tail = result.stderr.partition("rank 1 (pid")[2]
+    told = r"^rank 1 \(host \S+, pid (\d+), step 2\) failed in the main loop: ArithmeticError: this one breaks$"
+    named = re.findall(told, everything, re.MULTILINE)
+    assert len(named) == 1, f"rank 0 knows why it leaves\n{everything}"
+    assert everything.count(f"\nrank 1 (pid {named[0]}) failed first\n") == 1, everything
+    assert everything.count("ArithmeticError: this one breaks") == 2, everything
+    tail = result.stderr.partition(") failed first")[2]
     assert "Traceback (most recent call last)" in tail, everything
     assert tail.rstrip().endswith("ArithmeticError: this one breaks"), everything
     assert "this one breaks" in (tmp_path / "out" / "run" / "logs" / "rank_00001.log").read_text()
@@ -254,10 +263,15 @@ def test_threads_share_the_cores(tmp_path: Path) -> None:
 def test_several_machines(tmp_path: Path) -> None:
     place = {"NNODES": "10", "NODE_RANK": "09", "MASTER_ADDR": "host0"}
     command = planned(DDP, cwd=tmp_path, **place)
-    for option in ("--nnodes=10", "--node-rank=09", "--master-addr=host0", "--master-port=29400"):
+    for option in ("--nnodes=10", "--rdzv-backend=c10d", "--rdzv-endpoint=host0:29400", "--rdzv-id=brigade"):
         assert option in command
-    assert "--master-port=5" in planned(DDP, cwd=tmp_path, **place, MASTER_PORT="5")
+    assert "--rdzv-conf=is_host=0,last_call_timeout=5" in command
     assert "--standalone" not in command
+    place |= {"NNODES": "2:4", "NODE_RANK": "0", "MASTER_PORT": "5", "RDZV_ID": "job"}
+    command = planned(DDP, cwd=tmp_path, **place)
+    for option in ("--nnodes=2:4", "--rdzv-endpoint=host0:5", "--rdzv-id=job"):
+        assert option in command
+    assert "--rdzv-conf=is_host=1,last_call_timeout=5" in command, "machine 0 keeps the rendezvous"
 
 
 @pytest.mark.parametrize(
@@ -266,7 +280,12 @@ def test_several_machines(tmp_path: Path) -> None:
         ({"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
         ({"NNODES": "2", "MASTER_ADDR": "host0"}, "NNODES=2 needs NODE_RANK, this machine's number from 0 to 1"),
         ({"NNODES": "2", "MASTER_ADDR": "host0", "NODE_RANK": "2"}, "NODE_RANK=2 is not below NNODES=2"),
-        ({"NNODES": "two"}, "NNODES=two is not a number of machines"),
+        (
+            {"NNODES": "1:2", "MASTER_ADDR": "host0", "NODE_RANK": "2"},
+            "NODE_RANK=2 is not below NNODES=1:2",
+        ),
+        ({"NNODES": "two"}, "NNODES=two is not a number of machines, nor MIN:MAX"),
+        ({"NNODES": "0:2"}, "NNODES=0:2 is not a number of machines, nor MIN:MAX"),
         ({"NPROC_PER_NODE": "all"}, "NPROC_PER_NODE=all is not a number of processes"),
         ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0 is not a number of processes"),
     ],

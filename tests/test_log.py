@@ -26,7 +26,8 @@ def make_world(rank: int, size: int) -> world.World:
 
 
 def make_run(path: Path, first_step: int = 0, max_steps: int = 20, lr: float = 0.1, rank: int = 0) -> log.Run:
-    plan = sampler.Plan(first_step, max_steps, first_step * 8, max_steps * 8, 8)
+    path.mkdir(exist_ok=True)
+    plan = sampler.Plan(99, 0, first_step, max_steps, first_step * 8, max_steps * 8, 8)
     return log.Run(path, __file__, Args(lr), make_world(rank, 4), plan, ideal_s=1e-3)
 
 
@@ -106,7 +107,10 @@ def test_continues_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (tmp_path / "train.py").read_text() == Path(__file__).read_text()
 
 
-def test_finish_says_the_best_and_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finish_says_the_best_and_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "1"])
     path = tmp_path / "my run"
     run = make_run(path)
     for step, loss in ((5, 0.75), (10, 0.25), (12, 0.5)):
@@ -117,14 +121,14 @@ def test_finish_says_the_best_and_how_to_go_on(tmp_path: Path, capsys: pytest.Ca
     assert re.search(r"^best +val/loss 0\.2500 at step 10$", said, re.MULTILINE)
     assert re.search(r"^best +val/top1 0\.7500 at step 10$", said, re.MULTILINE)
     assert re.search(r"^done +step 12 of 20 in ", said, re.MULTILINE)
-    assert said.endswith("the same command with --name 'my run'\n")
+    assert said.endswith("\ngo on  torchrun --nproc-per-node=4 train.py --lr 1 --name 'my run'\n")
     run = make_run(path, first_step=12)
     run.train(20, means(0.5), data_wait_s=0)
     run.validation(20, means(0.4))
     run.finish()
     said = capsys.readouterr().out
     assert re.search(r"^best +val/loss 0\.2500 at step 10$", said, re.MULTILINE), "of the whole run"
-    assert "and more --epochs" in said, "it is done"
+    assert "--name 'my run'  (with more --epochs or --max-steps)\n" in said, "it is done"
 
 
 def use_all_on_rank_1(path: str) -> None:
@@ -151,6 +155,25 @@ def test_other_ranks_write_nothing_but_their_log(tmp_path: Path) -> None:
     header, *lines = (tmp_path / "logs" / "rank_00001.log").read_text().splitlines()
     assert re.match(r"--- \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d ", header)
     assert sorted(lines) == ["from C", "printed"]
+
+
+def test_full_disk_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What could not be recorded is told, and what comes once there is room is recorded."""
+    run = make_run(tmp_path)
+    run.train(5, means(0.5), data_wait_s=0)
+    with run._records as good, Path("/dev/full").open("a") as full:
+        run._records = full
+        capsys.readouterr()
+        run.train(10, means(0.25), data_wait_s=0)
+        warned = re.findall(r"^warning: .*$", capsys.readouterr().out, re.MULTILINE)
+        assert warned == [f"warning: step 10 is not recorded in {tmp_path}: [Errno 28] No space left on device"] * 2
+        run._records = good
+        run.train(15, means(0.125), data_wait_s=0)
+        assert ranks.records(tmp_path, "train/loss") == {5: 0.5, 15: 0.125}
+        run._records = full
+        run.train(20, means(0.1), data_wait_s=0)
+        run.finish()
+    assert "done   step 20 of 20" in capsys.readouterr().out
 
 
 def test_memory_is_in_gib() -> None:

@@ -2,13 +2,22 @@
 
 import dataclasses
 import json
+import os
 import re
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from common import UserError, cli, run_dir, world
+from tests import ranks
 
 RECIPE = "recipes/some_recipe/train.py"
 HERE = world.World(rank=0, size=2, local_rank=0, local_size=2, host="host", device=torch.device("cpu"), backend="gloo")
@@ -49,10 +58,81 @@ def test_choose_refuses_what_cannot_be_written(tmp_path: Path) -> None:
         run_dir.choose(str(tmp_path / "file"), "run")
 
 
+@pytest.fixture
+def group_and_locks(group: None) -> Iterator[None]:
+    """Locks are held until a process ends, and this one runs other tests."""
+    yield
+    while run_dir._locks:
+        run_dir._locks.pop().close()
+
+
+def claim_and_die(path: str, claimed: str) -> None:
+    """With a child, such as a loader worker, that goes on."""
+    os.environ["SLURM_JOB_ID"] = "1234"
+    dist.init_process_group("gloo")
+    run_dir.claim(Path(path))
+    child = os.fork()
+    if not child:
+        os.setsid()
+        time.sleep(60)
+    Path(claimed).write_text(str(child))
+    time.sleep(60)
+
+
+@pytest.mark.usefixtures("group_and_locks")
+def test_folder_is_one_process_s_alone_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    path, claimed = tmp_path / "new" / "run", tmp_path / "claimed"
+    refusals: list[str] = []
+    pids: list[int] = []
+
+    def come_second(started: list[int]) -> None:
+        while not (claimed.exists() and claimed.read_text()):
+            time.sleep(0.01)
+        pids.extend(started)
+        for _ in range(2):  # the first refusal leaves the lock where it is
+            try:
+                run_dir.claim(path)
+                refusals.append("")
+            except UserError as error:
+                refusals.append(str(error))
+        os.kill(started[0], signal.SIGKILL)
+
+    result = ranks.spawn(claim_and_die, [(str(path), str(claimed))], 30.0, come_second)
+    assert result.codes == [-signal.SIGKILL], str(result)
+    owner = f"process {pids[0]} on {socket.gethostname()}, Slurm job 1234"
+    told = f"--name run: {path} is in use by {owner}; wait for it, or give another --name"
+    assert refusals == [told, told]
+    child = int(claimed.read_text())
+    os.kill(child, 0)  # it lives
+    try:
+        run_dir.claim(path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    assert (path / "lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def refuse_all(path: str, owner: str) -> None:
+    dist.init_process_group("gloo")
+    with pytest.raises(UserError, match=re.escape(f"is in use by {owner};")):
+        run_dir.claim(Path(path))
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_and_locks")
+def test_refused_claim_is_every_rank_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    run_dir.claim(tmp_path)
+    owner = f"process {os.getpid()} on {socket.gethostname()}"
+    result = ranks.spawn(refuse_all, [(str(tmp_path), owner)] * 2)
+    assert result.ok, str(result)
+
+
 def test_config_has_what_it_takes_to_run_again(recipe: str, tmp_path: Path) -> None:
     args = Args(name="x", warmup_steps=7, lr=1 / 3)
-    assert run_dir.write_config(tmp_path / "new" / "x", recipe, args, HERE) == []
-    path = tmp_path / "new" / "x" / "config.json"
+    path = tmp_path / "x" / "config.json"
+    path.parent.mkdir()
+    assert run_dir.write_config(path.parent, recipe, args, HERE) == []
     assert cli.parse(Args, ["--config", str(path)]) == args
     config = json.loads(path.read_text())
     assert config["recipe"] == "some_recipe"
@@ -120,3 +200,27 @@ def test_best_is_a_number_if_there_is_one(tmp_path: Path) -> None:
         lines = [{"step": i, "val/loss": loss} for i, loss in enumerate(losses)]
         (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         assert run_dir.best(tmp_path)["val/loss"] == (0.5, losses.index(0.5))
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ([], ["--name", "my run"]),
+        (["--lr", "1", "--name", "my run", "--seed=3"], ["--lr", "1", "--name", "my run", "--seed=3"]),
+        (["--name=my run", "--stop-after", "5", "--lr", "1"], ["--name=my run", "--lr", "1"]),
+        (["--stop-after=5", "--lr", "1", "--stop_after", "6"], ["--lr", "1", "--name", "my run"]),
+        (["--stop_after=5"], ["--name", "my run"]),
+        (["--data", "a b; c"], ["--data", "a b; c", "--name", "my run"]),
+    ],
+    ids=str,
+)
+def test_command_to_go_on(flags: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be pasted into a shell, and continues this run beyond the step it was stopped after."""
+    monkeypatch.delenv("LAUNCHED_AS", raising=False)
+    monkeypatch.setattr(sys, "argv", ["my recipes/train.py", *flags])
+    path = Path("/runs/my run")
+    assert shlex.split(run_dir.continuing(path, 1)) == ["python", "my recipes/train.py", *wanted]
+    launched = ["torchrun", "--nproc-per-node=4", "my recipes/train.py", *wanted]
+    assert shlex.split(run_dir.continuing(path, 4)) == launched
+    monkeypatch.setenv("LAUNCHED_AS", "NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/x")
+    assert run_dir.continuing(path, 4) == f"NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/x {shlex.join(wanted)}"

@@ -33,12 +33,10 @@ def stream(num_samples: int, length: int) -> Samples:
     return order[:length]
 
 
-def read_steps(num_samples: int, plan: sampler.Plan, micro: int, shards: int) -> list[list[list[Request]]]:
+def read_steps(plan: sampler.Plan, micro: int, shards: int) -> list[list[list[Request]]]:
     """Requests of all shards as [step][pass][shard]."""
     pass_size = sampler.divide_batch(plan.global_batch_size, micro, shards)
-    of_shards = [
-        list(sampler.training_requests(num_samples, SEED, plan, pass_size, shard, shards)) for shard in range(shards)
-    ]
+    of_shards = [list(sampler.training_requests(plan, pass_size, shard, shards)) for shard in range(shards)]
     steps: list[list[list[Request]]] = [[]]
     for requests in zip(*of_shards, strict=True):  # strict: all shards make the same number of passes
         steps[-1].append(list(requests))
@@ -63,9 +61,9 @@ def samples(step: list[list[Request]]) -> Samples:
 def test_step_t_is_the_t_th_run_of_the_order_on_any_number_of_ranks(num_samples: int) -> None:
     for batch, micro, shards in DIVISIONS:
         steps_wanted = -(-5 * num_samples // (2 * batch)) + 1  # beyond two and a half epochs
-        plan = sampler.make_plan(num_samples, 0, steps_wanted, batch, micro * shards or batch, shards, {})
+        plan = sampler.make_plan(num_samples, SEED, 0, steps_wanted, batch, micro * shards or batch, shards, {})
         order = stream(num_samples, steps_wanted * batch)
-        steps = read_steps(num_samples, plan, micro, shards)
+        steps = read_steps(plan, micro, shards)
         assert len(steps) == steps_wanted
         for t, step in enumerate(steps):
             assert samples(step) == order[t * batch : (t + 1) * batch], (batch, micro, shards, t)
@@ -81,11 +79,11 @@ def test_epochs_read_every_sample_once_each(num_samples: int, epochs: int) -> No
     accepted = 0
     for batch, micro, shards in DIVISIONS:
         try:
-            plan = sampler.make_plan(num_samples, epochs, 0, batch, micro * shards or batch, shards, {})
+            plan = sampler.make_plan(num_samples, SEED, epochs, 0, batch, micro * shards or batch, shards, {})
         except UserError:
             continue
         accepted += 1
-        steps = read_steps(num_samples, plan, micro, shards)
+        steps = read_steps(plan, micro, shards)
         assert len(steps) == plan.max_steps == -(-epochs * num_samples // batch)
         read = [sample for step in steps for sample in samples(step)]
         assert read == stream(num_samples, epochs * num_samples), (batch, micro, shards)
@@ -107,10 +105,10 @@ def test_no_pass_of_two_or_more_has_a_lone_sample() -> None:
         if micro == 1 or batch < 2 * shards:
             continue  # the user asked for single samples
         try:
-            plan = sampler.make_plan(num_samples, 1, 0, batch, micro * shards or batch, shards, {}, least=2)
+            plan = sampler.make_plan(num_samples, SEED, 1, 0, batch, micro * shards or batch, shards, {}, least=2)
         except UserError:
             continue
-        for one_pass in read_steps(num_samples, plan, micro, shards)[-1]:
+        for one_pass in read_steps(plan, micro, shards)[-1]:
             if min(len(request.indices) for request in one_pass) < 2:
                 lone.append(f"{num_samples} samples, batch {batch}, micro {micro}, {shards} shards")
     assert not lone, f"{len(lone)} times, first: {lone[0]}"
@@ -119,12 +117,12 @@ def test_no_pass_of_two_or_more_has_a_lone_sample() -> None:
 @pytest.mark.parametrize("num_samples", NUM_SAMPLES)
 def test_resume_reads_the_same_rest(num_samples: int) -> None:
     """From every step of a run, with the same and with other ranks, passes and batches."""
-    before = sampler.make_plan(num_samples, 0, 9, 12, 12, 2, {})
+    before = sampler.make_plan(num_samples, SEED, 0, 9, 12, 12, 2, {})
     for done_steps, (batch, micro, shards) in itertools.product(range(10), DIVISIONS[::4]):
         done = {"step": done_steps, "samples": before.position(done_steps)}
         assert done["samples"] == done_steps * 12
-        plan = sampler.make_plan(num_samples, 0, 9, batch, micro * shards or batch, shards, done)
-        steps = read_steps(num_samples, plan, micro, shards)
+        plan = sampler.make_plan(num_samples, SEED, 0, 9, batch, micro * shards or batch, shards, done)
+        steps = read_steps(plan, micro, shards)
         assert len(steps) == 9 - done_steps, "max_steps is the length of the whole training"
         end = done["samples"] + len(steps) * batch
         read = [sample for step in steps for sample in samples(step)]
@@ -135,16 +133,16 @@ def test_resume_reads_the_same_rest(num_samples: int) -> None:
 @pytest.mark.parametrize("num_samples", NUM_SAMPLES)
 def test_resume_finishes_the_epochs(num_samples: int) -> None:
     total = 3 * num_samples
-    before = sampler.make_plan(num_samples, 3, 0, 6, 6, 1, {})
+    before = sampler.make_plan(num_samples, SEED, 3, 0, 6, 6, 1, {})
     resumed = 0
     for done_steps, (batch, micro, shards) in itertools.product(range(before.max_steps + 1), DIVISIONS[::4]):
         done = {"step": done_steps, "samples": before.position(done_steps)}
         try:
-            plan = sampler.make_plan(num_samples, 3, 0, batch, micro * shards or batch, shards, done)
+            plan = sampler.make_plan(num_samples, SEED, 3, 0, batch, micro * shards or batch, shards, done)
         except UserError:
             continue
         resumed += 1
-        steps = read_steps(num_samples, plan, micro, shards)
+        steps = read_steps(plan, micro, shards)
         assert [s for step in steps for s in samples(step)] == stream(num_samples, total)[done["samples"] :]
         assert plan.first_step == done_steps
         assert plan.max_steps == done_steps + len(steps)
@@ -152,25 +150,36 @@ def test_resume_finishes_the_epochs(num_samples: int) -> None:
     assert resumed > before.max_steps
 
 
+def test_plan_knows_what_the_shards_of_each_step_read() -> None:
+    """A position says which samples they are, so that a bad step can be named: by epoch and index, in this order."""
+    plan = sampler.make_plan(37, SEED, 0, 9, 24, 12, 3, {"step": 2, "samples": 30})
+    for step, read in enumerate(read_steps(plan, 4, 3), start=3):
+        epochs, indices = plan.samples(plan.position(step - 1), plan.position(step))
+        assert list(zip(epochs.tolist(), indices.tolist(), strict=True)) == samples(read), step
+    epochs, indices = plan.samples(35, 39)
+    assert epochs.tolist() == [0, 0, 1, 1], "the fourth step went over the end of an epoch"
+    assert [part.size for part in plan.samples(30, 30)] == [0, 0]
+
+
 def test_position_stops_at_the_end() -> None:
-    plan = sampler.make_plan(37, 1, 0, 10, 10, 2, {})
+    plan = sampler.make_plan(37, SEED, 1, 0, 10, 10, 2, {})
     assert [plan.position(step) for step in range(6)] == [0, 10, 20, 30, 37, 37]
 
 
 def test_nothing_is_left_of_a_finished_training() -> None:
-    plan = sampler.make_plan(37, 1, 0, 10, 10, 2, {"step": 4, "samples": 37})
+    plan = sampler.make_plan(37, SEED, 1, 0, 10, 10, 2, {"step": 4, "samples": 37})
     assert (plan.first_step, plan.max_steps) == (4, 4)
-    assert not list(sampler.training_requests(37, SEED, plan, 10, 0, 2))
-    plan = sampler.make_plan(37, 0, 3, 10, 10, 2, {"step": 5, "samples": 50})
+    assert not list(sampler.training_requests(plan, 10, 0, 2))
+    plan = sampler.make_plan(37, SEED, 0, 3, 10, 10, 2, {"step": 5, "samples": 50})
     assert plan.position(5) == 50
-    assert not list(sampler.training_requests(37, SEED, plan, 10, 0, 2))
+    assert not list(sampler.training_requests(plan, 10, 0, 2))
 
 
 def test_last_step_too_small_for_batchnorm() -> None:
     with pytest.raises(UserError, match=r"--epochs 1 of 33 samples leaves 3 .* too few for 2 ranks in passes of 10"):
-        sampler.make_plan(33, 1, 0, 10, 10, 2, {}, least=2)
-    assert sampler.make_plan(34, 1, 0, 10, 10, 2, {}, least=2).max_steps == 4  # 4 samples left: 2 each
-    assert sampler.make_plan(30, 1, 0, 10, 10, 2, {}, least=2).max_steps == 3  # none left
+        sampler.make_plan(33, SEED, 1, 0, 10, 10, 2, {}, least=2)
+    assert sampler.make_plan(34, SEED, 1, 0, 10, 10, 2, {}, least=2).max_steps == 4  # 4 samples left: 2 each
+    assert sampler.make_plan(30, SEED, 1, 0, 10, 10, 2, {}, least=2).max_steps == 3  # none left
 
 
 def test_proposed_length_is_accepted() -> None:
@@ -181,14 +190,14 @@ def test_proposed_length_is_accepted() -> None:
         if batch < 2 * shards:
             continue  # no length helps
         try:
-            sampler.make_plan(num_samples, 1, 0, batch, batch, shards, done, least=2)
+            sampler.make_plan(num_samples, SEED, 1, 0, batch, batch, shards, done, least=2)
         except UserError as error:
             refusals.append((str(error), num_samples, batch, shards, done))
     assert len(refusals) > 50
     for told, num_samples, batch, shards, done in refusals:
         advice = re.search(r"--max-steps (\d+)", told)
         if advice:  # a set that is too small for a single step has none
-            plan = sampler.make_plan(num_samples, 1, int(advice[1]), batch, batch, shards, done, least=2)
+            plan = sampler.make_plan(num_samples, SEED, 1, int(advice[1]), batch, batch, shards, done, least=2)
             assert plan.max_steps - plan.first_step == (num_samples - done.get("samples", 0)) // batch, told
         else:
             assert num_samples < batch, told

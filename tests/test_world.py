@@ -52,6 +52,14 @@ def test_without_a_launcher_there_is_a_group_of_one() -> None:
     assert not dist.is_initialized()
 
 
+def test_what_runs_beside_the_training_ends_before_the_group() -> None:
+    ended: list[bool] = []
+    world.start()
+    world.background.callback(lambda: ended.append(dist.is_initialized()))
+    world.finish()
+    assert ended == [True]
+
+
 def test_processes_of_mpirun_do_not_each_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """With gloo there is no address to meet at: better refused than the same training twice in one folder."""
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
@@ -89,7 +97,7 @@ def test_world_in_words(size: int, local_size: int, text: str) -> None:
     assert torch.__version__ in str(here)
 
 
-# --- device, backend, dtype ---
+# --- device, backend ---
 
 
 @pytest.mark.parametrize(("gpus", "told"), [(1, "which has 1 GPU:"), (2, "which has 2 GPUs:")])
@@ -127,44 +135,6 @@ def test_backends_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None
     )
     with pytest.raises(UserError, match=r"--backend nccl: torch \S+ was built without it\. This torch has gloo$"):
         world._pick_backend("nccl", GPU)
-
-
-def test_pick_dtype() -> None:
-    for name in ("float32", "float64", "bfloat16"):
-        assert world.pick_dtype(name, CPU) == getattr(torch, name)
-    with pytest.raises(UserError, match=r"--dtype float16 is not known: auto, float32, bfloat16, float64"):
-        world.pick_dtype("float16", CPU)
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "wanted"),
-    [
-        ({}, torch.float32),
-        ({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, torch.float32),
-        ({"avx512_bf16": True}, torch.bfloat16),
-        ({"amx_bf16": True}, torch.bfloat16),
-        ({"bf16": True}, torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_auto_dtype_on_a_cpu(
-    capabilities: dict[str, bool], wanted: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert world.pick_dtype("auto", CPU) == wanted
-
-
-@pytest.mark.parametrize(("native", "wanted"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_auto_dtype_on_a_gpu(native: bool, wanted: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A V100 emulates bfloat16, slower than float32.
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation)
-    assert world.pick_dtype("auto", GPU) == wanted
-
-
-def test_storage_dtype() -> None:
-    assert world.storage_dtype(torch.bfloat16) == torch.float32
-    assert world.storage_dtype(torch.float32) == torch.float32
-    assert world.storage_dtype(torch.float64) == torch.float64
 
 
 # --- agreement ---

@@ -1,0 +1,91 @@
+"""Checkpoints to test with: every type and layout that a recipe saves, and ways to damage them."""
+
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from common import checkpoint, saver
+from tests import ranks
+
+RECIPE = ranks.ROOT / "recipes" / "some_recipe" / "train.py"  # only its name matters
+
+
+def make_state(content: int) -> dict[str, torch.Tensor]:
+    """Every type and layout that a recipe saves, and the bits that a conversion would lose."""
+    generator = torch.Generator().manual_seed(content)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    odd = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45])
+    return {
+        "conv.weight": normal(6, 3, 3, 3).float().to(memory_format=torch.channels_last),
+        "linear.weight": normal(5, 7).t(),
+        "half.weight": torch.cat([normal(50), odd.double()]).bfloat16(),
+        "wide.weight": normal(4, 1),
+        "odd": odd,
+        "norm.running_mean": normal(8).float(),
+        "norm.num_batches_tracked": torch.tensor(2**40 + content),
+        "ids": torch.tensor([content, -1, 2**31 - 1], dtype=torch.int32),
+        "optimizer.conv.weight.step": torch.tensor(float(content)),
+        "optimizer.conv.weight.exp_avg": normal(6, 3, 3, 3).float().to(memory_format=torch.channels_last),
+    }
+
+
+def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Where to load to: other values in the same layouts."""
+    return {name: torch.full_like(tensor, 77) for name, tensor in state.items()}
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def check_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].stride() == tensor.stride(), name
+        assert bits(found[name]) == bits(tensor), name
+
+
+def loaded(path: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = blank(like)
+    checkpoint.load(path, found)
+    return found
+
+
+def make_saver(run_dir: Path, keep: int = 9, in_background: bool = False) -> saver.Saver:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
+    return saver.Saver(run_dir, str(RECIPE), mesh, {"seed": 3}, keep, in_background)
+
+
+def save(run_dir: Path, step: int, keep: int = 9) -> Path:
+    make_saver(run_dir, keep).save(step, make_state(step), 10 * step, last=True)
+    return checkpoint.folder(run_dir, step)
+
+
+def steps(run_dir: Path) -> list[int]:
+    """Of the committed checkpoints; anything else there must be `latest`."""
+    names = {path.name for path in (run_dir / "checkpoints").iterdir()} - {"latest"}
+    return sorted(int(name.removeprefix("step_")) for name in names)
+
+
+def find_step(run_dir: Path, resume: str = "") -> int:
+    path, facts = checkpoint.find(run_dir, resume, {"seed": 3})
+    assert path is not None
+    assert facts["samples"] == 10 * facts["step"]
+    assert path.name == f"step_{facts['step']:08d}"
+    return facts["step"]
+
+
+def flip_bit(file: Path, bit: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(content)
+
+
+def damage(run_dir: Path, step: int) -> None:
+    file = max(checkpoint.folder(run_dir, step).glob("*.safetensors"))
+    flip_bit(file, 8 * file.stat().st_size - 1)

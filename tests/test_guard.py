@@ -1,0 +1,306 @@
+"""An update that is not finite leaves no trace, and a replica that drifts is named."""
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from common import UserError, guard, keymap, sampler
+from tests import ranks
+from tests.states import bits
+
+NUM_SAMPLES, SEED, BATCH = 37, 5, 6
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Several threads wait for each other where others compute too, longer than this takes on one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Optimizer] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=True),
+}
+
+
+def make_plan(first_step: int = 0) -> sampler.Plan:
+    return sampler.Plan(NUM_SAMPLES, SEED, first_step, 40, first_step * BATCH, 40 * BATCH, BATCH)
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Of the optimizer what there is: asking for it in vain would create it."""
+    return keymap.model_tensors(model) | (keymap.optimizer_tensors(model, optimizer) if optimizer.state else {})
+
+
+def run(make_optimizer: Optimizer, steps: Sequence[int], bad: dict[int, float]) -> dict[str, torch.Tensor]:
+    """Train over `steps`, two passes each; those in `bad` meet such a number in the first pass, and change nothing."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    finite = guard.FiniteGuard(model, optimizer, make_plan(), most=3)
+    for step in steps:
+        before = {name: bits(tensor) for name, tensor in state(model, optimizer).items()}
+        generator = torch.Generator().manual_seed(step)
+        for i in range(2):
+            x = torch.randn(6, 4, generator=generator)
+            x[2, 3] = bad.get(step, x[2, 3]) if i == 0 else x[2, 3]
+            model(x).square().sum().backward()
+        grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert grad_norm.isfinite() == (step not in bad)
+        finite.judge(grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in bad:
+            assert any(not tensor.isfinite().all() for tensor in model.buffers()), "the check has something to undo"
+        finite.after(step)
+        after = {name: bits(tensor) for name, tensor in state(model, optimizer).items()}
+        changed = {name for name in after if after[name] != before.get(name)}
+        assert changed == (set() if step in bad else set(after)), f"step {step}"
+    finite.check()
+    return state(model, optimizer)
+
+
+NAN, INF = float("nan"), float("inf")
+BADS = [{4: NAN}, {1: INF}, {1: NAN, 2: -INF}, {3: NAN, 4: NAN, 5: INF, 7: NAN}]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("bad", BADS, ids=str)
+def test_left_out_update_is_as_if_the_step_were_absent(
+    name: str, bad: dict[int, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bit for bit: parameters, momentum, the optimizer's counts of steps, and BatchNorm's statistics."""
+    found = run(OPTIMIZERS[name], range(1, 9), bad)
+    said = capsys.readouterr().out
+    assert said == f"warning: left out {len(bad)} update(s) whose gradient was not finite\n"
+    wanted = run(OPTIMIZERS[name], [step for step in range(1, 9) if step not in bad], {})
+    assert capsys.readouterr().out == ""
+    assert {key: bits(tensor) for key, tensor in found.items()} == {key: bits(t) for key, t in wanted.items()}
+    assert all(tensor.isfinite().all() for tensor in found.values())
+    assert found["1.num_batches_tracked"] == 2 * (8 - len(bad))
+    if name == "AdamW":
+        assert found["optimizer.0.weight.step"] == 8 - len(bad)
+
+
+def judge_nothing(finite: guard.FiniteGuard, grad_norm: torch.Tensor) -> None:
+    finite._optimizer.found_inf = torch.zeros_like(grad_norm)
+
+
+def undo_nothing(finite: guard.FiniteGuard, step: int) -> None:
+    pass
+
+
+MUTANTS = [
+    (guard.FiniteGuard, "judge", judge_nothing),
+    (guard.FiniteGuard, "after", undo_nothing),
+    (guard, "keymap", types.SimpleNamespace(optimizer_tensors=lambda *_: {})),  # creates no state beforehand
+]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("owner", "part", "mutant"), MUTANTS)
+def test_mutants_are_found(name: str, owner: Any, part: str, mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, part, mutant)
+    with pytest.raises(AssertionError, match=r"^step 1\b"):
+        run(OPTIMIZERS[name], range(1, 9), {1: INF})
+
+
+# --- too many ---
+
+
+def go_through(finite: guard.FiniteGuard, finite_steps: str, first_step: int) -> None:
+    """One letter per step after `first_step`: x is a bad one."""
+    for step, letter in enumerate(finite_steps, start=first_step + 1):
+        finite.judge(torch.tensor(NAN if letter == "x" else 1.0))
+        finite.after(step)
+
+
+def make_guard(first_step: int = 0, most: int = 3) -> guard.FiniteGuard:
+    model = make_model()
+    return guard.FiniteGuard(model, OPTIMIZERS["SGD"](model), make_plan(first_step), most)
+
+
+@pytest.mark.parametrize("after", ["", "x", "x.x", ".....", ".xxxx"], ids=repr)
+def test_too_many_in_a_row_end_the_training(after: str) -> None:
+    """Also when they are noticed late: the first ones that were too many are named, and what they read."""
+    finite = make_guard(first_step=2)
+    go_through(finite, "..x.xxxx" + after, first_step=2)  # steps 7 to 10
+    with pytest.raises(UserError) as refusal:
+        finite.check()
+    told = str(refusal.value)
+    assert told.startswith("no finite gradient in steps 7 to 10 (--max-skips 3): look at --lr, --max-grad-norm, ")
+    order = [int(i) for epoch in range(2) for i in sampler.permutation(NUM_SAMPLES, SEED, epoch)]
+    samples = [order[(step - 1) * BATCH : step * BATCH] for step in (7, 8, 9, 10)]
+    assert told.endswith(": " + "; ".join(map(str, samples)))
+
+
+@pytest.mark.parametrize("steps", ["xxx", "xxx.xxx", "x.x.x.x.x.x", ".xx.xxx.x"])
+def test_fewer_in_a_row_are_told_and_survived(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    finite = make_guard()
+    go_through(finite, steps, first_step=0)
+    finite.check()
+    assert f"left out {steps.count('x')} update(s)" in capsys.readouterr().out
+    finite.check()
+    assert capsys.readouterr().out == "", "told once"
+    go_through(finite, ".x", first_step=len(steps))
+    finite.check()
+    assert "left out 1 update(s)" in capsys.readouterr().out
+
+
+def test_row_goes_on_from_one_check_to_the_next() -> None:
+    finite = make_guard(most=1)
+    go_through(finite, ".x", first_step=0)
+    finite.check()
+    go_through(finite, "x", first_step=2)
+    with pytest.raises(UserError, match=r"in steps 2 to 3 \(--max-skips 1\)"):
+        finite.check()
+    finite = make_guard(most=0)
+    go_through(finite, "..x", first_step=0)
+    with pytest.raises(UserError, match=r"in steps 3 to 3 \(--max-skips 0\)"):
+        finite.check()
+
+
+# --- replicas ---
+
+Drift = tuple[int, str]  # rank and parameter
+
+
+def last_number(model: nn.Module, name: str) -> torch.Tensor:
+    """Of what this rank holds of a parameter; shares memory with it."""
+    parameter = dict(model.named_parameters())[name].detach()
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).view(-1)[-1:]
+
+
+def check_after(model: nn.Module, drifts: Sequence[Drift]) -> str:
+    """What `check_replicas` tells this rank once some ranks have drifted by one unit in the last place."""
+    numbers = [last_number(model, name) for rank, name in drifts if rank == dist.get_rank()]
+    before = [number.clone() for number in numbers]
+    for number in numbers:
+        number.copy_(torch.nextafter(number, torch.tensor(INF)))
+    try:
+        guard.check_replicas(model, 12)
+    except UserError as error:
+        return str(error)
+    finally:
+        for number, value in zip(numbers, before, strict=True):
+            number.copy_(value)
+    return ""
+
+
+def compare_replicas(cases: Sequence[tuple[Sequence[Drift], str]]) -> None:
+    dist.init_process_group("gloo")
+    model = nn.Module()
+    model.module = make_model()  # as DistributedDataParallel names it
+    for drifts, told in cases:
+        found = check_after(model, drifts)
+        assert found.startswith(f"the replicas have drifted apart by step 12: {told}" if told else ""), (drifts, found)
+        assert bool(found) == bool(told), (drifts, found)
+    dist.destroy_process_group()
+
+
+CASES_OF_2: list[tuple[list[Drift], str]] = [
+    ([], ""),
+    ([(1, "module.2.weight")], "2.weight of rank 1 is not what rank 0 has."),
+    ([(0, "module.0.bias")], "0.bias of rank 1 is not what rank 0 has."),
+    ([(1, "module.2.bias"), (1, "module.0.weight")], "0.weight of rank 1 is not what rank 0 has."),
+    ([(0, "module.0.weight"), (1, "module.0.weight")], ""),
+]
+CASES_OF_3: list[tuple[list[Drift], str]] = [
+    ([], ""),
+    ([(0, "module.1.weight")], "1.weight of rank 0 is not what most of its 3 ranks have."),
+    ([(1, "module.2.bias"), (0, "module.2.weight")], "2.weight of rank 0 is not what most of its 3 ranks have."),
+    ([(2, "module.2.bias"), (1, "module.2.bias")], "2.bias of rank 0 is not what most of its 3 ranks have."),
+]
+
+
+@pytest.mark.parametrize("cases", [CASES_OF_2, CASES_OF_3], ids=["2 ranks", "3 ranks"])
+def test_one_unit_in_the_last_place_is_found_and_named(cases: list[tuple[list[Drift], str]]) -> None:
+    result = ranks.spawn(compare_replicas, [(cases,)] * (2 if cases is CASES_OF_2 else 3))
+    assert result.ok, str(result)
+
+
+def shard(shape: tuple[int, ...]) -> nn.Module:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    model = make_model()
+    before = model[0].weight.clone()
+    fully_shard(model, mesh=mesh)
+    local = model[0].weight.to_local()
+    assert torch.equal(local, before.chunk(2)[mesh.get_local_rank("shard")]), "the parts differ"
+    return model
+
+
+def compare_parts() -> None:
+    dist.init_process_group("gloo")
+    model = shard((2,))
+    for drifts in ([], [(0, "0.weight")], [(1, "2.bias")]):
+        assert check_after(model, drifts) == "", drifts
+    dist.destroy_process_group()
+
+
+def test_parts_are_not_compared_with_each_other() -> None:
+    result = ranks.spawn(compare_parts, [()] * 2)
+    assert result.ok, str(result)
+
+
+def compare_replicated_parts() -> None:
+    """Ranks 0 and 2 hold one half, 1 and 3 the other."""
+    dist.init_process_group("gloo")
+    model = shard((2, 2))
+    assert not (told := check_after(model, [])), told
+    assert check_after(model, [(1, "0.weight"), (3, "0.weight")]) == ""
+    for drifted, told in ((3, "0.weight [(2, 1)] of rank 3 is not what rank 1 has."), (0, "rank 2 is not what rank 0")):
+        assert told in check_after(model, [(drifted, "0.weight")])
+    dist.destroy_process_group()
+
+
+def test_drift_of_a_replicated_part_is_named() -> None:
+    result = ranks.spawn(compare_replicated_parts, [()] * 4)
+    assert result.ok, str(result)
+
+
+def compare_parts_of_parts() -> None:
+    """Tensor parallel over ranks 0 and 1, and over 2 and 3; each part split again over 0 and 2, and over 1 and 3."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    model = make_model()
+    model[1] = nn.Identity()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["shard"])
+    assert not (told := check_after(model, [])), told
+    dist.destroy_process_group()
+
+
+def test_parts_of_parts_are_not_compared_with_each_other() -> None:
+    result = ranks.spawn(compare_parts_of_parts, [()] * 4)
+    assert result.ok, str(result)
+
+
+def compare_small_parts() -> None:
+    dist.init_process_group("gloo")
+    model = nn.Linear(4, 1)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    assert (model.bias.to_local().numel() == 0) == (dist.get_rank() == 1)
+    guard.check_replicas(model, 12)
+    dist.destroy_process_group()
+
+
+def test_rank_can_hold_nothing_of_a_small_parameter() -> None:
+    result = ranks.spawn(compare_small_parts, [()] * 2)
+    assert result.ok, str(result)
