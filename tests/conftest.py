@@ -81,6 +81,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     common = {path: len(text.splitlines()) for path, text in texts.items()}
     longest = max(common, key=lambda path: common[path])
     recipes = ", ".join(f"{name} {len(ranks.source(name).splitlines())}" for name in ranks.RECIPES)
+    code = sum(map(code_lines, texts.values()))
     terminalreporter.write_line(
-        f"lines: common/ {sum(map(code_lines, texts.values()))} of 2000 of code, {longest.name} {common[longest]} of 200; {recipes} of 300"
+        f"lines: common/ {code} of 2000 of code, {longest.name} {common[longest]} of 200; {recipes} of 300"
     )

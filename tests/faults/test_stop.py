@@ -4,9 +4,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,147 +12,159 @@ import torch.distributed as dist
 
 from common import stop
 from tests import ranks
-from tests.conftest import write_parquet
-
-STEPS = 14
-FLAGS = [
-    *("--max-steps", str(STEPS), "--global-batch-size", "40", "--warmup-steps", "2", "--dtype", "float32"),
-    *("--log-every", "1", "--eval-every", "1000", "--save-every", "1000"),
-]
+from tests.faults.cell import STEPS, Cell, checkpoints, same_tensors, wait_for
+from tests.faults.inject import EPOCH_STEPS
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_parquet(tmp_path_factory.mktemp("data") / "tiny", 101, 12)
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "what the test waits for did not happen"
-        time.sleep(0.01)
-
-
-def signal_last_rank(number: int, condition: Callable[[], bool]) -> Callable[[list[int]], None]:
-    def meddle(pids: list[int]) -> None:
-        wait_for(condition)
-        os.kill(pids[-1], number)
-
-    return meddle
-
-
-def steps_done(run: Path) -> int:
-    file = run / "metrics.jsonl"
-    return file.read_text().count("train/loss") if file.exists() else 0
-
-
-def saved(run: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in run.glob("checkpoints/step_????????"))
-
-
-def check_left(result: ranks.Result, run: Path, reason: str) -> int:
-    """All ranks left with 0, after one step, which is saved and the last one that was done."""
-    assert result.ok, str(result)
-    marker = json.loads((run / "stopped.json").read_text())
+def check_left(cell: Cell, output: str, reason: str) -> int:
+    """All ranks left after one step, which is saved and the last one that was done."""
+    marker = json.loads((cell.run / "stopped.json").read_text())
     assert marker["reason"].startswith(reason)
-    assert saved(run)[-1] == marker["step"] == max(ranks.records(run, "train/loss"))
-    assert f"left   on request, saved: {reason}" in result.outputs[0]
+    assert max(checkpoints(cell.run)) == marker["step"] == max(ranks.records(cell.run, "train/loss"))
+    cell.say(output, f"left   on request, saved: {reason}")
     return marker["step"]
 
 
-@pytest.mark.parametrize("recipe", ranks.RECIPES)
-def test_signal_to_one_rank(recipe: str, images: Path, tmp_path: Path) -> None:
-    world_size = ranks.world_sizes(recipe, most=2)[-1]
-    where = ("--data", str(images), "--out", str(tmp_path))
-    run = tmp_path / "run"
-    told = signal_last_rank(signal.SIGTERM, lambda: steps_done(run) >= 3)
-    result = ranks.run_recipe(recipe, world_size, *FLAGS, *where, "--name", "run", meddle=told)
-    assert 3 <= check_left(result, run, "SIGTERM") < STEPS
-    assert ranks.run_recipe(recipe, world_size, *FLAGS, *where, "--name", "run").ok
-    assert not (run / "stopped.json").exists()
-    assert ranks.run_recipe(recipe, world_size, *FLAGS, *where, "--name", "whole").ok
-    for tag in ("train/loss", "train/grad_norm", "val/loss"):
-        assert ranks.records(run, tag) == ranks.records(tmp_path / "whole", tag)
+def leave_and_go_on(cell: Cell, fault: tuple, *flags: str, reason: str = "SIGTERM") -> int:
+    """0 steps are lost; returns after which step the run had left."""
+    result = cell.start(*flags, faults=[fault])
+    assert result.ok, str(result)
+    left_after = check_left(cell, result.outputs[0], reason)
+    left = [event["time"] for event in cell.events if event["event"] == "left"]
+    cell.notice_s = max(left) - cell.fault_time()
+    cell.resume(*flags, exact=False)
+    assert not (cell.run / "stopped.json").exists()
+    assert cell.steps_lost == 0
+    return left_after
 
 
-def run_ddp(images: Path, out: Path, meddle: Callable[[list[int]], None] | None, *flags: str) -> ranks.Result:
-    where = ("--data", str(images), "--out", str(out), "--name", "run")
-    return ranks.run_recipe("ddp_resnet", 2, *FLAGS, *where, *flags, meddle=meddle)
+@pytest.mark.fault("stop: SIGTERM to one rank", core=True)
+def test_clean_stop(cell: Cell) -> None:
+    assert leave_and_go_on(cell, ("end of a step", "signal", -1, 2, "SIGTERM", 0.5)) in (2, 3)
+    cell.check_exact()
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
-def test_other_signals(number: signal.Signals, images: Path, tmp_path: Path) -> None:
-    told = signal_last_rank(number, lambda: steps_done(tmp_path / "run") >= 3)
-    assert check_left(run_ddp(images, tmp_path, told), tmp_path / "run", number.name) < STEPS
+@pytest.mark.fault("stop: twice inside an epoch, and at its edge")
+def test_stop_after(cell: Cell) -> None:
+    assert EPOCH_STEPS == 3
+    for step in (1, 2, 3):
+        assert cell.start("--stop-after", str(step)).ok
+        assert max(checkpoints(cell.run)) == step
+    cell.resume(exact=False)
+    whole = cell.whole()
+    for tag in ("train/loss", "train/grad_norm"):  # each part was evaluated at its end
+        assert ranks.records(cell.run, tag) == ranks.records(whole, tag)
+    assert same_tensors(checkpoints(cell.run)[STEPS], checkpoints(whole)[STEPS])
 
 
-def test_before_the_first_step(images: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    told = signal_last_rank(signal.SIGTERM, (run / "config.json").exists)
-    assert check_left(run_ddp(images, tmp_path, told, "--workers", "1"), run, "SIGTERM") <= 2
+@pytest.mark.fault("stop: mutant, the position saved is that of the step before")
+def test_mutant_shifted_position(cell: Cell) -> None:
+    assert cell.start("--stop-after", "2", mutant="the position is that of the step before").ok
+    with pytest.raises(AssertionError):
+        cell.resume()
+    losses, wanted = (ranks.records(run, "train/loss") for run in (cell.run, cell.whole()))
+    assert losses[2] == wanted[2]
+    assert losses[3] != wanted[3]
 
 
-def test_deadline(images: Path, tmp_path: Path) -> None:
-    result = run_ddp(images, tmp_path, None, "--max-steps", "1000", "--deadline", "0.05")
-    assert check_left(result, tmp_path / "run", "--deadline") < 1000
+@pytest.mark.fault("stop: {name} to one rank")
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
+def test_other_signals(name: str, cell: Cell) -> None:
+    assert leave_and_go_on(cell, ("end of a step", "signal", -1, 2, name, 0.5), reason=name) in (2, 3)
+    cell.check_exact()
 
 
-def test_in_evaluation(images: Path, tmp_path: Path) -> None:
-    slow = '    model.eval()\n    Path(args.out, "evaluating").touch()\n    __import__("time").sleep(1)\n'
-    path = ranks.mutate("ddp_resnet", tmp_path / "slow", {"    model.eval()\n": slow})
-    told = signal_last_rank(signal.SIGTERM, (tmp_path / "evaluating").exists)
-    where = ("--data", str(images), "--out", str(tmp_path), "--name", "run", "--eval-every", "3")
-    result = ranks.run_recipe(path, 2, *FLAGS, *where, meddle=told)
-    assert check_left(result, tmp_path / "run", "SIGTERM") == 4, "the step after the evaluation is still done"
+@pytest.mark.fault("stop: SIGTERM with 2 loader workers")
+def test_loader_workers(cell: Cell) -> None:
+    """The signal hits them too, as torchrun sends it to whole process groups."""
+    flags = ("--workers", "2")
+    assert leave_and_go_on(cell, ("end of a step", "signal the process group", -1, 2, "SIGTERM"), *flags) < STEPS
+    cell.check_exact()
 
 
-def test_second_signal_quits_at_once(images: Path, tmp_path: Path) -> None:
-    slow = {"checkpoint.save(path, step": '__import__("time").sleep(30); checkpoint.save(path, step'}
-    path = ranks.mutate("ddp_resnet", tmp_path / "slow", slow)
-    times: list[float] = []
+@pytest.mark.fault("stop: SIGTERM {point}")
+@pytest.mark.parametrize("point", ["before the first step", pytest.param("at the start", marks=pytest.mark.rest)])
+def test_before_the_first_step(point: str, cell: Cell) -> None:
+    """Also before the ranks have joined each other: it is kept until they listen."""
+    assert leave_and_go_on(cell, (point, "signal", -1, 0, "SIGTERM", 0.5)) <= 2
+    cell.check_exact()
 
-    def meddle(pids: list[int]) -> None:
-        for condition in (lambda: steps_done(tmp_path / "run") >= 2, lambda: True):
-            wait_for(condition)
-            times.append(time.monotonic())
-            os.kill(pids[0], signal.SIGTERM)
-            time.sleep(stop.SAME_SIGNAL_S + 1)
 
-    where = ("--data", str(images), "--out", str(tmp_path), "--name", "run")
-    result = ranks.run_recipe(path, 2, *FLAGS, *where, meddle=meddle)
+@pytest.mark.fault("stop: SIGTERM in an evaluation")
+def test_in_evaluation(cell: Cell) -> None:
+    flags = ("--eval-every", "2")
+    fault = ("evaluation", "signal", -1, 2, "SIGTERM", 0.5)
+    assert leave_and_go_on(cell, fault, *flags) == 3, "the step after the evaluation is still done"
+    whole = cell.whole()
+    for tag in ("train/loss", "train/grad_norm"):
+        assert ranks.records(cell.run, tag) == ranks.records(whole, tag)
+    assert same_tensors(checkpoints(cell.run)[STEPS], checkpoints(whole)[STEPS])
+
+
+@pytest.mark.fault("stop: SIGTERM in a save, {how}")
+@pytest.mark.parametrize("how", ["synchronous", "asynchronous"])
+def test_in_a_save(how: str, cell: Cell) -> None:
+    flags = ("--async-save",) if how == "asynchronous" else ()
+    assert leave_and_go_on(cell, ("before the digests", "signal", 0, 2, "SIGTERM", 0.5), *flags) < STEPS
+    cell.check_exact()
+
+
+@pytest.mark.fault("stop: --deadline")
+def test_deadline(cell: Cell) -> None:
+    """A tenth of a second, and the second step takes half of one."""
+    result = cell.start("--deadline", "0.002", faults=[("end of a step", "sleep a little", -1, 2)])
+    assert result.ok, str(result)
+    assert check_left(cell, result.outputs[0], "--deadline") < STEPS
+    cell.resume()
+    assert cell.steps_lost == 0
+
+
+@pytest.mark.fault("stop: a second SIGTERM quits at once")
+def test_second_signal_quits_at_once(cell: Cell) -> None:
+    again = stop.SAME_SIGNAL_S + 0.5
+    points = [("before the data", "signal", 0, 2, "SIGTERM", again), ("before the data", "signal", 0, 2, "SIGTERM", 20)]
+    began = time.monotonic()
+    result = cell.start(faults=points)
     assert result.codes[0] == 128 + signal.SIGTERM, str(result)
-    assert time.monotonic() - times[1] < 5
+    assert time.monotonic() - began < 15
+    cell.resume()
 
 
-def test_launcher_with_loader_workers(images: Path, tmp_path: Path) -> None:
+@pytest.mark.rest
+@pytest.mark.fault("stop: SIGUSR1 to the launcher, with 2 loader workers")
+def test_launcher(cell: Cell) -> None:
     """The real thing: torchrun signals its whole process group, loader workers included."""
-    command = ["bash", str(ranks.ROOT / "launch/torchrun.sh"), "recipes/ddp_resnet", *FLAGS, "--max-steps", "500"]
-    command += ["--workers", "2", "--data", str(images), "--out", str(tmp_path), "--name", "run"]
-    environ = os.environ | {"PYTHON": sys.executable, "NPROC_PER_NODE": "2", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(
-        command, cwd=ranks.ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        wait_for(lambda: steps_done(tmp_path / "run") >= 3)
+    told = cell.folder / "told"
+
+    def meanwhile(process: subprocess.Popen[str], events: Path) -> None:
+        wait_for(lambda: events.exists() and '"fault"' in events.read_text())
         process.send_signal(signal.SIGUSR1)
-        out, _ = process.communicate(timeout=30)
-    finally:
-        process.kill()
-    assert process.returncode == 128 + signal.SIGUSR1, out
+        time.sleep(2 * stop.POLL_S)
+        told.touch()
+
+    fault = ("end of a step", "wait for", 0, 2, str(told))
+    code, out = cell.launch("--workers", "2", faults=[fault], meanwhile=meanwhile)
+    assert code == 128 + signal.SIGUSR1, out
     assert "Traceback" not in out
-    check_left(ranks.Result([0], [out]), tmp_path / "run", "SIGUSR1")
+    assert check_left(cell, out, "SIGUSR1") < STEPS
+    cell.resume()
+    assert cell.steps_lost == 0
+
+
+# --- parts of it ------------------------------------------------------------------------------------------
 
 
 def outlive_a_child() -> None:
     dist.init_process_group("gloo")
     signal.signal(signal.SIGCHLD, lambda *_: None)  # as DataLoader does
+    stop.SAME_SIGNAL_S = 0.3
     stopping = stop.Stop(0, 0)
     assert not stopping.after(0)
     subprocess.run(["true"], check=True)
     time.sleep(3 * stop.POLL_S)
     assert not stopping.after(1)
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(stop.SAME_SIGNAL_S + 1)
+    time.sleep(stop.SAME_SIGNAL_S + 2 * stop.POLL_S)
     subprocess.run(["true"], check=True)
     time.sleep(3 * stop.POLL_S)
     assert stopping.after(2)
@@ -183,7 +193,7 @@ def leave_at_own_pace(pace_s: float, folder: str, agree: bool) -> None:
 
 @pytest.mark.parametrize("agree", [True, False], ids=["all leave after one step", "mutant without agreement"])
 def test_ranks_far_apart(agree: bool, tmp_path: Path) -> None:
-    result = ranks.spawn(leave_at_own_pace, [(0.05, str(tmp_path), agree), (0.02, str(tmp_path), agree)], 30.0)
+    result = ranks.spawn(leave_at_own_pace, [(0.02, str(tmp_path), agree), (0.008, str(tmp_path), agree)], 30.0)
     assert result.ok, str(result)
     left = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
     assert (left[0] == left[1]) == agree, left
