@@ -324,7 +324,7 @@ def test_unused_parameter(tmp_path: Path, small_digits: Path) -> None:
     began = time.monotonic()
     result = ranks.run_recipe(path, 2, *where, *TWO_STEPS)
     assert all(result.codes), str(result)
-    assert result.outputs[0].count("forgotten.weight") == 1, str(result)
+    assert "forgotten.weight" in result.outputs[0], str(result)
     assert list(ranks.records(tmp_path / "out" / "run", "train/loss")) == [1]
     assert time.monotonic() - began < 2 * SECONDS
 
