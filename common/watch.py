@@ -83,7 +83,8 @@ class Watch:
         """Tell the others why this rank raises (main thread); does not return if another one is the cause."""
         self._reported = True
         phase, stack = diagnose.phase_and_stack(traceback.walk_tb(error.__traceback__))
-        finding = f"{self._name()} failed in {phase}: {type(error).__name__}: {error}\n{stack}"
+        what = f"{self._name()} failed in {phase}: {type(error).__name__}: {error}\n"
+        finding = what + stack
         try:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
                 beats, gone = self._compare()
@@ -94,7 +95,8 @@ class Watch:
         except dist.DistError as lost:
             self._leave(self._lost(lost))
         if not isinstance(error, UserError):  # which `cli.entry` tells
-            sys.stderr.write(f"\n{self._name()} failed in {phase}\n")  # Python prints the rest
+            sys.stderr.write(f"\n{what}")  # the stack follows, when Python prints the exception
+            sys.stderr.flush()
         self._let_others_read()
 
     def _let_others_read(self) -> None:
