@@ -6,16 +6,20 @@ import os
 import tempfile
 import tokenize
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 # Before the fork server starts, which hands its environment on to the ranks.
 os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="brigade-hf-")
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from common import images
 from tests import ranks
+
+torch.set_num_threads(1)  # the ranks need the other cores, and threads that wait for each other are slow beside them
 
 
 def write_parquet(folder: Path, train: int, validation: int) -> Path:
@@ -73,6 +77,11 @@ def code_lines(text: str) -> int:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             lines -= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
     return len(lines)
+
+
+def pytest_sessionstart() -> None:
+    """Start the fork server, which has much to import, beside the collection of the tests."""
+    forkserver.ensure_running()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

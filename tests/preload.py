@@ -1,10 +1,19 @@
 """What the fork server of tests/ranks.py imports once for all ranks."""
 
+import atexit
+import gc
+
 import datasets  # noqa: F401
 import pyarrow.parquet  # noqa: F401
+import pytest  # noqa: F401
 import torch._dynamo
 import torch.distributed.checkpoint
 import torch.utils.flop_counter
 import torch.utils.tensorboard  # noqa: F401
 import torchvision.transforms.v2.functional  # noqa: F401
 import tyro  # noqa: F401
+
+from tests import ranks, short_resnet  # noqa: F401
+
+gc.freeze()  # the ranks' collectors need not go through all of this
+atexit.register(gc.unfreeze)

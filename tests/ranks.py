@@ -24,6 +24,8 @@ RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
 GRACE_S = 0.5  # torchrun, too, ends the others when one rank has failed
+# Flags of each workload for a model that is quick in float64 on a CPU; tests/short_resnet.py has this one.
+SMALL = {"resnet": ("--model", "resnet6")}
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ def world_sizes(recipe: str, most: int = 4) -> list[int]:
     env = ROOT / "recipes" / recipe / "launch.env"
     single = env.exists() and "NPROC_PER_NODE=1" in env.read_text()
     return [1] if single else list(range(1, most + 1))
+
+
+def small(recipe: str) -> tuple[str, ...]:
+    """Flags for a small model of a recipe's workload, the last word of its name."""
+    return SMALL.get(recipe.rpartition("_")[2], ())
 
 
 def mutate(recipe: str, folder: Path, changes: Mapping[str, str]) -> Path:

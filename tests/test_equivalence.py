@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,30 +11,31 @@ from torch.nn import functional as F
 
 from common import images, sampler, seed
 from common.models.resnet import make_resnet
-from tests import ranks
+from tests import ranks, short_resnet  # noqa: F401 (--model resnet6)
 
 # One epoch of 469 images: 19 steps of 24, in two passes each, and a last one of 13, which divides by none of
 # 2, 3 and 4. Augmentation, weight decay, warm-up, and clipping at a norm that every step exceeds.
 SAMPLES, BATCH, PASS, STEPS = 469, 24, 12, 20
-CLIP, LR, WARMUP, DECAY, SMOOTHING = 1.0, 0.1, 5, 5e-4, 0.1
+CLIP, LR, WARMUP, DECAY, SMOOTHING = 0.25, 0.1, 5, 5e-4, 0.1
 FLAGS = [
     *("--epochs", "1", "--global-batch-size", str(BATCH), "--max-grad-norm", str(CLIP), "--lr", str(LR)),
     *("--warmup-steps", str(WARMUP), "--log-every", "1", "--eval-every", "1000", "--save-every", "1000"),
 ]
-TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
 
 
-def plain_resnet_loop(folder: str, dtype: torch.dtype) -> tuple[list[float], list[float]]:
+def plain_resnet_loop(
+    folder: str, dtype: torch.dtype, name: str = "resnet6", steps: int = STEPS
+) -> tuple[list[float], list[float]]:
     """Loss and gradient norm of each step, as one would write it for one process."""
     train, _ = images.load(folder, run_seed=0, flip=False)
     seed.everything(0, seed.INIT)
-    model = make_resnet("resnet18", 1, 10, 8).to(dtype)
+    model = make_resnet(name, 1, 10, 8).to(dtype)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     optimizer = torch.optim.SGD([{"params": decayed, "weight_decay": DECAY}, {"params": others}], momentum=0.9)
     order = sampler.permutation(len(train), 0, 0)
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(steps):
         batch = order[step * BATCH : (step + 1) * BATCH]
         loss = torch.zeros((), dtype=dtype)
         for part in np.array_split(batch, 2):  # BatchNorm sees a pass at a time, so the passes are part of the maths
@@ -61,17 +63,16 @@ PLAIN_LOOPS = {"resnet": plain_resnet_loop}
 
 
 @pytest.fixture(scope="session")
-def plain() -> dict[tuple[str, str], tuple[list[float], list[float]]]:
+def plain() -> dict[tuple, tuple[list[float], list[float]]]:
     """Curves of the plain loops, each computed once."""
     return {}
 
 
-def plain_curve(plain: dict, recipe: str, dtype: str, folder: Path) -> tuple[list[float], list[float]]:
+def plain_curve(plain: dict, recipe: str, dtype: str, folder: Path, *how: Any) -> tuple[list[float], list[float]]:
     workload = recipe.rpartition("_")[2]
-    if (workload, dtype) not in plain:
-        torch.set_num_threads(2)
-        plain[workload, dtype] = PLAIN_LOOPS[workload](str(folder), getattr(torch, dtype))
-    return plain[workload, dtype]
+    if (workload, dtype, *how) not in plain:
+        plain[workload, dtype, *how] = PLAIN_LOOPS[workload](str(folder), getattr(torch, dtype), *how)
+    return plain[workload, dtype, *how]
 
 
 def curves(recipe: str | Path, world_size: int, out: Path, *flags: str) -> list[dict[int, float]]:
@@ -79,7 +80,8 @@ def curves(recipe: str | Path, world_size: int, out: Path, *flags: str) -> list[
     name = recipe if isinstance(recipe, str) else recipe.parent.name
     micro = ("--micro-batch-size", str(PASS // world_size))
     sync = ("--sync-bn",) if "sync_bn" in ranks.source(name) else ()
-    result = ranks.run_recipe(recipe, world_size, *FLAGS, *micro, *sync, "--out", str(out), "--name", "run", *flags)
+    where = ("--out", str(out), "--name", "run")
+    result = ranks.run_recipe(recipe, world_size, *FLAGS, *ranks.small(name), *micro, *sync, *where, *flags)
     assert result.ok, str(result)
     return [ranks.records(out / "run", tag) for tag in ("train/loss", "train/grad_norm")]
 
@@ -109,6 +111,15 @@ def test_float32(recipe: str, plain: dict, small_digits: Path, tmp_path: Path) -
         recipe, ranks.world_sizes(recipe, most=2)[-1], tmp_path, "--data", str(small_digits), "--dtype", "float32"
     )
     assert worst(found[0], losses) < 1e-4
+
+
+@pytest.mark.parametrize("recipe", [name for name in ranks.RECIPES if name.endswith("_resnet")])
+def test_default_model(recipe: str, plain: dict, small_digits: Path, tmp_path: Path) -> None:
+    """The tests above train a small network; here is the one that people get, for a few steps."""
+    losses, norms = plain_curve(plain, recipe, "float32", small_digits, "resnet18", 4)
+    flags = ("--data", str(small_digits), "--dtype", "float32", "--model", "resnet18", "--stop-after", "4")
+    found = curves(recipe, ranks.world_sizes(recipe, most=2)[-1], tmp_path, *flags)
+    assert max(worst(found[0], losses, steps=4), worst(found[1], norms, steps=4)) < 1e-4
 
 
 MUTANTS = {

@@ -136,12 +136,16 @@ def test_plain_python(small_digits: Path, tmp_path: Path) -> None:
     assert_trained(tmp_path / "run", 1)
 
 
-@pytest.mark.parametrize("what", [[f"{DDP}/train.py"], ["-m", "recipes.ddp_resnet.train"]], ids=["file", "module"])
-def test_torchrun(what: list[str], small_digits: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("what", "world_size"),
+    [([f"{DDP}/train.py"], 2), (["-m", "recipes.ddp_resnet.train"], 1)],
+    ids=["file", "module"],
+)
+def test_torchrun(what: list[str], world_size: int, small_digits: Path, tmp_path: Path) -> None:
     flags = training_flags(small_digits, tmp_path, "run")
-    result = shell([TORCHRUN, "--standalone", "--nproc-per-node", "2", *what, *flags])
+    result = shell([TORCHRUN, "--standalone", "--nproc-per-node", str(world_size), *what, *flags])
     assert result.returncode == 0, result.stderr
-    assert_trained(tmp_path / "run", 2)
+    assert_trained(tmp_path / "run", world_size)
     assert (tmp_path / "run" / "train.py").read_text() == ranks.source("ddp_resnet")
 
 

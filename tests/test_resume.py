@@ -1,5 +1,8 @@
 """A run that is handed on, to the same ranks, to others, or to another recipe, is the uninterrupted run."""
 
+import functools
+import shutil
+from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 
@@ -23,17 +26,33 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_parquet(tmp_path_factory.mktemp("data") / "tiny", 101, 12)
 
 
+Curves = dict[str, dict[int, float]]
+Whole = Callable[[str, int, str], tuple[Path, Curves]]
+
+
+@pytest.fixture(scope="module")
+def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Uninterrupted runs by recipe, number of ranks and type, each made once: to be read only."""
+
+    @functools.cache
+    def make(recipe: str, world_size: int, dtype: str) -> tuple[Path, Curves]:
+        out = tmp_path_factory.mktemp("whole") / "run"
+        return out, run(recipe, world_size, out, images, "--dtype", dtype)
+
+    return make
+
+
 WORKLOADS = {recipe: recipe.rpartition("_")[2] for recipe in ranks.RECIPES}
 
 
-def run(recipe: str | Path, world_size: int, out: Path, data: Path, *flags: str) -> dict[str, dict[int, float]]:
+def run(recipe: str | Path, world_size: int, out: Path, data: Path, *flags: str) -> Curves:
     """Run until it leaves; the curves recorded so far."""
     name = recipe if isinstance(recipe, str) else recipe.parent.name
     # Over different ranks the numbers are the same only if BatchNorm sees the same samples.
     sync = ["--sync-bn"] if "sync_bn" in ranks.source(name) and "float64" in flags else []
     where = ("--data", str(data), "--out", str(out.parent), "--name", out.name)
     micro = ("--micro-batch-size", str(PASS // world_size))
-    result = ranks.run_recipe(recipe, world_size, *FLAGS, *sync, *where, *micro, *flags)
+    result = ranks.run_recipe(recipe, world_size, *FLAGS, *ranks.small(name), *sync, *where, *micro, *flags)
     assert result.ok, str(result)
     return {tag: ranks.records(out, tag) for tag in ("train/loss", "train/grad_norm", "train/lr", "val/loss")}
 
@@ -50,47 +69,47 @@ def same_tensors(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.parametrize("recipe", ranks.RECIPES)
-def test_same_ranks_bitwise(recipe: str, images: Path, tmp_path: Path) -> None:
+def test_same_ranks_bitwise(recipe: str, whole: Whole, images: Path, tmp_path: Path) -> None:
     world_size = ranks.world_sizes(recipe, most=2)[-1]
-    whole = run(recipe, world_size, tmp_path / "whole", images, "--dtype", "float32")
+    out, curves = whole(recipe, world_size, "float32")
     for stop in ("2", "4", "0"):
         parts = run(recipe, world_size, tmp_path / "parts", images, "--dtype", "float32", "--stop-after", stop)
     # The parts were evaluated at each stop, too; running statistics of BatchNorm are included.
     parts["val/loss"] = {STEPS: parts["val/loss"][STEPS]}
-    assert parts == whole
-    assert list(whole["train/loss"]) == list(range(1, STEPS + 1))
-    assert same_tensors(tmp_path / "parts", tmp_path / "whole")
+    assert parts == curves
+    assert list(curves["train/loss"]) == list(range(1, STEPS + 1))
+    assert same_tensors(tmp_path / "parts", out)
 
 
 @pytest.mark.parametrize("recipe", [name for name in ranks.RECIPES if len(ranks.world_sizes(name)) > 1])
-def test_other_ranks(recipe: str, images: Path, tmp_path: Path) -> None:
+def test_other_ranks(recipe: str, whole: Whole, images: Path, tmp_path: Path) -> None:
     flags = ("--dtype", "float64")
-    whole = run(recipe, 2, tmp_path / "whole", images, *flags)
+    _, curves = whole(recipe, 2, "float64")
     run(recipe, 2, tmp_path / "parts", images, *flags, "--stop-after", "3")
     run(recipe, 1, tmp_path / "parts", images, *flags, "--stop-after", "5")
     parts = run(recipe, 4, tmp_path / "parts", images, *flags)
-    assert parts["train/loss"] == pytest.approx(whole["train/loss"], rel=1e-9)
-    assert parts["train/grad_norm"] == pytest.approx(whole["train/grad_norm"], rel=1e-9)
+    assert parts["train/loss"] == pytest.approx(curves["train/loss"], rel=1e-9)
+    assert parts["train/grad_norm"] == pytest.approx(curves["train/grad_norm"], rel=1e-9)
 
 
 PAIRS = [pair for pair in permutations(ranks.RECIPES, 2) if WORKLOADS[pair[0]] == WORKLOADS[pair[1]]]
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_there_and_back(first: str, second: str, images: Path, tmp_path: Path) -> None:
+def test_there_and_back(first: str, second: str, whole: Whole, images: Path, tmp_path: Path) -> None:
     """From one recipe to another and back through --resume, optimizer, schedule and position included."""
 
-    def leg(recipe: str, out: str, *more: str) -> dict[str, dict[int, float]]:
+    def leg(recipe: str, out: str, *more: str) -> Curves:
         world_size = ranks.world_sizes(recipe, most=2)[-1]
         return run(recipe, world_size, tmp_path / out, images, "--dtype", "float64", *more)
 
-    whole = leg(first, "whole")
+    _, curves = whole(first, ranks.world_sizes(first, most=2)[-1], "float64")
     legs = [
         leg(first, "one", "--stop-after", "3"),
         leg(second, "two", "--resume", str(tmp_path / "one"), "--stop-after", "5"),
         leg(first, "three", "--resume", str(tmp_path / "two/checkpoints/step_00000005")),
     ]
-    for tag, values in whole.items():
+    for tag, values in curves.items():
         if tag == "val/loss":
             continue  # each leg ends with an evaluation
         joined = {step: value for part in legs for step, value in part[tag].items()}
@@ -109,17 +128,18 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutant_fails(mutant: str, images: Path, tmp_path: Path) -> None:
+def test_mutant_fails(mutant: str, whole: Whole, images: Path, tmp_path: Path) -> None:
     path = ranks.mutate("ddp_resnet", tmp_path, MUTANTS[mutant])
-    whole = run("ddp_resnet", 1, tmp_path / "whole", images, "--dtype", "float32", "--stop-after", "4")
+    _, curves = whole("ddp_resnet", 1, "float32")
     for stop in ("2", "4"):
         parts = run(path, 1, tmp_path / "parts", images, "--dtype", "float32", "--stop-after", stop)
-    assert parts["train/loss"][2] == whole["train/loss"][2]
-    assert parts["train/loss"][4] != pytest.approx(whole["train/loss"][4], rel=1e-5)
+    assert parts["train/loss"][2] == curves["train/loss"][2]
+    assert parts["train/loss"][4] != pytest.approx(curves["train/loss"][4], rel=1e-5)
 
 
-def test_finished_run_stays_as_it_is(images: Path, tmp_path: Path) -> None:
-    first = run("ddp_resnet", 1, tmp_path / "run", images, "--dtype", "float32")
+def test_finished_run_stays_as_it_is(whole: Whole, images: Path, tmp_path: Path) -> None:
+    out, curves = whole("ddp_resnet", 1, "float32")
+    shutil.copytree(out, tmp_path / "run")
     files = {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/checkpoints/*/*")}
-    assert run("ddp_resnet", 1, tmp_path / "run", images, "--dtype", "float32") == first
+    assert run("ddp_resnet", 1, tmp_path / "run", images, "--dtype", "float32") == curves
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/checkpoints/*/*")} == files

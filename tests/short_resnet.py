@@ -1,0 +1,21 @@
+"""`--model resnet6`: the first two stages of resnet18, one block each, as float64 on a CPU is slow.
+
+What a strategy can get wrong is all there: a block with an identity as its shortcut and one with a convolution,
+norms, and gradients that fill more than one of DDP's buckets.
+"""
+
+from typing import Any
+
+from torch import nn
+from torchvision.models._api import register_model
+from torchvision.models.resnet import BasicBlock, ResNet
+
+
+def resnet6(weights: None = None, *, num_classes: int, **kwargs: Any) -> ResNet:
+    model = ResNet(BasicBlock, [1, 1, 1, 1], **kwargs)
+    model.layer3, model.layer4, model.fc = nn.Identity(), nn.Identity(), nn.Linear(128, num_classes)
+    return model
+
+
+resnet6.__module__ = "torchvision.models.resnet"  # where common/models/resnet.py looks for names
+register_model()(resnet6)
