@@ -111,11 +111,15 @@ def write_config(path: Path, recipe: str, args: Any, here: world.World) -> list[
         "code": world.code_digests(recipe),
     }
     file = path / "config.json"
-    before = json.loads(file.read_text())["args"] if file.exists() else flags
+    try:
+        before = json.loads(file.read_text())["args"] if file.exists() else flags
+        changed = [key for key, value in flags.items() if before.get(key) != value]
+        lines = [f"continuing with --{key.replace('_', '-')} {flags[key]} (was {before.get(key)})" for key in changed]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        lines = [f"warning: {file} of an earlier start is no longer one, and is replaced: {error!r}"]
     _replace(file, json.dumps(config, indent=1))
     _replace(path / "train.py", Path(recipe).read_text())
-    changed = [key for key, value in flags.items() if before.get(key) != value]
-    return [f"continuing with --{key.replace('_', '-')} {flags[key]} (was {before.get(key)})" for key in changed]
+    return lines
 
 
 def continuing(path: Path, world_size: int) -> str:
@@ -144,6 +148,8 @@ def open_records(path: Path, first_step: int) -> TextIO:
 
 def records(path: Path) -> list[dict[str, float]]:
     """Everything that metrics.jsonl has recorded; a last line that a kill has cut off is left out."""
+    if not (path / "metrics.jsonl").exists():
+        return []
     lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

@@ -175,6 +175,6 @@ def _plain(error: BaseException, run_dir: Path) -> str:
     text = str(error).strip() or type(error).__name__
     place = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     space, entries = shutil.disk_usage(place).free, os.statvfs(place).f_favail
-    full = any(sign in text for sign in ("No space left", "os error 28", "unexpected pos"))
+    full = any(sign in text for sign in ("No space left", "Errno 28", "os error 28", "unexpected pos"))
     left = f"{space / 1e6:,.1f} MB and {entries:,} files are free in {place}"
     return f"{'disk full: ' if full else ''}{text.strip().splitlines()[-1]} ({left})"

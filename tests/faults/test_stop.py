@@ -50,7 +50,8 @@ def test_stop_after(cell: Cell) -> None:
     for step in (1, 2, 3):
         assert cell.start("--stop-after", str(step)).ok
         assert max(checkpoints(cell.run)) == step
-    cell.resume(exact=False)
+    result = cell.resume(exact=False)
+    cell.say(result.outputs[0], "continues from step 3 of")
     whole = cell.whole()
     for tag in ("train/loss", "train/grad_norm"):  # each part was evaluated at its end
         assert ranks.records(cell.run, tag) == ranks.records(whole, tag)
@@ -65,6 +66,7 @@ def test_mutant_shifted_position(cell: Cell) -> None:
     losses, wanted = (ranks.records(run, "train/loss") for run in (cell.run, cell.whole()))
     assert losses[2] == wanted[2]
     assert losses[3] != wanted[3]
+    cell.message = f"losses of step 3: {losses[3]:.4f} and {wanted[3]:.4f}"
 
 
 @pytest.mark.fault("stop: {name} to one rank")
@@ -128,6 +130,7 @@ def test_second_signal_quits_at_once(cell: Cell) -> None:
     result = cell.start(faults=points)
     assert result.codes[0] == 128 + signal.SIGTERM, str(result)
     assert time.monotonic() - began < 15
+    cell.say(result.outputs[0], "the same again quits at once, unsaved")
     cell.resume()
 
 
