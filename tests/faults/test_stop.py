@@ -75,6 +75,7 @@ def test_other_signals(name: str, cell: Cell) -> None:
     result = cell.start(faults=[("end of a step", "signal", -1, 2, name, 0.5)])
     assert result.ok, str(result)
     assert check_left(cell, result.outputs[0], name) in (2, 3)
+    cell.steps_lost = 0
 
 
 @pytest.mark.fault("stop: SIGTERM with 2 loader workers")

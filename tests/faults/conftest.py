@@ -1,0 +1,103 @@
+"""The matrix: which cells there are, which of them a plain `pytest` runs, and the record that the table is made of.
+
+A test of the matrix takes `cell` and is marked `fault("what happens")`. It runs for every recipe with `pytest -m
+faults`; a plain `pytest` runs it for the recipe with the most world sizes, and for all if it is `core=True`.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import ranks
+from tests.faults.cell import Cell
+
+FOLDER = Path(__file__).parent
+WIDEST = max(ranks.RECIPES, key=lambda recipe: len(ranks.world_sizes(recipe)))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "fault(name, core=False, least=1): a row of the matrix; `least` ranks it needs")
+    config.addinivalue_line("markers", "rest: a row that only the whole matrix has")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cell" in metafunc.fixturenames:
+        metafunc.parametrize("cell", ranks.RECIPES, indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    everything = "faults" in config.option.markexpr
+    left_out = []
+    for item in [item for item in items if item.path.is_relative_to(FOLDER)]:
+        item.add_marker("faults")
+        fault = item.get_closest_marker("fault")
+        if fault and not everything:
+            here = fault.kwargs.get("core") or item.callspec.params["cell"] == WIDEST
+            if not here or item.get_closest_marker("rest"):
+                left_out.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a recipe's training without a fault, made when it is first asked for; to be read only."""
+    made: dict[str, Path] = {}
+
+    def make(recipe: str) -> Path:
+        if recipe not in made:
+            cell = Cell(recipe, tmp_path_factory.mktemp(recipe), num_ranks(recipe), lambda: made[recipe])
+            result = cell.start()
+            assert result.ok, str(result)
+            made[recipe] = cell.run
+        return made[recipe]
+
+    return make
+
+
+def num_ranks(recipe: str) -> int:
+    return ranks.world_sizes(recipe, most=2)[-1]
+
+
+@pytest.fixture
+def cell(request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Callable[[str], Path]) -> Cell:
+    recipe = request.param
+    made = Cell(recipe, tmp_path, num_ranks(recipe), lambda: undisturbed(recipe))
+    least = request.node.get_closest_marker("fault").kwargs.get("least", 1)
+    if made.size < least:
+        pytest.skip(f"not applicable: it needs {least} ranks, and this recipe is one process")
+    return made
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Add the row of a cell to the file that FAULTS_RECORD names."""
+    report = yield
+    fault = item.get_closest_marker("fault")
+    if fault and "FAULTS_RECORD" in os.environ and (call.when == "call" or (call.when == "setup" and call.excinfo)):
+        _record(item, fault.args[0].format(**item.callspec.params), report)
+    return report
+
+
+def _record(item: pytest.Item, fault: str, report: pytest.TestReport) -> None:
+    recipe = item.callspec.params["cell"]
+    cell = item.funcargs.get("cell") or Cell(recipe, Path(), num_ranks(recipe), Path, runs=0)
+    row = {"fault": fault, "recipe": recipe, "ranks": cell.size, "runs": cell.runs, "passes": 0}
+    row |= {"steps_lost": cell.steps_lost, "notice_s": cell.notice_s, "recover_s": cell.recover_s}
+    if report.passed:
+        row["passes"] = cell.runs if cell.passes is None else cell.passes
+        message = cell.message
+    elif report.skipped and not hasattr(report, "wasxfail"):
+        row["runs"] = 0
+        message = str(report.longrepr[2]).removeprefix("Skipped: ")
+    else:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = f"fails: {getattr(report, 'wasxfail', '') or (crash.message if crash else report.longrepr)}"
+    row["message"] = message.replace(str(item.funcargs.get("tmp_path", "RUN")), "RUN")
+    with Path(os.environ["FAULTS_RECORD"]).open("a") as file:
+        file.write(json.dumps(row) + "\n")

@@ -1,0 +1,361 @@
+"""Faults, put into one rank by patching what every recipe calls, before its train.py runs.
+
+A fault is (point, action, rank, step) and what the action needs: when `rank` comes to `point` for the first time
+in `step` or later, it does `action`. Rank -1 is the last one. Points and actions are named in POINTS and ACTIONS.
+"""
+
+import atexit
+import contextlib
+import errno
+import functools
+import itertools
+import json
+import os
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from common import data, guard, manifest, metrics, sampler, saver, stop, watch, world
+from common.models import resnet
+
+Fault = tuple[Any, ...]
+POINTS = (
+    *("at the start", "before the first step", "reading", "backward", "update", "end of a step", "evaluation"),
+    *("before the data", "between the files", "in a file", "before the digests", "before the manifest"),
+    *("before the rename", "after the rename", "during retention"),
+)
+EPOCH_STEPS = 3  # every epoch ends with the last sample of a step, so that a run can be stopped at the very edge
+WAIT_S = 15.0
+
+
+class _Here:
+    """What this rank is doing, and what is still to happen to it."""
+
+    pid = rank = step = 0
+    first_attempt = True
+    events = Path(os.devnull)
+    due: list[Fault] = []  # noqa: RUF012
+    model: nn.Module
+    spoilt = False
+
+
+def run(path: str, argv: Sequence[str], faults: Sequence[Fault], events: str, mutant: str = "") -> None:
+    """Run a recipe in this process with these faults; what happens when is appended to the file `events`."""
+    _Here.pid, _Here.rank = os.getpid(), int(os.environ.get("RANK", "0"))
+    _Here.events = Path(events)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    # A fault does not come again in the processes that torchrun starts in the place of those that died of it.
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    _Here.due = [one for one in faults if one[2] % size == _Here.rank and (not again or one[1] == "raise")]
+    assert all(point in POINTS and action in ACTIONS for point, action, *_ in faults)
+    note("start")
+    _shrink()
+    _patch()
+    if mutant:
+        MUTANTS[mutant]()
+    sys.argv = [path, *argv]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing, which runs the ranks of a test, leaves without
+
+
+def note(event: str) -> None:
+    """Write down what happens here and now; a line so short is appended whole."""
+    line = {"event": event, "rank": _Here.rank, "pid": _Here.pid, "step": _Here.step, "time": time.time()}
+    with _Here.events.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _reach(point: str) -> None:
+    if os.getpid() != _Here.pid:  # a loader worker
+        return
+    for fault in [one for one in _Here.due if one[0] == point and one[3] <= _Here.step]:
+        _Here.due.remove(fault)
+        note("fault")
+        ACTIONS[fault[1]](*fault[4:])
+
+
+# --- points -----------------------------------------------------------------------------------------------
+
+
+def _before(owner: Any, name: str, point: str, applies: Callable[..., bool] = lambda *_: True) -> None:
+    real = getattr(owner, name)
+
+    @functools.wraps(real)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        if applies(*args):
+            _reach(point)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, patched)
+
+
+def _before_note(owner: Any, name: str, event: str) -> None:
+    real = getattr(owner, name)
+
+    def patched(*args: Any) -> Any:
+        note(event)
+        return real(*args)
+
+    setattr(owner, name, patched)
+
+
+def _after(owner: Any, name: str, then: Callable[..., None]) -> None:
+    real = getattr(owner, name)
+
+    @functools.wraps(real)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        then(*args)
+        return result
+
+    setattr(owner, name, patched)
+
+
+def _patch() -> None:
+    def begin(_: watch.Watch, step: int) -> None:
+        _Here.step = step
+
+    def keep_model(_: guard.FiniteGuard, model: nn.Module, *__: Any) -> None:
+        _Here.model = model
+
+    def done(_: stop.Stop, step: int) -> None:
+        note("done")
+
+    def is_checkpoint(path: Any, *_: Any) -> bool:
+        return re.fullmatch(r"step_\d{8}", Path(path).name) is not None
+
+    _after(watch.Watch, "step", begin)
+    _after(guard.FiniteGuard, "__init__", keep_model)
+    _before(world, "start", "at the start")
+    _before(watch.Watch, "__init__", "before the first step")
+    _before(data._Reads, "__getitem__", "reading")
+    _before(nn.Module, "eval", "evaluation")
+    _before(stop.Stop, "after", "end of a step")
+    _after(stop.Stop, "after", done)
+    register_optimizer_step_pre_hook(lambda *_: _reach("update"))
+    _patch_backward()
+    _before(dcp, "save", "before the data")
+    _before(dcp.HuggingFaceStorageWriter, "write_data", "between the files")
+    _after(dcp.HuggingFaceStorageWriter, "write_data", lambda *_: _reach("in a file"))
+    _before(manifest, "seal", "before the digests")
+    _before(manifest, "write", "before the manifest")
+    _before(Path, "rename", "before the rename", lambda _, target: is_checkpoint(target))
+    _after(Path, "rename", lambda _, target: is_checkpoint(target) and _reach("after the rename"))
+    _before(shutil, "rmtree", "during retention", is_checkpoint)
+    _before_note(watch.Watch, "_leave", "named")
+    _before_note(watch.Watch, "_let_others_read", "named")  # which comes after a rank has told its own error
+    real_exit = os._exit
+
+    def leave(code: int) -> None:
+        if os.getpid() == _Here.pid:
+            note("left")
+        real_exit(code)
+
+    os._exit = leave  # type: ignore[assignment]
+
+
+def _patch_backward() -> None:
+    real = torch.autograd.backward
+
+    def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        _reach("backward")
+        if _Here.spoilt:
+            _Here.spoilt = False
+            several = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+            grad_tensors = [torch.full_like(tensor, float("nan")) for tensor in several]
+        real(tensors, grad_tensors, *args, **kwargs)
+
+    torch.autograd.backward = backward
+
+
+# --- actions ----------------------------------------------------------------------------------------------
+
+
+def _send(name: str, pause_s: float = 0.0) -> None:
+    os.kill(os.getpid(), signal.Signals[name])
+    time.sleep(pause_s)
+
+
+def _send_later(name: str) -> None:
+    """After a heartbeat or two, which tell the others where this rank was."""
+    time.sleep(3 * watch.BEAT_S)
+    _send(name)
+
+
+def _send_group(name: str) -> None:
+    """As torchrun does, to the loader workers as well."""
+    os.setpgrp()
+    os.killpg(0, signal.Signals[name])
+
+
+def _raise() -> None:
+    raise ArithmeticError("a fault that was put in")
+
+
+def _mix_collectives() -> None:
+    dist.barrier()
+
+
+def _spoil() -> None:
+    _Here.spoilt = True
+
+
+def _drift() -> None:
+    """The smallest change of one number of one parameter."""
+    parameter = next(iter(_Here.model.parameters())).data
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    first = (0,) * local.ndim
+    local[first] = torch.nextafter(local[first], torch.tensor(float("inf"), dtype=local.dtype))
+
+
+def _wait_for(path: str) -> None:
+    end = time.monotonic() + WAIT_S
+    while not Path(path).exists() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _fill(folder: str) -> None:
+    """Take all room of a small disk."""
+    with Path(folder, "ballast").open("wb", buffering=0) as file, _until_full():
+        while True:
+            file.write(bytes(4096))
+
+
+def _fill_entries(folder: str) -> None:
+    """Take all inodes of a small disk."""
+    Path(folder, "ballast").mkdir()
+    with _until_full():
+        for i in itertools.count():
+            Path(folder, "ballast", str(i)).touch()
+
+
+@contextlib.contextmanager
+def _until_full() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+
+
+def _free(folder: str) -> None:
+    ballast = Path(folder, "ballast")
+    shutil.rmtree(ballast) if ballast.is_dir() else ballast.unlink()
+
+
+def _btrfs(folder: str, *command: str) -> None:
+    subprocess.run(["btrfs", *command, folder], check=True, timeout=WAIT_S)
+
+
+def _remount(folder: str, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", folder], check=True, timeout=WAIT_S)
+
+
+def _die_in_a_file(run: str) -> None:
+    """As if the process died while it writes."""
+    for file in Path(run, "checkpoints").glob("step_*.tmp-*/*.safetensors"):
+        os.truncate(file, file.stat().st_size // 2)
+    _send("SIGKILL")
+
+
+def _die_in_a_deletion(run: str) -> None:
+    """Half of the oldest checkpoint is gone."""
+    next(min(Path(run, "checkpoints").glob("step_*")).glob("*.safetensors")).unlink()
+    _send("SIGKILL")
+
+
+ACTIONS: dict[str, Callable[..., None]] = {
+    "signal": _send,
+    "signal later": _send_later,
+    "signal the process group": _send_group,
+    "raise": _raise,
+    "sleep": lambda: time.sleep(1000),
+    "sleep a little": lambda: time.sleep(0.5),
+    "exit": lambda: sys.exit(0),
+    "barrier": _mix_collectives,
+    "spoil": _spoil,
+    "drift": _drift,
+    "wait for": _wait_for,
+    "fill": _fill,
+    "fill entries": _fill_entries,
+    "free": _free,
+    "remount": _remount,
+    "btrfs": _btrfs,
+    "remove": shutil.rmtree,
+    "die in a file": _die_in_a_file,
+    "die in a deletion": _die_in_a_deletion,
+}
+
+
+# --- small and fast ---------------------------------------------------------------------------------------
+
+
+def _tiny_resnet(name: str, in_channels: int, num_classes: int, image_size: int) -> nn.Module:
+    convolution = nn.Conv2d(in_channels, 8, 3, padding=1, bias=False)
+    head = (nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, num_classes))
+    return nn.Sequential(convolution, nn.BatchNorm2d(8), *head)
+
+
+def _shrink() -> None:
+    """A model of some hundred parameters and epochs of three steps: the faults are the same, the waiting is not."""
+    resnet.make_resnet = _tiny_resnet
+    metrics.peak_flops = metrics.count_flops = lambda *_: 1e12  # measuring them takes longer than the training
+    real = sampler.make_plan
+
+    def make_plan(num_samples: int, *args: Any, **kwargs: Any) -> sampler.Plan:
+        global_batch_size = args[3]
+        return real(min(num_samples, EPOCH_STEPS * global_batch_size), *args, **kwargs)
+
+    sampler.make_plan = make_plan
+
+
+# --- mutants: what a proof must notice --------------------------------------------------------------------
+
+
+def _trust_everything() -> None:
+    manifest.verify = lambda path: (json.loads((path / manifest.NAME).read_text()), "")
+
+
+def _compare_nothing() -> None:
+    guard.check_replicas = lambda *_: None
+
+
+def _watch_nothing() -> None:
+    watch.Watch._watch = watch.Watch._watch_store = lambda _: None
+    watch.Watch.report = lambda *_: None
+
+
+def _shift_position() -> None:
+    real = saver.Saver.save
+    saver.Saver.save = lambda self, step, tensors, samples, last: real(
+        self, step, tensors, samples - samples // step, last
+    )
+
+
+def _skip_nothing() -> None:
+    guard.FiniteGuard.judge = lambda self, grad_norm: setattr(self._optimizer, "found_inf", torch.zeros(()))
+
+
+MUTANTS = {
+    "nothing is verified": _trust_everything,
+    "replicas are not compared": _compare_nothing,
+    "nobody watches": _watch_nothing,
+    "the position is that of the step before": _shift_position,
+    "updates that are not finite are made": _skip_nothing,
+}

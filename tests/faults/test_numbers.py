@@ -1,0 +1,75 @@
+"""Bad numbers leave no trace or are named, on all ranks alike; other ranks go on with the same numbers."""
+
+from typing import Any
+
+import pytest
+
+from tests import ranks
+from tests.faults.cell import STEPS, Cell, checkpoints, same_tensors
+
+
+@pytest.mark.fault("numbers: NaN on one rank")
+def test_nan(cell: Cell) -> None:
+    """All ranks leave the same update out: it leaves no trace, and the replicas stay equal."""
+    flags = ("--save-every", "1", "--check-every", "1")
+    result = cell.start(*flags, faults=[("backward", "spoil", -1, 3)])
+    assert result.ok, str(result)
+    cell.say(result.outputs[0], r"warning: left out 1 update\(s\) whose gradient was not finite")
+    saved = checkpoints(cell.run)
+    assert same_tensors(saved[3], saved[2])
+    assert not same_tensors(saved[4], saved[3])
+    assert max(ranks.records(cell.run, "train/loss")) == STEPS
+
+
+@pytest.mark.fault("numbers: mutant, updates that are not finite are made")
+def test_mutant_makes_them(cell: Cell) -> None:
+    mutant = "updates that are not finite are made"
+    cell.start("--save-every", "1", faults=[("backward", "spoil", -1, 3)], mutant=mutant)
+    saved = checkpoints(cell.run)
+    assert not same_tensors(saved[3], saved[2])
+    cell.message = "the checkpoint after step 3 is not the one before"
+
+
+@pytest.mark.fault("numbers: NaN in more steps in a row than --max-skips")
+def test_too_many_nans(cell: Cell) -> None:
+    result = cell.start("--max-skips", "1", faults=[("backward", "spoil", -1, step) for step in (3, 4)])
+    assert result.codes[0] == 2, str(result)
+    assert all(result.codes), str(result)
+    cell.say(result.outputs[0], r"error: no finite gradient in steps 3 to 4 \(--max-skips 1\): .*samples")
+    samples = cell.message.rpartition(": ")[2]
+    assert samples.count(",") == 2 * (24 - 1), samples
+    cell.resume()
+
+
+@pytest.mark.fault("numbers: one parameter of one rank changes by one bit", least=2)
+def test_drift(cell: Cell) -> None:
+    result = cell.start("--check-every", "1", faults=[("end of a step", "drift", -1, 3)])
+    assert all(result.codes), str(result)
+    cell.say(result.outputs[0], rf"replicas have drifted apart by step 3: \S+ of rank {cell.size - 1} ")
+    assert list(checkpoints(cell.run)) == [2]
+    cell.resume()
+
+
+@pytest.mark.fault("numbers: mutant, replicas are not compared", least=2)
+def test_mutant_drift_goes_unseen(cell: Cell) -> None:
+    faults = [("end of a step", "drift", -1, 3)]
+    result = cell.start("--check-every", "1", faults=faults, mutant="replicas are not compared")
+    assert result.ok, str(result)
+    cell.say(result.outputs[0], "done   step 6 of 6")
+
+
+@pytest.mark.fault("numbers: other world size in mid-epoch", core=True, least=2)
+def test_other_world_size(cell: Cell) -> None:
+    """The same numbers in float64; with BatchNorm, which must see the same samples, over all ranks."""
+    sync = ["--sync-bn"] if "    sync_bn: " in ranks.source(cell.recipe) else []
+    flags = ("--dtype", "float64", *sync)
+    assert cell.start(*flags, name="whole").ok
+    most = ranks.world_sizes(cell.recipe)[-1]
+    for size, until in ((2, "2"), (1, "4"), (min(3, most), "0")):
+        result = cell.start(*flags, "--stop-after", until, size=size)
+        assert result.ok, str(result)
+    cell.count_lost(4)
+    for tag in ("train/loss", "train/grad_norm"):
+        close: Any = pytest.approx(ranks.records(cell.out / "whole", tag), rel=1e-9)
+        assert ranks.records(cell.run, tag) == close, tag
+    cell.say(result.outputs[0], "continues from step 4 of")

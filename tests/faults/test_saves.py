@@ -1,0 +1,168 @@
+"""Killed at any point of a save, or without room on the disk, a run goes on from a checkpoint that is whole."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from common import manifest
+from tests.faults import inject
+from tests.faults.cell import STEPS, Cell, checkpoints, same_tensors, temporaries
+
+HOW = ["synchronous", pytest.param("asynchronous", marks=pytest.mark.rest)]
+KILLS = {  # point -> which rank, how, from which step the run goes on
+    "before the data": (-1, "signal", 2),
+    "between the files": (-1, "signal later", 2),
+    "in a file": (0, "die in a file", 2),
+    "before the digests": (0, "signal", 2),
+    "before the manifest": (0, "signal", 2),
+    "before the rename": (0, "signal", 2),
+    "after the rename": (0, "signal", 4),
+    "during retention": (0, "die in a deletion", 4),
+}
+
+
+def flags_for(how: str) -> tuple[str, ...]:
+    return ("--async-save",) if how == "asynchronous" else ()
+
+
+@pytest.mark.fault("save: SIGKILL {point}, {how}")
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("point", KILLS)
+def test_killed(point: str, how: str, cell: Cell) -> None:
+    rank, action, expected = KILLS[point]
+    more = str(cell.run) if action.startswith("die") else "SIGKILL"
+    cell.begin(2)
+    keep = ("--keep", "1") if point == "during retention" else ()
+    result = cell.start(*flags_for(how), *keep, faults=[(point, action, rank, 4, more)])
+    assert -9 in result.codes, str(result)
+    done = cell.done()
+    assert all(not manifest.verify(path)[1] for step, path in checkpoints(cell.run).items() if step == expected)
+    result = cell.resume(*flags_for(how))
+    cell.say(result.outputs[0], f"continues from step {expected} of")
+    assert cell.steps_lost == done - expected
+    assert not temporaries(cell.run)
+
+
+# --- the disk ---------------------------------------------------------------------------------------------
+
+
+SMALL, FEW_FILES, QUOTA = "size=1m", "nr_inodes=64", "quota"
+
+
+@contextlib.contextmanager
+def mounted(place: Path, options: str) -> Iterator[None]:
+    """A disk in memory; for a quota that binds root as well, a file with btrfs in it."""
+    place.mkdir(parents=True, exist_ok=True)
+    commands = [["mount", "-t", "tmpfs", "-o", options, "brigade-test", str(place)]]
+    if options == QUOTA:
+        image = place.with_name("image")
+        image.touch()
+        os.truncate(image, 120 * 2**20)
+        commands = [["mkfs.btrfs", "-q", str(image)], ["mount", "-o", "loop", str(image), str(place)]]
+        commands.append(["btrfs", "quota", "enable", str(place)])
+        if not shutil.which("mkfs.btrfs"):
+            pytest.skip("not run: a quota needs btrfs-progs")
+    for command in commands:
+        if subprocess.run(command, check=False, capture_output=True).returncode:
+            pytest.skip("not run: to mount a small disk needs root")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture
+def disk(what: str, cell: Cell) -> Iterator[Path]:
+    """A small disk of its own below the runs of a cell, or, to be read-only, below checkpoints/; step 2 is saved."""
+    options = DISKS[what].options
+    if options:
+        with mounted(cell.out, options):
+            cell.begin(2)
+            yield cell.out
+        return
+    cell.begin(2)
+    place = cell.run / "checkpoints"
+    kept = place.rename(cell.folder / "kept")
+    with mounted(place, SMALL):
+        shutil.copytree(kept, place, dirs_exist_ok=True)
+        yield place
+
+
+class Disk(NamedTuple):
+    """What goes wrong with a disk."""
+
+    options: str  # of the disk
+    point: str  # where and in which step it goes wrong
+    step: int
+    breaks: Sequence[str]  # how, and how it is mended: actions of inject.py
+    mended: Sequence[str]
+    said: str
+
+
+DISKS = {
+    "full": Disk(SMALL, "end of a step", 3, ["fill"], ["free"], "disk full: "),
+    "fills up in a save": Disk(SMALL, "before the data", 4, ["fill"], ["free"], "disk full: "),
+    "inodes full": Disk(FEW_FILES, "end of a step", 3, ["fill entries"], ["free"], "disk full: "),
+    "over quota": Disk(
+        QUOTA, "end of a step", 3, ["btrfs", "qgroup", "limit", "32k"], ["btrfs", "quota", "disable"], "quota exceeded"
+    ),
+    "read-only": Disk("", "end of a step", 3, ["remount", "ro"], ["remount", "rw"], "Read-only file system"),
+}
+
+
+def fault_of(what: str, place: Path) -> inject.Fault:
+    action, *more = DISKS[what].breaks
+    return DISKS[what].point, action, 0, DISKS[what].step, str(place), *more
+
+
+@pytest.mark.fault("disk: {what} for a while, {how}")
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("what", DISKS)
+def test_disk_for_a_while(what: str, how: str, disk: Path, cell: Cell) -> None:
+    """The save that fails warns, and the training goes on to a last save that does not."""
+    action, *more = DISKS[what].mended
+    pause = ("end of a step", "sleep a little", 0, 5)  # until a save beside the training has failed
+    mended = ("end of a step", action, 0, 5, str(disk), *more)
+    result = cell.start(*flags_for(how), faults=[fault_of(what, disk), pause, mended])
+    assert result.ok, str(result)
+    assert "Traceback" not in str(result), str(result)
+    cell.say(result.outputs[0], f"warning: no checkpoint of step 4: .*{DISKS[what].said}.*; the training goes on")
+    assert list(checkpoints(cell.run)) == [2, 6]
+    assert not temporaries(cell.run)
+    whole = checkpoints(cell.whole())
+    assert all(same_tensors(checkpoints(cell.run)[step], whole[step]) for step in (2, 6))
+
+
+@pytest.mark.fault("disk: {what} to the end, {how}")
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("what", [pytest.param(one, marks=[pytest.mark.rest] * (one != "full")) for one in DISKS])
+def test_disk_to_the_end(what: str, how: str, disk: Path, cell: Cell) -> None:
+    """The last save must succeed; once there is room, the run goes on from the checkpoint before."""
+    result = cell.start(*flags_for(how), faults=[fault_of(what, disk)])
+    assert result.codes[0] == 2, str(result)
+    assert all(result.codes), str(result)
+    assert "Traceback" not in result.outputs[0], str(result)
+    cell.say(result.outputs[0], f"error: the last checkpoint was not written: .*{DISKS[what].said}")
+    assert list(checkpoints(cell.run)) == [2]
+    assert not manifest.verify(checkpoints(cell.run)[2])[1]
+    action, *more = DISKS[what].mended
+    inject.ACTIONS[action](str(disk), *more)
+    cell.resume(*flags_for(how))
+    assert cell.steps_lost == STEPS - 2
+    assert not temporaries(cell.run)
+
+
+@pytest.mark.fault("disk: the run's folder is removed")
+def test_removed(cell: Cell) -> None:
+    """What is saved from then on is there, and is enough to go on."""
+    result = cell.start(faults=[("end of a step", "remove", 0, 3, str(cell.run))])
+    assert result.ok, str(result)
+    cell.say(result.outputs[0], "done   step 6 of 6")
+    assert list(checkpoints(cell.run)) == [4, 6]
+    assert all(same_tensors(path, checkpoints(cell.whole())[step]) for step, path in checkpoints(cell.run).items())
