@@ -121,7 +121,7 @@ def main() -> None:
         assert start(out, "pace", 40).wait() == 0, (out / "pace.log").read_text()
         rates = [json.loads(line) for line in (out / "pace" / "metrics.jsonl").read_text().splitlines()]
         step_s = 64 / statistics.median(line["perf/samples_per_s"] for line in rates if "perf/samples_per_s" in line)
-        steps = int(0.5 * 60 * flags.minutes / step_s)
+        steps = int(0.4 * 60 * flags.minutes / step_s)
         began = time.monotonic()
         assert start(out, "calm", steps).wait() == 0, (out / "calm.log").read_text()
         calm_s = time.monotonic() - began

@@ -116,7 +116,7 @@ def test_phase_is_what_the_main_thread_is_in(phase: str, tmp_path: Path, monkeyp
     assert [found for found, _ in probe.found] == [phase]
     lines = probe.found[0][1].splitlines()
     assert any("in __call__" in line for line in lines[-3:]), "the innermost frame comes last"
-    assert sum(line.startswith("  File ") for line in lines) == 5, "and no more than a reader needs"
+    assert sum(line.startswith("  File ") for line in lines) <= 5, "and no more than a reader needs"
     assert "site-packages" not in probe.found[0][1]
 
 
