@@ -121,7 +121,7 @@ def main() -> None:
         assert start(out, "pace", 40).wait() == 0, (out / "pace.log").read_text()
         rates = [json.loads(line) for line in (out / "pace" / "metrics.jsonl").read_text().splitlines()]
         step_s = 64 / statistics.median(line["perf/samples_per_s"] for line in rates if "perf/samples_per_s" in line)
-        steps = int(0.4 * 60 * flags.minutes / step_s)
+        steps = int(0.6 * 60 * flags.minutes / step_s)  # what is left of the time, about
         began = time.monotonic()
         assert start(out, "calm", steps).wait() == 0, (out / "calm.log").read_text()
         calm_s = time.monotonic() - began
@@ -133,8 +133,9 @@ def main() -> None:
             if launcher.poll() is not None:
                 launcher, starts = start(out, "soak", steps), starts + 1
             if time.monotonic() > next_fault and len(rank_pids(launcher)) == RANKS and newest_step(run) > 5:
-                fault, hurt, before = chance.choice(FAULTS), time.monotonic(), newest_step(run)
+                fault, hurt = chance.choice(FAULTS), time.monotonic()
                 inject(fault, launcher, run, chance)
+                before = newest_step(run)
                 done[fault] += 1
                 while not wait_for_progress(launcher, run, before) and newest_step(run) < steps:
                     launcher, starts = start(out, "soak", steps), starts + 1
