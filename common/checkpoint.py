@@ -28,6 +28,18 @@ def committed(run_dir: Path) -> list[Path]:
     return sorted((path for path in found if path.name[5:].isdigit()), reverse=True)
 
 
+def resume(run_dir: Path, resume: str, terms: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Fill `tensors` from what `find` chooses, if there is anything (all ranks); returns its manifest, or {}.
+
+    Raises:
+        UserError: as `find` and `load`.
+    """
+    path, facts = find(run_dir, resume, terms)
+    if path:
+        load(path, tensors)
+    return facts
+
+
 def find(run_dir: Path, resume: str, terms: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
     """Choose what to start from (all ranks take part; rank 0 looks, all get its choice).
 

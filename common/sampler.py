@@ -64,6 +64,11 @@ class Plan:
         """For the terminal."""
         return f"steps {self.first_step + 1} to {self.max_steps} of {self.global_batch_size} samples"
 
+    @property
+    def epoch_steps(self) -> int:
+        """Steps that an epoch takes, the last one perhaps in part."""
+        return -(-self.num_samples // self.global_batch_size)
+
     def position(self, step: int) -> int:
         """Samples consumed once `step` is done."""
         return min(self.start + (step - self.first_step) * self.global_batch_size, self.end)
@@ -106,9 +111,10 @@ def make_plan(
         UserError: a pass, or one of the last step, would leave a shard with fewer.
     """
     step, start = done.get("step", 0), done.get("samples", 0)
-    if pass_size < least * num_shards:
+    smallest = _smallest_pass(global_batch_size, pass_size)
+    if smallest < least * num_shards:
         raise UserError(
-            f"--global-batch-size {global_batch_size} gives each rank {pass_size // num_shards} samples in a pass, "
+            f"--global-batch-size {global_batch_size} gives a rank {smallest // num_shards} samples in a pass, "
             f"and this model needs {least}: use a larger one, or a larger --micro-batch-size"
         )
     if max_steps:
@@ -116,16 +122,19 @@ def make_plan(
         return Plan(num_samples, run_seed, step, max_steps, start, end, global_batch_size)
     left = max(0, epochs * num_samples - start)
     steps, rest = divmod(left, global_batch_size)
-    if rest:
-        smallest_pass = rest // -(-rest // pass_size)
-        if smallest_pass < least * num_shards:
-            last = step + steps
-            way_out = f"--max-steps {last} leaves them out" if last else "use a smaller --global-batch-size"
-            raise UserError(
-                f"--epochs {epochs} of {num_samples} samples leaves {rest} for the last step: "
-                f"too few for {num_shards} ranks in passes of {pass_size}; {way_out}"
-            )
+    if rest and _smallest_pass(rest, pass_size) < least * num_shards:
+        last = step + steps
+        way_out = f"--max-steps {last} leaves them out" if last else "use a smaller --global-batch-size"
+        raise UserError(
+            f"--epochs {epochs} of {num_samples} samples leaves {rest} for the last step: "
+            f"too few for {num_shards} ranks in passes of {pass_size}; {way_out}"
+        )
     return Plan(num_samples, run_seed, step, step + steps + (rest > 0), start, start + left, global_batch_size)
+
+
+def _smallest_pass(samples: int, pass_size: int) -> int:
+    """Samples over all shards in the smallest of the near-equal passes that `passes` cuts `samples` into."""
+    return samples // -(-samples // pass_size)
 
 
 def passes(start: int, stop: int, pass_size: int, shard: int, num_shards: int) -> Iterator[tuple[int, int]]:
@@ -167,11 +176,13 @@ def evaluation_requests(num_samples: int, pass_size: int, shard: int, num_shards
 
 
 def divide_batch(global_batch_size: int, micro_batch_size: int, num_shards: int) -> int:
-    """Samples of one forward pass over all shards.
+    """Samples of one forward pass over all shards, at most; `passes` makes those of a step near-equal.
+
+    With a `micro_batch_size` any number of shards will do, so that a run goes on when it loses some of them.
 
     Args:
         global_batch_size: samples per optimizer step over all shards.
-        micro_batch_size: samples per forward pass of a shard; 0 for one pass a step.
+        micro_batch_size: most samples per forward pass of a shard; 0 for one pass a step, in equal parts.
         num_shards: how many read different samples.
 
     Raises:
@@ -181,11 +192,9 @@ def divide_batch(global_batch_size: int, micro_batch_size: int, num_shards: int)
         raise UserError(
             f"--global-batch-size {global_batch_size} and --micro-batch-size {micro_batch_size} must be positive"
         )
-    unit = max(1, micro_batch_size) * num_shards
-    if global_batch_size % unit:
-        per_rank = f" x --micro-batch-size {micro_batch_size}" if micro_batch_size else ""
+    if global_batch_size < num_shards or (not micro_batch_size and global_batch_size % num_shards):
         raise UserError(
             f"--global-batch-size {global_batch_size} does not divide by {num_shards} "
-            f"rank{'s' * (num_shards > 1)}{per_rank}: {-(-global_batch_size // unit) * unit} would"
+            f"ranks: {-(-global_batch_size // num_shards) * num_shards} would"
         )
-    return unit if micro_batch_size else global_batch_size
+    return min(global_batch_size, micro_batch_size * num_shards or global_batch_size)

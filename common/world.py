@@ -53,7 +53,7 @@ class World:
     def __str__(self) -> str:
         """One line for the terminal: what runs where."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        hosts = max(1, self.size // self.local_size)
+        hosts = _env("GROUP_WORLD_SIZE", default=max(1, self.size // self.local_size))
         where = self.host if hosts == 1 else f"{hosts} hosts, the first {self.host}"
         threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} each"
         what = f"{name}, {self.backend}, {threads}, torch {torch.__version__}"
@@ -87,6 +87,7 @@ def start(backend: str = "auto") -> World:
         if size() > 1:  # else each of them would be a world of its own, and train apart
             raise UserError(f"mpirun started {size()} processes: --backend mpi, or start them with torchrun")
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors name parameters, such as one without a gradient
     dist.init_process_group(**options)
     world = World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, socket.gethostname(), device, backend)
     _check_devices(world)

@@ -1,29 +1,46 @@
 """torchrun, with a failure told in the order a reader needs: which rank, where, its traceback, and no more.
 
 Takes torchrun's own options. A refusal (exit code 2) has been explained by rank 0 already, and is passed on
-as it is.
+as it is. A request to leave is passed on to the ranks, and they take the time they need; torchrun would kill
+them after 30 s, and keep the launchers of other machines waiting for its own for five minutes.
 """
 
+import contextlib
 import json
 import logging
+import os
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 USAGE_ERROR = 2
 LEFT = 3  # common/watch.py: this rank left because of another one
+REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # common/stop.py: what makes the ranks save and leave
+asked: list[int] = []
 
 
 def main() -> None:
     """Run the recipe; exit with the code of the rank that failed first."""
     # The agent's own log repeats, around its stack trace, what is said below in three lines.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    start = PContext.start
+
+    def start_and_listen(ranks: PContext) -> None:
+        start(ranks)  # sets handlers of its own
+        for number in REQUESTS:
+            signal.signal(number, lambda number, frame: pass_on(ranks, number, frame))
+
+    PContext.start = start_and_listen  # type: ignore[assignment, method-assign]
     try:
         run(parse_args(sys.argv[1:]))
-    except SignalException as stopped:  # passed on to the ranks, which have saved and left
+        if asked:
+            sys.exit(128 + asked[0])
+    except SignalException as stopped:  # there were no ranks to ask
         sys.exit(128 + stopped.sigval)
     except ChildFailedError as error:
         left = {rank: failure for rank, failure in error.failures.items() if failure.exitcode == LEFT}
@@ -44,6 +61,22 @@ def main() -> None:
             print(f"\nrank {rank} (pid {failure.pid}) ended {how}, and left no traceback", file=sys.stderr)
             print("see logs/ in the run's folder, and the kernel's log if it was killed", file=sys.stderr)
         sys.exit(code)
+
+
+def pass_on(ranks: PContext, number: int, _frame: FrameType | None) -> None:
+    """Pass a request to leave on to this machine's ranks.
+
+    Raises:
+        SignalException: none of them is there.
+    """
+    told = 0
+    for pid in ranks.pids().values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+            told += 1
+    if not told:
+        raise SignalException(f"asked to leave by {signal.Signals(number).name}", signal.Signals(number))
+    asked.append(number)
 
 
 def traceback_of(error_file: str) -> str:

@@ -106,10 +106,6 @@ BAD_FLAGS = {
     "no MPI": (["--backend", "mpi"], ["--backend mpi", "built without it", "built from source"]),
     "no GPU": (["--backend", "nccl"], ["--backend nccl", "--backend gloo"]),
     "model": (["--model", "resnet17"], ["--model resnet17", "resnet18"]),
-    "micro batch": (
-        ["--global-batch-size", "10", "--micro-batch-size", "4"],
-        ["--global-batch-size 10", "--micro-batch-size 4"],
-    ),
     "no batch": (["--global-batch-size", "0"], ["--global-batch-size 0"]),
     "no data folder": (["--data", "./nowhere"], ["--data ./nowhere: there is no such folder"]),
     "nothing to resume": (["--resume", "runs/nowhere"], ["--resume runs/nowhere: no checkpoint there"]),

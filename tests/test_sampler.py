@@ -226,13 +226,13 @@ def test_divide_batch() -> None:
     assert sampler.divide_batch(128, 0, 4) == 128  # one pass, 32 samples on each of 4
     assert sampler.divide_batch(128, 16, 4) == 64  # two passes
     assert sampler.divide_batch(128, 32, 4) == 128
+    assert sampler.divide_batch(128, 32, 3) == 96  # at most: two passes of 64
+    assert sampler.divide_batch(8, 16, 1) == 8
     assert sampler.divide_batch(7, 0, 7) == 7
     with pytest.raises(UserError, match=r"--global-batch-size 10 does not divide by 4 ranks: 12 would"):
         sampler.divide_batch(10, 0, 4)
-    with pytest.raises(UserError, match=r"100 does not divide by 3 ranks x --micro-batch-size 8: 120 would"):
-        sampler.divide_batch(100, 8, 3)
-    with pytest.raises(UserError, match=r"8 does not divide by 1 rank x --micro-batch-size 16: 16 would"):
-        sampler.divide_batch(8, 16, 1)
+    with pytest.raises(UserError, match=r"--global-batch-size 2 does not divide by 3 ranks: 3 would"):
+        sampler.divide_batch(2, 8, 3)
 
 
 @pytest.mark.parametrize(("batch", "micro"), [(0, 0), (-4, 0), (8, -1)])
@@ -241,7 +241,8 @@ def test_divide_batch_wants_positive_numbers(batch: int, micro: int) -> None:
         sampler.divide_batch(batch, micro, 1)
 
 
-def test_proposed_batch_is_accepted() -> None:
+def test_every_batch_is_divided_or_one_is_proposed() -> None:
+    """No pass of an accepted batch is larger than asked for, none is empty on a rank, and their number is the least."""
     refused = 0
     for batch, micro, shards in itertools.product(range(1, 40), range(6), range(1, 6)):
         try:
@@ -249,12 +250,15 @@ def test_proposed_batch_is_accepted() -> None:
         except UserError as error:
             refused += 1
             proposed = int(re.findall(r"(\d+) would", str(error))[0])
-            assert batch < proposed < batch + max(1, micro) * shards, "the next one that divides"
-            assert proposed % sampler.divide_batch(proposed, micro, shards) == 0
-        else:
-            assert batch % pass_size == 0
-            assert pass_size % shards == 0
-    assert refused > 500
+            assert batch < proposed < batch + shards, "the next one that divides"
+            assert sampler.divide_batch(proposed, micro, shards)
+            continue
+        bounds = [[*sampler.passes(0, batch, pass_size, shard, shards)] for shard in range(shards)]
+        assert len(bounds[0]) == (-(-batch // (micro * shards)) if micro else 1)
+        for first, end in itertools.chain(*bounds):
+            assert end - first <= (micro or batch // shards)
+            assert end - first >= (batch // len(bounds[0])) // shards
+    assert refused > 100
 
 
 def test_permutation() -> None:

@@ -84,7 +84,7 @@ class Args:
     max_skips: int = 3  # updates in a row that may be left out because their gradient is not finite
     hang_timeout: float = 300.0  # seconds without progress after which a hang is named and ended
     global_batch_size: int = 128  # samples per optimizer step, over all ranks
-    micro_batch_size: int = 0  # samples per forward pass of a rank; 0 for one pass a step
+    micro_batch_size: int = 0  # most samples per forward pass of a rank; 0 for one pass a step
     lr: float = 0.2  # peak learning rate at lr_reference_batch samples per step, scaled linearly
     lr_reference_batch: int = 256  # samples per step that lr is meant for
     weight_decay: float = 5e-4  # on weights, not on norms and biases
@@ -161,7 +161,6 @@ def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Put the plain model, on its device, under the strategy."""
     if args.sync_bn:
         model = sync_batchnorm.convert(model, mesh.get_group("dp"))
-    torch.distributed.set_debug_level(torch.distributed.DebugLevel.INFO)  # DDP's error names unused parameters
     return DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
 
 
@@ -240,9 +239,7 @@ def main() -> None:
     optimizer = make_optimizer(args, model)
 
     path = run_dir.choose(args.out, args.name)
-    found, done = checkpoint.find(path, args.resume, terms)
-    if found:
-        checkpoint.load(found, state(model, optimizer))
+    done = checkpoint.resume(path, args.resume, terms, state(model, optimizer))
     length = (args.epochs, args.max_steps, args.global_batch_size)
     least = sync_batchnorm.least_samples(model)
     plan = sampler.make_plan(len(train), args.seed, *length, pass_size, num_shards, done, least)
@@ -259,7 +256,6 @@ def main() -> None:
     log.say(f"{here}\n{plan} in passes of {pass_size // num_shards} on each rank, {dtype}, {len(train)} to train on")
 
     last_step = min(plan.max_steps, args.stop_after or plan.max_steps)
-    epoch_steps = -(-len(train) // args.global_batch_size)
     peak_lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
     window: metrics.Sums = {}
     for step in range(plan.first_step + 1, last_step + 1):
@@ -271,8 +267,7 @@ def main() -> None:
         sums, grad_norm = train_step(args, model, optimizer, finite, batches, num_shards, dtype)
         window = metrics.add(window, sums)
         finite.after(step)
-        leaving = stopping.after(step)
-        last = leaving or step == last_step
+        last = stopping.after(step) or step == last_step
         if step % args.log_every == 0 or last:
             run.train(step, metrics.means(window), lr=lr, grad_norm=grad_norm.item(), data_wait_s=batches.wait_s)
             window = {}
@@ -280,13 +275,13 @@ def main() -> None:
         with run.paused():
             if args.check_every and (step % args.check_every == 0 or last):
                 guard.check_replicas(model, step)
-            if step % (args.eval_every or epoch_steps) == 0 or step == last_step:
+            if step % (args.eval_every or plan.epoch_steps) == 0 or step == last_step:
                 requests = sampler.evaluation_requests(len(validation), pass_size, shard, num_shards)
                 held_out = data.Loader(validation, requests, args.workers, here.device)
                 run.validation(step, metrics.means(evaluate(args, model, held_out, dtype)))
-            if step % (args.save_every or epoch_steps) == 0 or last:
+            if step % (args.save_every or plan.epoch_steps) == 0 or last:
                 saving.save(step, state(model, optimizer), plan.position(step), last)
-        if leaving:
+        if last:
             break
     run.finish(stopping.reason)
     world.finish()

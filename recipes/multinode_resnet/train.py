@@ -1,0 +1,300 @@
+"""Train a ResNet over several machines, where the network between them is the bottleneck.
+
+DistributedDataParallel as on one machine, with less to send: gradients travel once per optimizer step, after as
+many passes as the global batch needs, and --compress makes them smaller. Each pass of 32 samples has BatchNorm
+statistics of its own (as in Goyal et al. 2017), so the training is the same on any number of ranks.
+
+    what                           each rank
+    parameters, optimizer state    all, a replica
+    gradients                      all, the mean over the ranks; with powersgd also what it has left out so far
+    batch                          an equal part, in passes of --micro-batch-size
+
+One step sends: one all-reduce of the gradients, in its last backward pass, whole, in bfloat16, or as two thin
+matrices for each weight (powersgd); one broadcast of BatchNorm's running statistics in a forward pass.
+
+    bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/multinode_resnet                       # Slurm
+    NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash launch/torchrun.sh recipes/multinode_resnet   # without; 1 on the other
+
+Measured: val/top1 ? with 2 processes (AMD EPYC, 2 cores, bfloat16, gloo, torch 2.15.0, 2026-11-20).
+
+Base: recipes/ddp_resnet. Open: 0 1 3
+"""
+
+import contextlib
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from common import (
+    checkpoint,
+    cli,
+    data,
+    guard,
+    images,
+    keymap,
+    log,
+    metrics,
+    precision,
+    run_dir,
+    sampler,
+    saver,
+    schedule,
+    seed,
+    stop,
+    sync_batchnorm,
+    watch,
+    world,
+)
+from common.models.resnet import make_resnet
+
+# --- 1 Arguments ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Train a residual network on labelled images."""
+
+    out: str = f"runs/{Path(__file__).parent.name}"  # folder for runs
+    name: str = ""  # name of this run, by default date and time; the same name again continues the run
+    resume: str = ""  # continue from this run or checkpoint, of any recipe with the same model
+    data: str = "digits"  # "digits" (built in), a folder, or a data set of the Hugging Face hub
+    seed: int = 0  # decides initial weights, order of samples and augmentation
+    workers: int = 0  # loader processes per rank; a set that fits in memory needs none
+    backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
+    epochs: int = 18  # length of the training, if max_steps is 0
+    max_steps: int = 0  # length of the training in optimizer steps
+    stop_after: int = 0  # leave, saved, once this step is done; 0 for never
+    deadline: float = 0.0  # leave, saved, after this many minutes; 0 for never
+    log_every: int = 10  # steps between lines of the log
+    eval_every: int = 0  # steps between evaluations; 0 for once an epoch
+    save_every: int = 0  # steps between checkpoints; 0 for once an epoch
+    keep: int = 2  # newest checkpoints that stay on the disk
+    async_save: bool = False  # write checkpoints while the training goes on
+    check_every: int = 100  # steps between comparisons of the replicas; 0 for never
+    max_skips: int = 3  # updates in a row that may be left out because their gradient is not finite
+    hang_timeout: float = 300.0  # seconds without progress after which a hang is named and ended
+    global_batch_size: int = 128  # samples per optimizer step, over all ranks
+    micro_batch_size: int = 32  # most samples per forward pass of a rank; 0 for one pass a step
+    lr: float = 0.2  # peak learning rate at lr_reference_batch samples per step, scaled linearly
+    lr_reference_batch: int = 256  # samples per step that lr is meant for
+    weight_decay: float = 5e-4  # on weights, not on norms and biases
+    warmup_steps: int = 30  # steps of linear warm-up
+    max_grad_norm: float = 0.0  # clip the global gradient norm to this; 0 for never
+    dtype: str = "auto"  # auto (bfloat16 where the hardware has it), float32, bfloat16 or float64
+    compile: bool = False  # torch.compile the model
+    model: str = "resnet18"  # a residual network of torchvision
+    momentum: float = 0.9  # of SGD
+    label_smoothing: float = 0.1  # share of the target that is spread over all classes
+    flip: bool = False  # mirror half of the images: for photographs, not for digits
+    sync_bn: bool = False  # BatchNorm over the samples of all ranks, not of each rank alone
+    compress: Literal["none", "bf16", "powersgd"] = "none"  # how gradients are sent
+    powersgd_rank: int = 2  # columns of the two matrices that stand for a gradient
+
+
+# --- 2 Workload -------------------------------------------------------------------------------------------
+
+
+def make_data(args: Args) -> tuple[images.Images, images.Images]:
+    """The training and the validation split, the same on every rank."""
+    return images.load(args.data, args.seed, args.flip)
+
+
+def make_model(args: Args, train: images.Images) -> nn.Module:
+    """The plain model, with the same initial weights on every rank."""
+    seed.everything(args.seed, seed.INIT)
+    model = make_resnet(args.model, train.channels, len(train.class_names), train.size)
+    return model.to(memory_format=torch.channels_last)  # the layout that fast convolutions read
+
+
+def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
+    """SGD with momentum; no weight decay on norms and biases (Jia et al. 2018, https://arxiv.org/abs/1807.11205)."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": args.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.SGD(groups, lr=args.lr, momentum=args.momentum, fused=True)
+
+
+def forward(args: Args, model: nn.Module, batch: data.Batch, dtype: torch.dtype) -> metrics.Sums:
+    """Sums over one rank's batch, of which "loss" carries the gradient."""
+    wide = precision.storage(dtype)
+    pixels = batch.inputs.to(wide, memory_format=torch.channels_last)  # (b, C, H, W), read and sent as bytes
+    pixels = pixels.div_(127.5).sub_(1)
+    with torch.autocast(pixels.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        logits = model(pixels).to(wide)  # (b, num_classes)
+    return {
+        "loss": F.cross_entropy(logits, batch.targets, reduction="sum", label_smoothing=args.label_smoothing),
+        "top1": (logits.argmax(1) == batch.targets).sum(),
+        "count": torch.full((), len(logits), device=logits.device),
+    }
+
+
+def count_flops(args: Args, train: images.Images) -> float:
+    """FLOPs of one training sample, forward and backward."""
+    with torch.device("meta"):
+        model, pixels = make_model(args, train), torch.empty(2, train.channels, train.size, train.size)
+    return metrics.count_flops(lambda: model(pixels).sum().backward()) / len(pixels)
+
+
+# --- 3 Strategy -------------------------------------------------------------------------------------------
+
+
+def make_mesh(here: world.World) -> DeviceMesh:
+    """The ranks and their axes."""
+    return init_device_mesh(here.device.type, (here.size,), mesh_dim_names=("dp",))
+
+
+def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
+    """Which part of each batch this rank reads, of how many."""
+    return mesh.get_local_rank("dp"), mesh.size()
+
+
+def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Put the plain model, on its device, under the strategy."""
+    if args.sync_bn:
+        model = sync_batchnorm.convert(model, mesh.get_group("dp"))
+    group = mesh.get_group("dp")
+    # PowerSGD's second all-reduce starts where the first ends: of several buckets, in another order on each rank.
+    bucket_mb = 10_000 if args.compress == "powersgd" else None
+    model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+    if args.compress == "bf16":
+        model.register_comm_hook(group, default_hooks.bf16_compress_hook)
+    if args.compress == "powersgd":  # Vogels et al. 2019, https://arxiv.org/abs/1905.13727; not before warm-up is over
+        power = powerSGD_hook.PowerSGDState(group, args.powersgd_rank, max(2, args.warmup_steps), random_seed=args.seed)
+        model.register_comm_hook(power, powerSGD_hook.powerSGD_hook)
+    return model
+
+
+def gradient_sync(model: Any, last: bool) -> contextlib.AbstractContextManager:
+    """Around one forward and backward pass: only the `last` one of a step sends gradients."""
+    return contextlib.nullcontext() if last else model.no_sync()
+
+
+def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """What this rank brings to a checkpoint: all of it, under the plain model's names."""
+    return keymap.model_tensors(model) | keymap.optimizer_tensors(model, optimizer)
+
+
+# --- 4 Step -----------------------------------------------------------------------------------------------
+
+
+def train_step(
+    args: Args,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    finite: guard.FiniteGuard,
+    batches: data.Loader,
+    num_shards: int,
+    dtype: torch.dtype,
+) -> tuple[metrics.Sums, torch.Tensor]:
+    """One optimizer step; returns this rank's sums and the global gradient norm, ()."""
+    sums: metrics.Sums = {}
+    for batch in batches:
+        with gradient_sync(model, batch.last):
+            batch_sums = forward(args, model, batch, dtype)
+            # The mean over the samples of the whole step. Gradients are averaged over the shards where they
+            # are synchronised, so each shard's part counts num_shards times.
+            (batch_sums["loss"] * (num_shards / batch.step_samples)).backward()
+        sums = metrics.add(sums, batch_sums)
+        if batch.last:
+            break
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+    finite.judge(grad_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return sums, grad_norm
+
+
+@torch.no_grad()
+def evaluate(args: Args, model: nn.Module, batches: data.Loader, dtype: torch.dtype) -> metrics.Sums:
+    """This rank's sums over its part of the validation split."""
+    model.eval()
+    sums: metrics.Sums = {}
+    for batch in batches:
+        sums = metrics.add(sums, forward(args, model, batch, dtype))
+    model.train()
+    return sums
+
+
+# --- 5 Main -----------------------------------------------------------------------------------------------
+
+
+@cli.entry
+def main() -> None:
+    """Train from the newest checkpoint, or from the start, to the end."""
+    args = cli.parse(Args)
+    here = world.start(args.backend)
+    world.check_same(flag=dataclasses.asdict(args), code=world.code_digests(__file__))
+    mesh = make_mesh(here)
+    shard, num_shards = data_shard(mesh)
+    pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
+    dtype = precision.pick(args.dtype, here.device)
+    train, validation = make_data(args)
+    terms = {"seed": args.seed, "data": train.digest()}  # what the order of samples means something under
+    world.check_same(data=terms)
+
+    model = make_model(args, train).to(here.device, precision.storage(dtype))
+    model = parallelize(args, model, mesh)
+    if args.compile:
+        model.compile()
+    optimizer = make_optimizer(args, model)
+
+    path = run_dir.choose(args.out, args.name)
+    done = checkpoint.resume(path, args.resume, terms, state(model, optimizer))
+    length = (args.epochs, args.max_steps, args.global_batch_size)
+    least = sync_batchnorm.least_samples(model)
+    plan = sampler.make_plan(len(train), args.seed, *length, pass_size, num_shards, done, least)
+    requests = sampler.training_requests(plan, pass_size, shard, num_shards)
+    batches = data.Loader(train, requests, args.workers, here.device)
+    ideal_s = count_flops(args, train) / metrics.peak_flops(here.device, dtype)
+
+    run_dir.claim(path)
+    stopping = stop.Stop(args.deadline, plan.first_step)
+    watching = watch.Watch(here, path, plan.first_step, args.hang_timeout)
+    finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips)
+    saving = saver.Saver(path, __file__, mesh, terms, args.keep, args.async_save)
+    run = log.Run(path, __file__, args, here, plan, ideal_s)
+    log.say(f"{here}\n{plan} in passes of {pass_size // num_shards} on each rank, {dtype}, {len(train)} to train on")
+
+    last_step = min(plan.max_steps, args.stop_after or plan.max_steps)
+    peak_lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
+    window: metrics.Sums = {}
+    for step in range(plan.first_step + 1, last_step + 1):
+        watching.step(step)
+        seed.everything(args.seed, seed.STEP, step, shard)
+        lr = peak_lr * schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        sums, grad_norm = train_step(args, model, optimizer, finite, batches, num_shards, dtype)
+        window = metrics.add(window, sums)
+        finite.after(step)
+        last = stopping.after(step) or step == last_step
+        if step % args.log_every == 0 or last:
+            run.train(step, metrics.means(window), lr=lr, grad_norm=grad_norm.item(), data_wait_s=batches.wait_s)
+            window = {}
+            finite.check()
+        with run.paused():
+            if args.check_every and (step % args.check_every == 0 or last):
+                guard.check_replicas(model, step)
+            if step % (args.eval_every or plan.epoch_steps) == 0 or step == last_step:
+                requests = sampler.evaluation_requests(len(validation), pass_size, shard, num_shards)
+                held_out = data.Loader(validation, requests, args.workers, here.device)
+                run.validation(step, metrics.means(evaluate(args, model, held_out, dtype)))
+            if step % (args.save_every or plan.epoch_steps) == 0 or last:
+                saving.save(step, state(model, optimizer), plan.position(step), last)
+        if last:
+            break
+    run.finish(stopping.reason)
+    world.finish()
+
+
+if __name__ == "__main__":
+    main()
