@@ -1,5 +1,6 @@
 """The folder of a run: config.json, the copied train.py, metrics.jsonl, logs/."""
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -10,14 +11,17 @@ import shlex
 import socket
 import sys
 import tempfile
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+import torch.distributed as dist
 
 from common import UserError, world
 
+SHARED_S = 10.0  # until a file of another machine must be seen
 _locks: list[TextIO] = []
 
 
@@ -44,10 +48,10 @@ def claim(path: Path) -> None:
     """Create the run's folder and keep every other job out of it until this process ends (all ranks).
 
     Raises:
-        UserError: another process has it; names its host, number and job.
+        UserError: another process has it; names its host, number and job. Or a machine does not see it.
     """
 
-    def lock() -> None:
+    def lock() -> str:
         try:
             path.mkdir(parents=True, exist_ok=True)
             file = (path / "lock").open("a+")
@@ -67,13 +71,35 @@ def claim(path: Path) -> None:
             sys.stderr.write(f"warning: nothing keeps other jobs out of {path}: {error}\n")
         file.truncate(0)
         job = f", Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
-        file.write(f"process {os.getpid()} on {socket.gethostname()}{job}")
+        mine = f"process {os.getpid()} on {socket.gethostname()}{job}"
+        file.write(mine)
         file.flush()
         _locks.append(file)  # closing it would give the lock back
         if "RUN_DIR_FILE" in os.environ:  # launch/slurm.sh looks there for the folder
             Path(os.environ["RUN_DIR_FILE"]).write_text(str(path))
+        return mine
 
-    world.from_rank0(lock)
+    wanted = world.from_rank0(lock)
+    seen: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
+    # Rank 0 does not look: to close the file a second time would give its lock back.
+    sees = dist.get_rank() == 0 or _reads(path / "lock", wanted)
+    dist.all_gather_object(seen, (socket.gethostname(), sees))
+    blind = sorted({host for host, there in seen if not there})
+    if blind:
+        raise UserError(
+            f"--out {path.parent}: what {seen[0][0]} writes there is not there on {', '.join(blind)}: "
+            "give a folder on a file system that all machines share"
+        )
+
+
+def _reads(file: Path, wanted: str) -> bool:
+    """Whether a file that another machine has written is seen here; NFS may take some seconds to show it."""
+    for _ in range(round(SHARED_S / 0.1)):
+        with contextlib.suppress(OSError):
+            if file.read_text() == wanted:
+                return True
+        time.sleep(0.1)
+    return False
 
 
 def redirect_output(path: Path, rank: int) -> None:

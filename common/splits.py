@@ -1,5 +1,6 @@
 """A training and a validation split of whatever `datasets.load_dataset` reads: a folder here, or a set of the hub."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,8 @@ def load(name: str) -> tuple["Dataset", "Dataset"]:
     import datasets  # 3 s, which the built-in sets do not need
     import huggingface_hub
 
-    path = Path(name).expanduser()
+    # launch/torchrun.sh has copied the folder to this machine's own disk.
+    path = Path(os.environ.get("STAGED_DATA") or name).expanduser()
     folder = path.is_dir()
     if not folder and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
         raise UserError(f"--data {name}: there is no such folder")

@@ -97,6 +97,12 @@ def start(backend: str = "auto") -> World:
 
 def _pick_device(local_rank: int, local_size: int) -> torch.device:
     if not torch.cuda.is_available():
+        given = _env("SLURM_GPUS_ON_NODE", default=0)
+        if given and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+            raise UserError(
+                f"Slurm gave {socket.gethostname()} {given} GPU{'s' * (given > 1)}, and torch sees none: is the driver "
+                "there, and torch built for it? CUDA_VISIBLE_DEVICES= trains on the CPU"
+            )
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if local_size > gpus:

@@ -24,17 +24,18 @@ dir=${LOCAL_SLURM_DIR:-/tmp/local-slurm}
 daemons=(slurmctld slurmd munged)
 
 down() {
-  local file daemon
+  local file daemon pids=()
   for daemon in "${daemons[@]}"; do
     for file in "$dir/$daemon"*.pid; do
-      [[ -f $file ]] && kill "$(<"$file")" 2>/dev/null || true
+      [[ -f $file ]] && pids+=("$(<"$file")")
     done
   done
+  kill ${pids[@]+"${pids[@]}"} 2>/dev/null || true
   for _ in {1..50}; do # they write their state before they end
-    pgrep -f -- "$dir/" >/dev/null || break
+    kill -0 ${pids[@]+"${pids[@]}"} 2>/dev/null || break
     sleep 0.1
   done
-  pkill -9 -f -- "$dir/" 2>/dev/null || true
+  kill -9 ${pids[@]+"${pids[@]}"} 2>/dev/null || true
   rm -rf "$dir"
 }
 
@@ -83,7 +84,7 @@ SlurmdTimeout=20
 ReturnToService=2
 MpiDefault=none
 NodeName=n[1-$nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + nodes))] CPUs=$((cpus * 2)) State=UNKNOWN
-PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=0
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF
 CONF
   export SLURM_CONF=$dir/slurm.conf

@@ -40,10 +40,19 @@ fail() {
   exit 2
 }
 
+asked=
+if [[ -n ${SLURM_JOB_ID-} ]]; then # a signal this early would end the job; with a short time limit it can come at once
+  trap 'asked=1' USR1 TERM
+fi
+
+about_job() { # one field of this job; of a heterogeneous one, in its first part
+  scontrol show job "$SLURM_JOB_ID" --oneliner | grep -oPm1 " $1=\K\S+"
+}
+
 # sbatch runs a copy of this file from a folder of its own; Slurm knows where the original lies.
 root=${SLURM_SH_ROOT-}
 if [[ -z $root && -n ${SLURM_JOB_ID-} && ${BASH_SOURCE[0]} == */slurm_script ]]; then
-  original=$(scontrol show job "$SLURM_JOB_ID" --oneliner | grep -oP ' Command=\K\S+')
+  original=$(about_job Command)
   root=$(cd "$(dirname "$original")/.." && pwd)
 fi
 root=${root:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
@@ -58,7 +67,7 @@ fi
 if [[ ${1-} == --on-node ]]; then
   shift
   trap '' USR1 # deadly until torchrun listens; what comes before that, the clock in common/stop.py makes up for
-  export NODE_RANK=$SLURM_NODEID NNODES=$SLURM_STEP_NUM_NODES
+  export NODE_RANK=$SLURM_PROCID NNODES=$SLURM_NTASKS # one task a node, counted over all parts of a heterogeneous job
   if [[ -z ${NPROC_PER_NODE-} && -n ${SLURM_GPUS_ON_NODE-} ]]; then
     export NPROC_PER_NODE=$SLURM_GPUS_ON_NODE
   fi
@@ -132,17 +141,20 @@ MASTER_ADDR=$(scontrol show node "$head" --oneliner | grep -oP ' NodeAddr=\K\S+'
 # A port of this job's own; two jobs can share a node.
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) RDZV_ID=$SLURM_JOB_ID
 # Not all versions of Slurm set it. common/stop.py leaves in time, should the signal fail to arrive.
-end=$(scontrol show job "$SLURM_JOB_ID" --oneliner | grep -oP ' EndTime=\K\S+' || true)
+end=$(about_job EndTime || true)
 if [[ -z ${SLURM_JOB_END_TIME-} && $end == 20* ]]; then
   SLURM_JOB_END_TIME=$(date -d "$end" +%s)
   export SLURM_JOB_END_TIME
 fi
-export SLURM_SH_ROOT=$root RUN_DIR_FILE=$PWD/.slurm-$SLURM_JOB_ID.run
+LAUNCHED_AS=${LAUNCHED_AS:-$(printf 'bash %q -N%s %q' "$root/launch/slurm.sh" "$nodes" "$recipe")}
+export LAUNCHED_AS SLURM_SH_ROOT=$root RUN_DIR_FILE=$PWD/.slurm-$SLURM_JOB_ID.run
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK-} # srun does not take it over by itself
 [[ -n $SRUN_CPUS_PER_TASK ]] || unset SRUN_CPUS_PER_TASK
 [[ -n $name_given ]] || flags+=(--name "job-$SLURM_JOB_ID")
+where=("--nodes=$nodes" "--ntasks=$nodes")
+[[ -z ${SLURM_HET_SIZE-} ]] || where=("--het-group=0-$((SLURM_HET_SIZE - 1))") # all of its parts
 command=(
-  srun "--nodes=$nodes" "--ntasks=$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1
+  srun "${where[@]}" --ntasks-per-node=1 --kill-on-bad-exit=1
   ${SRUN_OPTIONS[@]+"${SRUN_OPTIONS[@]}"} bash "$root/launch/slurm.sh" --on-node "$recipe" "${flags[@]}"
 )
 if [[ -n $dry_run ]]; then
@@ -155,9 +167,9 @@ echo "$(date -Is) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $
 "${command[@]}" &
 srun=$!
 # The batch script alone gets the signal before the time limit; srun hands it on to every task on every node.
-asked=
 trap 'asked=1; kill -USR1 $srun 2>/dev/null || true' USR1
 trap 'asked=1; kill -TERM $srun 2>/dev/null || true' TERM
+[[ -z $asked ]] || kill -USR1 $srun
 code=0
 while true; do
   wait $srun && code=0 || code=$?
@@ -178,7 +190,7 @@ else
   exit $code
 fi
 # A job that somebody has cancelled stays away.
-[[ $(squeue -h -j "$SLURM_JOB_ID" -o %T) == RUNNING ]] || exit $code
+[[ $(about_job JobState) == RUNNING ]] || exit $code
 echo "$step" >>"$history"
 if [[ $(tail -n "${MAX_REQUEUES:-3}" "$history" | grep -cx "$step") -ge ${MAX_REQUEUES:-3} ]]; then
   fail "${MAX_REQUEUES:-3} starts in a row have ended at step $step: not queued again. See $run"

@@ -16,12 +16,14 @@ Environment (the recipe's launch.env gives defaults):
   NPROC_PER_NODE   processes on this machine: default one per GPU, else 2
   MAX_RESTARTS     how often a failed group of processes is started again: default 0
   OMP_NUM_THREADS  CPU threads per process: default the cores divided by the processes
+  STAGE_DIR        a folder on this machine's own disk: the folder that --data names is copied there once, by the
+                   first launch on the machine, and read from there until it changes
 Several machines, the same command on each:
   NNODES           number of machines: default 1; MIN:MAX for a number that may change (elastic)
   NODE_RANK        this machine's number, from 0
   MASTER_ADDR      host name or address of machine 0
-  MASTER_PORT      a free port on machine 0: default 29400
-  RDZV_ID          name of this job, if several share machine 0 and the port: default brigade
+  MASTER_PORT      a free port on machine 0, another one for each job: default 29400
+  RDZV_ID          name of this job; a machine that comes to the port of another job is refused: default brigade
 
 torchrun options go before RECIPE and are written --option=value; --dry-run prints the command and stops.
 Output of rank 0 comes to the terminal; the other ranks write to logs/ in the run's folder.
@@ -35,7 +37,8 @@ fail() {
 
 # What the run tells at its end as the way to go on; train.py adds its flags.
 launched_as=
-for name in NPROC_PER_NODE MAX_RESTARTS OMP_NUM_THREADS NNODES NODE_RANK MASTER_ADDR MASTER_PORT RDZV_ID; do
+for name in NPROC_PER_NODE MAX_RESTARTS OMP_NUM_THREADS NNODES NODE_RANK MASTER_ADDR MASTER_PORT RDZV_ID \
+  STAGE_DIR; do
   [[ -z ${!name-} ]] || printf -v launched_as '%s%s=%q ' "$launched_as" "$name" "${!name}"
 done
 launched_as+=$(printf '%q ' bash "$0")
@@ -81,8 +84,8 @@ count_gpus() {
     tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -cE '^[[:space:]]*([0-9]|GPU-|MIG-)' || true
   elif command -v nvidia-smi >/dev/null; then
     nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
-  else
-    echo 0
+  else # a container may have the devices without the tool
+    compgen -G '/dev/nvidia[0-9]*' | wc -l || true
   fi
 }
 gpus=$(count_gpus)
@@ -108,13 +111,47 @@ else
   )
 fi
 
+# One launcher a machine, so one copy a machine. Its name holds a digest of the names, sizes and times of all files, so
+# that data which has changed is copied anew; what was copied is renamed when it is whole.
+stage() {
+  local data=$1 digest
+  [[ -d $data ]] || fail "STAGE_DIR=$STAGE_DIR: --data ${data:-digits} is no folder that could be copied there"
+  data=$(cd "$data" && pwd -P)
+  digest=$(cd "$data" && find -L . -type f -printf '%P %s %T@\n' | LC_ALL=C sort | sha256sum | cut -c1-16) ||
+    fail "STAGE_DIR=$STAGE_DIR: $data cannot be listed"
+  staged=$STAGE_DIR/$(basename "$data")-$digest
+  mkdir -p "$STAGE_DIR" || fail "STAGE_DIR=$STAGE_DIR cannot be created"
+  exec {lock}>"$staged.lock"
+  flock "$lock" # another launch on this machine is copying the same
+  if [[ ! -d $staged ]]; then
+    echo "copying $data to $staged" >&2
+    rm -rf "$staged.partial"
+    if ! cp -rL "$data" "$staged.partial" || ! mv "$staged.partial" "$staged"; then
+      rm -rf "$staged.partial"
+      fail "STAGE_DIR=$STAGE_DIR: $data could not be copied there"
+    fi
+  fi
+  exec {lock}>&-
+}
+unset STAGED_DATA
+if [[ -n ${STAGE_DIR-} && -z $dry_run && " $* " != *" --help "* ]]; then
+  data=
+  for ((i = 1; i <= $#; i++)); do
+    next=$((i + 1))
+    [[ ${!i} != --data ]] || data=${!next-}
+    [[ ${!i} != --data=* ]] || data=${!i#--data=}
+  done
+  stage "$data"
+  export STAGED_DATA=$staged # common/splits.py reads this in its place
+fi
+
 # A copied folder brings its own common/ beside train.py, which Python finds first.
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1
 # Each start of the ranks gets a store of its own. The launcher's, which they would share, still holds the addresses of
 # the dead ones after a restart, and gloo tries to connect to them.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # its warnings are of a store that closes at the end
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} # of the launcher, which tells an error in a sentence of its own
 command=(
   "${PYTHON:-python}" "$root/launch/agent.py" "${place[@]}" "--nproc-per-node=$processes"
   "--max-restarts=${MAX_RESTARTS:-0}" "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"

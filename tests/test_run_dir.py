@@ -1,5 +1,6 @@
 """What a run leaves in its folder, and what of it a run that continues keeps."""
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -7,6 +8,7 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -126,6 +128,36 @@ def test_refused_claim_is_every_rank_s(tmp_path: Path, monkeypatch: pytest.Monke
     owner = f"process {os.getpid()} on {socket.gethostname()}"
     result = ranks.spawn(refuse_all, [(str(tmp_path), owner)] * 2)
     assert result.ok, str(result)
+
+
+def claim_on_own_disk(path: str, own: str, refused: bool) -> None:
+    """As a machine on which `own` is no shared file system."""
+    if own:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.unshare(0x00020000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWNS: mounts of its own
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "none", own], check=True)
+    run_dir.SHARED_S = 1.0
+    dist.init_process_group("gloo")
+    if not refused:
+        run_dir.claim(Path(path))
+    else:
+        told = f"what {socket.gethostname()} writes there is not there on {socket.gethostname()}: give a folder on"
+        with pytest.raises(UserError, match=re.escape(told)):
+            run_dir.claim(Path(path))
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_disk_of_one_machine_is_refused(tmp_path: Path) -> None:
+    """Checkpoints that each machine writes for itself would be found by none of the others."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    own = [("", str(runs)), ("", "")]
+    for first, second in own:
+        args = [(str(runs / "run"), place, bool(second)) for place in (first, second)]
+        result = ranks.spawn(claim_on_own_disk, args)
+        assert result.ok, str(result)
 
 
 def test_config_has_what_it_takes_to_run_again(recipe: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests import ranks
 from tests.conftest import write_parquet
@@ -20,29 +22,28 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 SLURM = ranks.ROOT / "launch" / "slurm.sh"
 LOCAL = ranks.ROOT / "launch" / "local_slurm.sh"
 DISTRIBUTED = [recipe for recipe in ranks.RECIPES if ranks.world_sizes(recipe)[-1] > 1]
-STEPS = 60
+STEPS, SAVE_EVERY = 24, 8
 FLAGS = [
     *("--max-steps", str(STEPS), "--global-batch-size", "40", "--warmup-steps", "2", "--dtype", "float64"),
-    *("--log-every", "1", "--eval-every", "1000", "--save-every", "20"),
+    *("--log-every", "1", "--eval-every", "1000", "--save-every", str(SAVE_EVERY)),
 ]
 
 
+def call(*command: str | Path, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    words = [str(word) for word in command]
+    env = os.environ | environ
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=240, check=False)
+
+
 def run(*command: str | Path, cwd: Path | None = None, **environ: str) -> str:
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=os.environ | environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = call(*command, cwd=cwd, **environ)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Its folder."""
     if not shutil.which("sbatch"):
         assert "CI" not in os.environ, "CI installs Slurm: apt install slurm-wlm munge"
         pytest.skip("no Slurm here: apt install slurm-wlm munge")
@@ -55,7 +56,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv("NPROC_PER_NODE", "1")
         patch.setenv("OMP_NUM_THREADS", "1")
-        yield
+        yield folder
     run("bash", LOCAL, "down", **environ)
 
 
@@ -64,15 +65,27 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_parquet(tmp_path_factory.mktemp("data") / "tiny", 101, 12)
 
 
+def slow(recipe: str, folder: Path) -> Path:
+    """A copy of a recipe with a small model, whose steps leave time to meddle: STEP_S seconds."""
+    changes = {
+        "import contextlib\n": "import contextlib, os, time\nfrom tests import short_resnet\n",
+        "        watching.step(step)\n": "        watching.step(step)\n"
+        "        time.sleep(float(os.environ.get('STEP_S', '0.2')))\n",
+    }
+    return ranks.mutate(recipe, folder, changes).parent
+
+
 class Job:
     """One submission, in a folder of its own."""
 
-    def __init__(self, folder: Path, recipe: str, images: Path, *options: str, flags: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, images: Path, *options: str, flags: tuple[str, ...] = (), **environ: str) -> None:
         self.folder, self.run = folder, folder / "runs" / "run"
+        recipe = slow(DISTRIBUTED[0], folder)
         out = run(
-            *("bash", SLURM, "-N2", "--signal=B:USR1@60", *options, f"recipes/{recipe}", *FLAGS, *flags),
+            *("bash", SLURM, "-N2", *options, recipe, *FLAGS, *ranks.small(recipe.name), *flags),
             *("--data", images, "--out", folder / "runs", "--name", "run"),
             cwd=folder,
+            **environ,
         )
         self.id = re.fullmatch(r"Submitted batch job (\d+)\n", out)[1]
 
@@ -89,13 +102,18 @@ class Job:
         file = self.run / "metrics.jsonl"
         return file.read_text().count("train/loss") if file.exists() else 0
 
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 150.0) -> None:
-        """A job that is queued again begins in two minutes, of Slurm's own will; the wait asks for it now."""
+    def wait(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+        """A job that is queued again begins in two minutes, of Slurm's own will; the wait asks for it sooner.
+
+        Not in the same second, in which Slurm takes its credential for the revoked one.
+        """
         end = time.monotonic() + timeout_s
+        pending = 0
         while not condition():
             assert time.monotonic() < end, f"{self.state()}\n{self.log()}"
-            if self.state() == "PENDING" and self.starts():
-                subprocess.run(["scontrol", "update", f"JobId={self.id}", "StartTime=now"], check=False)
+            pending = pending + 1 if self.state() == "PENDING" and self.starts() else 0
+            if pending > 6:
+                call("scontrol", "update", f"JobId={self.id}", "StartTime=now")
             time.sleep(0.3)
 
     def completed(self) -> bool:
@@ -103,18 +121,24 @@ class Job:
         assert state in ("PENDING", "RUNNING", "COMPLETING", "COMPLETED", "PREEMPTED", "NODE_FAIL"), self.log()
         return state == "COMPLETED"
 
+    def disturb(self, meddle: Callable[[], object]) -> None:
+        """Do something to the running job, and let it go on to its end."""
+        self.wait(lambda: self.steps() >= 5)
+        meddle()
+        self.wait(lambda: self.starts() == 2)
+        self.wait(self.completed)
+
+    def check_nothing_lost(self) -> None:
+        left = int(re.search(r"left at step (\d+), saved: queued again", self.log())[1])
+        assert f"continues from step {left} of" in self.log()
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        return final_tensors(self.run)
-
-
-def final_tensors(path: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    files = sorted((path / "checkpoints" / f"step_{STEPS:08d}").glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+        files = sorted((self.run / "checkpoints" / f"step_{STEPS:08d}").glob("*.safetensors"))
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def check_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """Bit for bit."""
     assert found.keys() == wanted.keys()
     assert wanted
     for name, tensor in wanted.items():
@@ -122,109 +146,215 @@ def check_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) 
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: None, images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    job = Job(tmp_path_factory.mktemp("undisturbed"), DISTRIBUTED[0], images)
+def undisturbed(cluster: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    job = Job(tmp_path_factory.mktemp("undisturbed"), images, STEP_S="0")
     job.wait(job.completed)
+    assert job.starts() == 1
     return job.tensors()
 
 
 @pytest.mark.parametrize("recipe", DISTRIBUTED)
-def test_the_curve_is_that_of_one_process(recipe: str, cluster: None, images: Path, tmp_path: Path) -> None:
-    flags = ("--sync-bn", "--max-steps", "20")
-    job = Job(tmp_path, recipe, images, flags=flags)
-    job.wait(job.completed)
-    assert "2 processes on 2 hosts" in job.log()
-    where = ("--data", str(images), "--out", str(tmp_path), "--name", "one")
-    assert ranks.run_recipe(recipe, 1, *FLAGS, *flags, *where).ok
+def test_the_curve_is_that_of_one_process(recipe: str, cluster: Path, images: Path, tmp_path: Path) -> None:
+    """With sbatch on the command line, and the recipe as it stands."""
+    flags = [*FLAGS, "--max-steps", "8", "--sync-bn", "--data", images, "--out", tmp_path]
+    passes = "20"  # of a rank; the one process has all 40 in one
+    where = ("--name", "two", "--micro-batch-size", passes)
+    run("sbatch", "--wait", "-N2", SLURM, f"recipes/{recipe}", *flags, *where, cwd=tmp_path)
+    (log,) = tmp_path.glob("slurm-brigade-*.log")
+    assert "2 processes on 2 hosts" in log.read_text()
+    assert f"go on  bash {SLURM} -N2 {ranks.ROOT}/recipes/{recipe} " in log.read_text()
+    assert not list(tmp_path.glob(".slurm-*"))
+    words = [str(flag) for flag in flags]
+    assert ranks.run_recipe(recipe, 1, *words, "--name", "one", "--micro-batch-size", "40").ok
     for tag in ("train/loss", "train/grad_norm", "val/loss"):
-        found, wanted = ranks.records(job.run, tag), ranks.records(tmp_path / "one", tag)
+        found, wanted = ranks.records(tmp_path / "two", tag), ranks.records(tmp_path / "one", tag)
         assert found.keys() == wanted.keys()
         assert found == pytest.approx(wanted, rel=1e-9), tag
 
 
-def told_and_queued_again(job: Job, tell: Callable[[], None]) -> None:
-    job.wait(lambda: job.steps() >= 5)
-    tell()
-    job.wait(lambda: job.starts() == 2)
-    job.wait(job.completed)
+@pytest.mark.parametrize("recipe", DISTRIBUTED)
+def test_digits(recipe: str, cluster: Path, tmp_path: Path) -> None:
+    """What a newcomer does: no flags at all."""
+    out = run("bash", SLURM, "-N2", "--wait", f"recipes/{recipe}", "--out", tmp_path / "runs", cwd=tmp_path)
+    (folder,) = tmp_path.glob("runs/job-*")
+    assert folder.name == f"job-{re.fullmatch(r'Submitted batch job (.*)', out.strip())[1]}"
+    assert max(ranks.records(folder, "val/top1").values()) >= 0.98
 
 
-def test_time_limit(cluster: None, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+def test_time_limit(cluster: Path, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
     """The signal comes before the limit; saved, queued again, and no step is done twice."""
-    job = Job(tmp_path, DISTRIBUTED[0], images, "--time=2", "--signal=B:USR1@105")
-    job.wait(lambda: job.starts() == 2)
+    job = Job(tmp_path, images, "--time=10", "--signal=B:USR1@100", STEP_S="2")
+    job.wait(lambda: job.steps() >= 2)
+    run("scontrol", "update", f"JobId={job.id}", "TimeLimit=2")  # looked at every 30 s
+    job.wait(lambda: "left at step" in job.log())
+    run("scontrol", "update", f"JobId={job.id}", "TimeLimit=10")
     job.wait(job.completed)
-    assert "saved: queued again" in job.log()
+    assert job.starts() == 2
+    job.check_nothing_lost()
     check_same(job.tensors(), undisturbed)
 
 
 @pytest.mark.parametrize("batch", [False, True], ids=["to the steps", "to the batch script"])
-def test_signal(batch: bool, cluster: None, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
-    job = Job(tmp_path, DISTRIBUTED[0], images)
-    told_and_queued_again(job, lambda: run("scancel", "--signal=USR1", *["--batch"] * batch, job.id))
-    left = int(re.search(r"left at step (\d+), saved: queued again", job.log())[1])
-    assert f"continues from step {left} of" in job.log(), "no step is lost"
+def test_signal(batch: bool, cluster: Path, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+    job = Job(tmp_path, images)
+    job.disturb(lambda: run("scancel", "--signal=USR1", *["--batch"] * batch, job.id))
+    job.check_nothing_lost()
+    check_same(job.tensors(), undisturbed)
+
+
+def test_preemption(cluster: Path, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+    """The partition's grace time begins with SIGTERM."""
+    job = Job(tmp_path, images)
+    job.disturb(lambda: run("sbatch", "-N2", "--exclusive", "-p", "urgent", "--wrap", "sleep 1", cwd=tmp_path))
+    job.check_nothing_lost()
     check_same(job.tensors(), undisturbed)
 
 
 def test_queued_again_by_the_operator(
-    cluster: None, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+    cluster: Path, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
-    job = Job(tmp_path, DISTRIBUTED[0], images)
-    told_and_queued_again(job, lambda: run("scontrol", "requeue", job.id))
+    """Slurm ends the job at once."""
+    job = Job(tmp_path, images)
+    job.disturb(lambda: run("scontrol", "requeue", job.id))
     check_same(job.tensors(), undisturbed)
 
 
-def test_preemption(cluster: None, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
-    job = Job(tmp_path, DISTRIBUTED[0], images)
+def test_node_lost(cluster: Path, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+    """Slurm queues the job again when a node's daemon no longer answers; here it comes back."""
+    job = Job(tmp_path, images, STEP_S="2")
 
-    def preempt() -> None:
-        run("sbatch", "-N2", "--exclusive", "-p", "urgent", "--wrap", "sleep 1", cwd=tmp_path)
+    def kill_daemon() -> None:
+        os.kill(int((cluster / "slurmd-n2.pid").read_text()), signal.SIGKILL)
+        job.wait(lambda: job.state() not in ("RUNNING", "COMPLETING"))
+        run("slurmd", "-N", "n2")
 
-    told_and_queued_again(job, preempt)
+    job.disturb(kill_daemon)
     check_same(job.tensors(), undisturbed)
 
 
-def test_cancelled_is_not_queued_again(cluster: None, images: Path, tmp_path: Path) -> None:
-    job = Job(tmp_path, DISTRIBUTED[0], images)
+def ranks_of(job: Job) -> list[int]:
+    """Process ids of the ranks, not of those that started them."""
+    found = call("pgrep", "-f", f"{job.folder}.*train.py").stdout.split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline") for pid in found}
+    return [
+        pid
+        for pid, file in commands.items()
+        if file.exists() and not any(word in file.read_text() for word in ("agent.py", "slurm"))
+    ]
+
+
+def test_rank_killed(cluster: Path, images: Path, tmp_path: Path) -> None:
+    """No MAX_RESTARTS was asked for: an honest failure, on both nodes, at once."""
+    job = Job(tmp_path, images)
+    job.wait(lambda: job.steps() >= SAVE_EVERY + 2)
+    os.kill(ranks_of(job)[-1], signal.SIGKILL)
+    job.wait(lambda: job.state() == "FAILED", timeout_s=30.0)
+    assert "by SIGKILL" in job.log()
+    assert (job.run / "checkpoints" / f"step_{SAVE_EVERY:08d}").exists()
+    assert not ranks_of(job)
+    assert job.starts() == 1
+
+
+def test_rank_killed_and_started_again(
+    cluster: Path, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    job = Job(tmp_path, images, MAX_RESTARTS="1")
+    job.wait(lambda: job.steps() >= SAVE_EVERY + 2)
+    os.kill(ranks_of(job)[-1], signal.SIGKILL)
+    job.wait(job.completed)
+    assert job.starts() == 1
+    assert f"continues from step {SAVE_EVERY} of" in job.log()
+    check_same(job.tensors(), undisturbed)
+
+
+def test_cancelled_is_not_queued_again(cluster: Path, images: Path, tmp_path: Path) -> None:
+    job = Job(tmp_path, images)
     job.wait(lambda: job.steps() >= 5)
     run("scancel", job.id)
     job.wait(lambda: job.state() == "CANCELLED")
-    time.sleep(3)
+    job.wait(lambda: not ranks_of(job), timeout_s=40.0)
     assert job.state() == "CANCELLED"
     assert job.starts() == 1
 
 
-def test_a_rank_killed_ends_the_job(cluster: None, images: Path, tmp_path: Path) -> None:
-    """No MAX_RESTARTS was asked for: an honest failure, on both nodes, at once; the operator's requeue goes on."""
-    job = Job(tmp_path, DISTRIBUTED[0], images, flags=("--save-every", "5"))
-    job.wait(lambda: job.steps() >= 12)
-    pids = run("pgrep", "-f", f"train.py.*{tmp_path}/runs").split()
-    victims = [pid for pid in pids if "agent.py" not in Path(f"/proc/{pid}/cmdline").read_text()]
-    victims = [pid for pid in victims if "slurm" not in Path(f"/proc/{pid}/cmdline").read_text()]
-    run("kill", "-9", victims[-1])
-    job.wait(lambda: job.state() == "FAILED", timeout_s=30.0)
-    assert "by SIGKILL" in job.log()
-    assert (job.run / "checkpoints" / "step_00000010").exists()
-
-
-def test_crash_loop_stops(cluster: None, images: Path, tmp_path: Path) -> None:
-    """Asked to leave again and again without a step of progress in between."""
-    job = Job(tmp_path, DISTRIBUTED[0], images, "--export=ALL,MAX_REQUEUES=2", flags=("--deadline", "0.0001"))
+def test_crash_loop_stops(cluster: Path, images: Path, tmp_path: Path) -> None:
+    """Asked to leave again and again, without a step of progress in between."""
+    job = Job(tmp_path, images, flags=("--deadline", "0.0001"), MAX_REQUEUES="2")
     job.wait(lambda: job.starts() == 2)
-    (job.run / "requeued").write_text("2\n2\n")
+    left = re.search(r"left at step (\d+), saved", job.log())[1]
+    (tmp_path / f".slurm-{job.id}.starts").write_text(f"{left}\n{int(left) + 1}\n")  # the next gets to left + 1, too
     job.wait(lambda: job.state() == "FAILED")
-    assert "starts in a row have ended at step" in job.log()
+    assert f"2 starts in a row have ended at step {int(left) + 1}: not queued again" in job.log()
+    assert job.starts() == 2
 
 
-def test_submitted_by_sbatch(cluster: None, images: Path, tmp_path: Path) -> None:
-    flags = [*FLAGS, "--max-steps", "2", "--data", images, "--out", tmp_path / "runs"]
-    run("sbatch", "--wait", "-N1", SLURM, "recipes/ddp_resnet", *flags, cwd=tmp_path)
-    assert len(list(tmp_path.glob("runs/job-*/checkpoints/step_00000002"))) == 1
-    assert not list(tmp_path.glob(".slurm-*"))
+def test_heterogeneous(cluster: Path, images: Path, tmp_path: Path) -> None:
+    """Two parts that asked for different things make one world, and ranks 0 to 2 in it."""
+    flags = [*FLAGS, *ranks.small(DISTRIBUTED[0]), "--max-steps", "2", "--data", images, "--out", tmp_path / "runs"]
+    flags += ["--global-batch-size", "42"]  # of three ranks
+    recipe = slow(DISTRIBUTED[0], tmp_path)
+    site = "export NPROC_PER_NODE=$((2 - ${SLURM_PROCID:-0}))"
+    where = site_copy(tmp_path, site)
+    run("sbatch", "--wait", "-N1", "-c2", ":", "-N1", "-c1", where, recipe, *flags, cwd=tmp_path)
+    (log,) = tmp_path.glob("slurm-*.log")
+    assert "3 processes on 2 hosts" in log.read_text()
 
 
-def test_inside_an_allocation(cluster: None, images: Path, tmp_path: Path) -> None:
+def site_copy(folder: Path, site: str) -> Path:
+    """The launchers, and what they run, with a site.sh."""
+    for part in ("launch", "recipes", "common", "tests"):
+        shutil.copytree(ranks.ROOT / part, folder / "copy" / part)
+    (folder / "copy" / "launch" / "site.sh").write_text(site)
+    return folder / "copy" / "launch" / "slurm.sh"
+
+
+def test_site_file_inside_an_allocation(cluster: Path, images: Path, tmp_path: Path) -> None:
+    """Its options reach srun, where a container would be named, and its exports reach the ranks."""
     flags = [*FLAGS, "--max-steps", "2", "--data", images, "--out", tmp_path / "runs", "--name", "run"]
-    run("salloc", "-N2", "bash", SLURM, "recipes/ddp_resnet", *flags, cwd=tmp_path)
+    where = site_copy(tmp_path, "SRUN_OPTIONS=(--label)\nexport NPROC_PER_NODE=2\n")
+    out = run("salloc", "-N1", "bash", where, "recipes/ddp_resnet", *flags, cwd=tmp_path)
+    assert "\n0: 2 processes on " in out
     assert (tmp_path / "runs/run/checkpoints/step_00000002").exists()
+
+
+def test_node_without_its_gpus(cluster: Path, images: Path, tmp_path: Path) -> None:
+    """Slurm says that the node has two; torch sees none: no training on the CPU that nobody asked for."""
+    where = site_copy(tmp_path, "export SLURM_GPUS_ON_NODE=2\nunset CUDA_VISIBLE_DEVICES NPROC_PER_NODE\n")
+    done = call("salloc", "-N1", "bash", where, "recipes/ddp_resnet", "--out", tmp_path / "runs", cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count("error: Slurm gave ") == 1
+    assert "2 GPUs, and torch sees none" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus-per-node=1", "recipes/ddp_resnet"], "Invalid generic resource"),
+        (["--nonsense", "recipes/ddp_resnet"], "unrecognized option '--nonsense'"),
+        (["-N2", "recipes/none"], r"no recipe among the arguments \(recipes/none\)"),
+        ([], r"no recipe among the arguments \(none\)"),
+    ],
+    ids=["no such GPUs", "bad option", "missing recipe", "nothing"],
+)
+def test_refused(words: list[str], message: str, cluster: Path, tmp_path: Path) -> None:
+    done = call("bash", SLURM, *words, cwd=tmp_path)
+    assert done.returncode != 0
+    assert re.search(message, done.stderr), done.stderr
+    assert not run("squeue", "-h", "-t", "PD,R")
+
+
+def test_without_a_cluster(tmp_path: Path) -> None:
+    for name in ("bash", "dirname", "basename", "env"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    done = call("bash", SLURM, "-N2", "recipes/ddp_resnet", cwd=tmp_path, PATH=str(tmp_path))
+    assert done.returncode == 2
+    assert "this is no machine of a Slurm cluster" in done.stderr
+    assert "launch/torchrun.sh" in done.stderr
+
+
+def test_dry_run(tmp_path: Path) -> None:
+    """Says what would be submitted, also where there is no cluster."""
+    out = run("bash", SLURM, "--dry-run", "-N2", "--time=4:00:00", "recipes/ddp_resnet", "--name", "a b", cwd=tmp_path)
+    expected = f"sbatch --job-name=ddp_resnet -N2 --time=4:00:00 {SLURM} {ranks.ROOT}/recipes/ddp_resnet --name a\\ b"
+    assert out.strip() == expected
