@@ -14,14 +14,20 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
+
+from launch import rendezvous
 
 USAGE_ERROR = 2
 LEFT = 3  # common/watch.py: this rank left because of another one
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # common/stop.py: what makes the ranks save and leave
 asked: list[int] = []
+started: list[SubprocessContext] = []  # the ranks of this machine, at each start
 
 
 def main() -> None:
@@ -30,18 +36,27 @@ def main() -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     start = PContext.start
 
-    def start_and_listen(ranks: PContext) -> None:
+    def start_and_listen(ranks: SubprocessContext) -> None:
+        started.append(ranks)
         start(ranks)  # sets handlers of its own
         for number in REQUESTS:
             signal.signal(number, lambda number, frame: pass_on(ranks, number, frame))
 
     PContext.start = start_and_listen  # type: ignore[assignment, method-assign]
+    if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # the ranks tell more; warnings are of a store that closes
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    args = parse_args(sys.argv[1:])
+    if args.rdzv_endpoint and args.rdzv_backend == "c10d":  # several machines; --standalone has no endpoint yet
+        rendezvous.choose_interface(args)
+        rendezvous.watch(args, started)
     try:
-        run(parse_args(sys.argv[1:]))
+        run(args)
         if asked:
             sys.exit(128 + asked[0])
     except SignalException as stopped:  # there were no ranks to ask
         sys.exit(128 + stopped.sigval)
+    except (RendezvousError, DistError) as error:
+        sys.exit(rendezvous.explain(error, args))
     except ChildFailedError as error:
         left = {rank: failure for rank, failure in error.failures.items() if failure.exitcode == LEFT}
         rank0 = error.failures.get(0)

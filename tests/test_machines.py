@@ -1,0 +1,384 @@
+"""launch/torchrun.sh between machines without Slurm: `uv run pytest -m machines` (root, iproute2)."""
+
+import contextlib
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import ranks
+from tests.faults.cell import checkpoints, same_tensors
+from tests.machines import Machine, joined
+
+pytestmark = [pytest.mark.machines, pytest.mark.timeout(150)]
+
+LAUNCHER = ranks.ROOT / "launch" / "torchrun.sh"
+DISTRIBUTED = [recipe for recipe in ranks.RECIPES if ranks.world_sizes(recipe)[-1] > 1]
+RECIPE = "multinode_resnet"
+SAMPLES, BATCH, STEPS = 1433, 120, 12  # an epoch of the digits: 11 whole steps, and one of 113 samples
+SAVE_EVERY = 2
+HANG_S = 5.0
+OUTAGE_S = 1.0  # after that it takes TCP as long again to notice that the link is back
+NOTICE_S = 15.0  # 5 to 8 are usual; what else the machine does may add to that
+FLAGS = (
+    *("--epochs", "1", "--global-batch-size", str(BATCH), "--warmup-steps", "2", "--dtype", "float64"),
+    *("--log-every", "1"),
+    *("--eval-every", "1000", "--save-every", str(SAVE_EVERY), "--keep", "9", "--model", "resnet6"),
+)
+# The same sums on any number of ranks: one pass a step, and norms over all of it.
+EXACT = ("--micro-batch-size", "0", "--sync-bn")
+ANY_NUMBER = ("--micro-batch-size", "40")
+CURVES = ("train/loss", "train/grad_norm", "val/loss")
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[list[Machine]]:
+    if os.geteuid() or not all(map(shutil.which, ("ip", "unshare"))):
+        assert "CI" not in os.environ, "CI runs this as root, and installs iproute2"
+        pytest.skip("machines need root and iproute2")
+    with joined(tmp_path, 3) as them:
+        yield them
+
+
+# --- a job on them ----------------------------------------------------------------------------------------
+
+
+def train(recipe: str, folder: str, argv: Sequence[str]) -> None:
+    """Run a recipe as one rank: note what it is asked to read, and wait after a step for as long as a test holds it."""
+    import tests.short_resnet  # noqa: F401
+    from common import metrics, sampler, stop
+
+    metrics.peak_flops = metrics.count_flops = lambda *_: 1e12  # measuring them takes longer than the training
+    requests, after = sampler.training_requests, stop.Stop.after
+    group = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"  # each start of the ranks has another
+
+    def note(**what: Any) -> None:
+        with Path(folder, "notes.jsonl").open("a") as file:
+            file.write(json.dumps({"rank": int(os.environ["RANK"]), "group": group, "time": time.time()} | what) + "\n")
+
+    def noted_requests(plan: sampler.Plan, *args: Any) -> Iterator[sampler.Request]:
+        step = plan.first_step + 1
+        for request in requests(plan, *args):
+            note(event="read", step=step, indices=request.indices.tolist())
+            yield request
+            step += request.last
+
+    def held_after(self: stop.Stop, step: int) -> bool:
+        note(event="done", step=step, size=int(os.environ["WORLD_SIZE"]))
+        while Path(folder, f"hold{step}").exists() and not self.reason:
+            time.sleep(0.02)
+        return after(self, step)
+
+    sampler.training_requests, stop.Stop.after = noted_requests, held_after
+    sys.argv = [recipe, *argv]
+    runpy.run_path(recipe, run_name="__main__")
+
+
+def notes_in(folder: Path, event: str) -> list[dict[str, Any]]:
+    """What the ranks have noted so far; a line that is being written is left out."""
+    file = folder / "notes.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    notes = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [note for note in notes if note["event"] == event]
+
+
+class Job:
+    """One command, started on some machines, with a folder that all of them see."""
+
+    def __init__(
+        self, folder: Path, machines: Sequence[Machine], *flags: str, recipe: str = RECIPE, **environ: str
+    ) -> None:
+        self.folder, self.machines = folder, [*machines]
+        self.run = folder / "out" / "run"
+        self.flags = (*FLAGS, *flags, "--out", str(folder / "out"), "--name", "run")
+        self.environ = {"NNODES": str(len(machines)), "NPROC_PER_NODE": "1", "MASTER_ADDR": machines[0].address}
+        self.environ |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environ
+        self.recipe = folder / recipe
+        self.recipe.mkdir()
+        path = ranks.ROOT / "recipes" / recipe / "train.py"
+        call = f"test_machines.train({str(path)!r}, {str(folder)!r}, sys.argv[1:])"
+        self.recipe.joinpath("train.py").write_text(f"import sys\nfrom tests import test_machines\n\n{call}\n")
+
+    def start(self, machine: Machine, *options: str, **environ: str) -> subprocess.Popen[bytes]:
+        command = ["bash", LAUNCHER, *options, self.recipe, *self.flags]
+        variables = {"NODE_RANK": str(machine.number)} | self.environ | environ
+        return machine.popen(command, self.folder / f"output{machine.number}", os.environ | variables)
+
+    def output(self, machine: Machine) -> str:
+        return (self.folder / f"output{machine.number}").read_text()
+
+    def notes(self, event: str) -> list[dict[str, Any]]:
+        return notes_in(self.folder, event)
+
+    def hold(self, *steps: int) -> None:
+        """Let the ranks wait at the end of these steps."""
+        for step in steps:
+            (self.folder / f"hold{step}").touch()
+
+    def release(self, step: int) -> None:
+        (self.folder / f"hold{step}").unlink()
+
+    def wait(self, condition: Callable[[], object], timeout_s: float = 60.0) -> float:
+        """Returns how long that took, in seconds."""
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() < began + timeout_s, f"what the test waits for did not happen\n{self}"
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def wait_done(self, step: int, size: int) -> float:
+        """Wait until a world of `size` ranks has done a step."""
+
+        def done() -> bool:
+            notes = [note for note in self.notes("done") if note["step"] == step]
+            return len([note for note in notes if note["size"] == size]) >= size
+
+        return self.wait(done)
+
+    def wait_ended(self, *processes: subprocess.Popen[bytes], timeout_s: float = 60.0) -> list[int]:
+        self.wait(lambda: all(process.poll() is not None for process in processes), timeout_s)
+        return [process.returncode for process in processes]
+
+    def __str__(self) -> str:
+        outputs = [
+            f"[{one.name}]\n{self.output(one)}"
+            for one in self.machines
+            if (self.folder / f"output{one.number}").exists()
+        ]
+        logs = [f"[{path.name}]\n{path.read_text()}" for path in sorted(self.run.glob("logs/*.log"))]
+        return "\n".join([*outputs, *logs])
+
+
+def reads(notes: Sequence[dict[str, Any]]) -> dict[int, list[list[int]]]:
+    """What each step of the history that survived has read: of each step, all passes of its last attempt."""
+    last = {note["step"]: note["group"] for note in notes}
+    found: dict[int, list[list[int]]] = {step: [] for step in sorted(last)}
+    for note in notes:
+        if note["group"] == last[note["step"]]:
+            found[note["step"]].append(note["indices"])
+    return found
+
+
+def check_each_once(notes: Sequence[dict[str, Any]]) -> None:
+    """Every sample of the epoch was consumed once, whoever came and went."""
+    found = [index for step in reads(notes).values() for indices in step for index in indices]
+    assert sorted(found) == [*range(SAMPLES)]
+
+
+def check_curve(run: Path, wanted: Path, rel: float = 0.0) -> None:
+    """Each step's figures are there once, and they are those of another run."""
+    for tag in CURVES:
+        found, expected = ranks.records(run, tag), ranks.records(wanted, tag)
+        assert found == pytest.approx(expected, rel=rel, abs=0), tag
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == [*range(1, STEPS + 1)]
+
+
+def undisturbed(folder: Path, size: int, *flags: str, recipe: str = RECIPE) -> Path:
+    """The same training on one machine."""
+    result = ranks.run_recipe(recipe, size, *FLAGS, *flags, "--out", str(folder), "--name", f"whole{size}")
+    assert result.ok, str(result)
+    return folder / f"whole{size}"
+
+
+# --- together ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", DISTRIBUTED)
+def test_the_curve_is_that_of_one_process(recipe: str, machines: list[Machine], tmp_path: Path) -> None:
+    job = Job(tmp_path, machines[:2], *EXACT, recipe=recipe)
+    processes = [job.start(machine) for machine in job.machines]
+    wanted = undisturbed(tmp_path, 1, *EXACT, recipe=recipe)
+    assert job.wait_ended(*processes) == [0, 0], str(job)
+    assert "2 processes on 2 hosts, the first machine0" in job.output(machines[0])
+    assert not job.output(machines[1]), "rank 0 speaks for all"
+    check_curve(job.run, wanted, rel=1e-9)
+    check_each_once(job.notes("read"))
+
+
+# --- the link ---------------------------------------------------------------------------------------------
+
+
+def test_link_down(machines: list[Machine], tmp_path: Path) -> None:
+    """For a moment: the run goes on. For good: both sides say so and end; the same commands go on later."""
+    job = Job(tmp_path, machines[:2], *EXACT, "--hang-timeout", str(HANG_S))
+    job.hold(4, 7)
+    processes = [job.start(machine) for machine in job.machines]
+    wanted = undisturbed(tmp_path, 2, *EXACT)
+    job.wait_done(4, 2)
+    machines[1].link("down")
+    job.release(4)
+    time.sleep(OUTAGE_S)
+    assert max(note["step"] for note in job.notes("done")) == 4
+    machines[1].link("up")
+    job.wait_done(7, 2)
+    assert len(job.notes("done")) == 2 * 7, "nothing was done again"
+
+    machines[1].link("down")
+    job.release(7)
+    codes = job.wait_ended(*processes, timeout_s=HANG_S + NOTICE_S)
+    assert codes == [1, 1], str(job)
+    assert "dead or frozen, as last seen: rank 1 (host machine1, " in job.output(machines[0])
+    cut_off = "machine 0, where the others meet at 10.29.4.1:29400, has ended or is cut off; to go on, start the same"
+    assert cut_off in job.output(machines[1])
+    log = (job.run / "logs" / "rank_00001.log").read_text()
+    assert re.search(r"rank 1 \(host machine1, pid \d+, step \d+\) hears nothing of the store: rank 0, or", log)
+    assert not any(machine.pids() for machine in machines)
+
+    machines[1].link("up")
+    assert job.wait_ended(*[job.start(machine) for machine in job.machines]) == [0, 0], str(job)
+    assert "continues from step 6 of" in job.output(machines[0])
+    check_curve(job.run, wanted)
+    assert same_tensors(checkpoints(job.run)[STEPS], checkpoints(wanted)[STEPS])
+    check_each_once(job.notes("read"))
+
+
+def test_link_down_and_restarts(machines: list[Machine], tmp_path: Path) -> None:
+    """The side that has the rendezvous goes on alone, with more passes and the same steps; the other ends."""
+    flags = (*ANY_NUMBER, "--hang-timeout", str(HANG_S))
+    job = Job(tmp_path, machines[:2], *flags, NNODES="1:2", MAX_RESTARTS="1")
+    job.hold(4)
+    stays, goes = (job.start(machine) for machine in job.machines)
+    wanted = undisturbed(tmp_path, 1, *flags)
+    job.wait_done(4, 2)
+    machines[1].link("down")
+    job.release(4)
+    assert job.wait_ended(goes, timeout_s=HANG_S + NOTICE_S) == [1], str(job)
+    assert "machine 0, where the others meet at 10.29.4.1:29400, has ended or is cut off" in job.output(machines[1])
+    assert job.wait_ended(stays) == [0], str(job)
+    assert "dead or frozen, as last seen: rank 1 (host machine1, " in job.output(machines[0])
+    check_each_once(job.notes("read"))
+    passes = {step: len(indices) for step, indices in reads(job.notes("read")).items()}
+    assert [passes[step] for step in (1, STEPS - 1)] == [2 * 2, 3], "2 on each of two ranks, and 3 on one"
+    assert ranks.records(job.run, "train/lr") == ranks.records(wanted, "train/lr")
+
+
+# --- a machine lost ---------------------------------------------------------------------------------------
+
+
+def test_two_one_two(machines: list[Machine], tmp_path: Path) -> None:
+    """A machine dies, the other goes on alone, it comes back: as if nothing had happened."""
+    job = Job(tmp_path, machines[:2], *EXACT, NNODES="1:2", MAX_RESTARTS="1")
+    job.hold(4, 7)
+    first, _ = (job.start(machine) for machine in job.machines)
+    wanted = undisturbed(tmp_path, 1, *EXACT)
+    job.wait_done(4, 2)
+    machines[1].die()
+    job.release(4)
+    alone_s = job.wait_done(7, 1)
+    assert "dead or frozen, as last seen: rank 1 (host machine1, " in job.output(machines[0])
+    assert "1 process on machine0" in job.output(machines[0])
+    back = job.start(machines[1])
+    again_s = job.wait_done(8, 2)
+    print(f"from 2 to 1 machines, and 5 steps: {alone_s:.1f} s; from 1 to 2: {again_s:.1f} s")
+    assert job.wait_ended(first, back) == [0, 0], str(job)
+    sizes = {note["step"]: note["size"] for note in job.notes("done")}
+    assert [*sizes.values()] == [2, 2, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2], "the machine that came back cost no step"
+    check_curve(job.run, wanted, rel=1e-9)
+    check_each_once(job.notes("read"))
+
+
+def test_machines_die(machines: list[Machine], tmp_path: Path) -> None:
+    """Of three, one: two do not divide the batch, and go on. Then the one where they meet: that is the end."""
+    flags = ("--global-batch-size", "123", "--micro-batch-size", "41")
+    job = Job(tmp_path, machines, *flags, NNODES="2:3", MAX_RESTARTS="3")
+    job.hold(4, 7)
+    processes = [job.start(machine) for machine in machines]
+    wanted = undisturbed(tmp_path, 1, *flags)
+    job.wait_done(4, 3)
+    machines[2].die()
+    job.release(4)
+    job.wait_done(7, 2)
+    assert "dead or frozen, as last seen: rank 2 (host machine2, " in job.output(machines[0])
+    assert "2 processes on 2 hosts" in job.output(machines[0])
+    steps = reads(job.notes("read"))
+    assert [len(steps[step]) for step in range(1, 8)] == [3, 3, *[4] * 5], "one pass on each of 3, two on each of 2"
+    for step in range(1, 8):
+        assert len({index for indices in steps[step] for index in indices}) == 123
+    lr = ranks.records(job.run, "train/lr")
+    assert lr == {step: one for step, one in ranks.records(wanted, "train/lr").items() if step in lr}
+    assert {*range(1, 7)} <= {*lr}
+
+    machines[0].die()
+    assert job.wait_ended(processes[1], timeout_s=NOTICE_S) == [1], str(job)
+    assert "machine 0, where the others meet at 10.29.4.1:29400, has ended or is cut off" in job.output(machines[1])
+    assert "Traceback" not in job.output(machines[1])
+
+
+MUTANTS = {
+    "": {},
+    "a shard ignores its rank": {'    return mesh.get_local_rank("dp"), mesh.size()\n': "    return 0, mesh.size()\n"},
+    "the position is that of the step before": {"plan.position(step), last)": "plan.position(step - 1), last)"},
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_what_each_once_would_notice(mutant: str, tmp_path: Path) -> None:
+    """The same bookkeeping on one machine: 2 ranks to step 5, then 1, of a recipe with a defect."""
+    path = ranks.mutate(RECIPE, tmp_path, MUTANTS[mutant])
+    argv = [*FLAGS, *EXACT, "--out", str(tmp_path / "out"), "--name", "run"]
+    for size, more in ((2, ["--stop-after", "5"]), (1, [])):
+        result = ranks.spawn(train, [(str(path), str(tmp_path), argv + more)] * size)
+        assert result.ok, str(result)
+    notes = notes_in(tmp_path, "read")
+    with pytest.raises(AssertionError) if mutant else contextlib.nullcontext():
+        check_each_once(notes)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------
+
+QUICK = "--rdzv-conf=is_host=0,last_call_timeout=5,read_timeout=3"  # else a minute
+
+
+def refused(job: Job, machine: Machine, process: subprocess.Popen[bytes], message: str) -> None:
+    """In time, with one line and nothing else."""
+    assert job.wait_ended(process, timeout_s=40.0) == [2], str(job)
+    assert job.output(machine) == f"error: {message}\n"
+
+
+def test_port_in_use(machines: list[Machine], tmp_path: Path) -> None:
+    """By a program that takes connections and says nothing."""
+    job = Job(tmp_path, machines[:2])
+    program = "import socket, time; s = socket.create_server(('', 29400)); print('there', flush=True); time.sleep(600)"
+    machines[0].popen([sys.executable, "-c", program], tmp_path / "other", {**os.environ})
+    job.wait(lambda: "there" in (tmp_path / "other").read_text())
+    first, second = job.start(machines[0]), job.start(machines[1], QUICK)
+    where = "10.29.4.1:29400"
+    taken = f"another program on this machine has the port of {where}: set another MASTER_PORT, on all machines"
+    refused(job, machines[0], first, taken)
+    refused(job, machines[1], second, NOBODY.format(where))
+
+
+NOBODY = (
+    "no rendezvous answers at {}: does the command run on machine 0 (NODE_RANK=0), is MASTER_ADDR that machine's "
+    "address, and does its firewall let MASTER_PORT through?"
+)
+
+
+def test_nobody_there(machines: list[Machine], tmp_path: Path) -> None:
+    """At an address where nothing listens, at one that nobody has, at a name that nobody knows."""
+    job = Job(tmp_path, machines)
+    where = dict(zip((machines[0].address, "10.29.4.99", "nobody.invalid"), machines, strict=True))
+    processes = [job.start(one, QUICK, MASTER_ADDR=address, NODE_RANK="1") for address, one in where.items()]
+    for process, (address, machine) in zip(processes, where.items(), strict=True):
+        refused(job, machine, process, NOBODY.format(f"{address}:29400"))
+
+
+def test_two_jobs_at_one_port(machines: list[Machine], tmp_path: Path) -> None:
+    """The second one is refused on every machine, and the first one waits for its own."""
+    job = Job(tmp_path, machines[:2])
+    waiting = job.start(machines[0])
+    other = job.start(machines[1], RDZV_ID="other")
+    message = "10.29.4.1:29400 is where job brigade meets, and this is job other: set another MASTER_PORT"
+    refused(job, machines[1], other, message)
+    assert waiting.poll() is None
+    assert not job.output(machines[0])
