@@ -86,7 +86,7 @@ def main() -> None:
     head = " | ".join(HOW)
     (ROOT / "docs/large_batch.md").write_text(
         f"# Accuracy against batch size\n\n`uv run python -m benchmarks.large_batch --seeds {len(seeds)}`: val/top1 in "
-        f"%, mean; {what}.\n{where}.\n\n| batch | steps | {head} |\n|---|---|{'---|' * len(HOW)}\n{table}\n\n"
+        f"%, mean;\n{what}.\n{where}.\n\n| batch | steps | {head} |\n|---|---|{'---|' * len(HOW)}\n{table}\n\n"
         "![Validation error by batch size, for a learning rate scaled and warmed up, scaled, and not scaled]"
         "(large_batch.png)\n"
     )
