@@ -17,6 +17,7 @@ usage: bash launch/slurm.sh [--dry-run] [sbatch options] RECIPE [train.py flags]
 
   bash launch/slurm.sh -N2 --gpus-per-node=8 --time=4:00:00 recipes/ddp_resnet --epochs 90 --data /data/imagenet
   sbatch -N2 --gpus-per-node=8 --time=4:00:00 launch/slurm.sh recipes/ddp_resnet --epochs 90 --data /data/imagenet
+  bash launch/slurm.sh -N1 --gpus-per-node=8 : -N2 --gpus-per-node=4 recipes/ddp_resnet    # a heterogeneous job
   bash launch/slurm.sh --dry-run -N2 recipes/ddp_resnet    # print the commands and stop
 
 On each node it starts launch/torchrun.sh, with one process per GPU that Slurm gave, else two, and the CPUs that Slurm
@@ -25,7 +26,7 @@ done, the job is queued again and goes on in the same run folder (<out>/job-<id>
 queued again after a crash, nor when MAX_REQUEUES starts in a row have not got beyond the same step.
 
 Environment (exported in launch/site.sh too, if that exists: see below):
-  NPROC_PER_NODE, MAX_RESTARTS, OMP_NUM_THREADS   as in launch/torchrun.sh
+  NPROC_PER_NODE, MAX_RESTARTS, OMP_NUM_THREADS, STAGE_DIR   as in launch/torchrun.sh
   MAX_REQUEUES   starts without progress before giving up: default 3
   SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT, ...   options of sbatch, as it reads them itself
 

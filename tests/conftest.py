@@ -9,9 +9,6 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
-# Before the fork server starts, which hands its environment on to the ranks.
-os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="brigade-hf-")
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,6 +74,13 @@ def code_lines(text: str) -> int:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             lines -= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
     return len(lines)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the data sets' cache of this run apart; before the fork server starts, which hands it on to the ranks."""
+    cache = tempfile.TemporaryDirectory(prefix="brigade-hf-")
+    os.environ["HF_HOME"] = cache.name
+    config.add_cleanup(cache.cleanup)
 
 
 def pytest_sessionstart() -> None:
