@@ -38,6 +38,7 @@ def losses(recipe: str, processes: int, out: Path) -> list[float]:
     name = f"{recipe}-{processes}"
     sync_bn = ["--sync-bn"] if "sync_bn" in (ROOT / "recipes" / recipe / "train.py").read_text() else []
     flags = ["--max-steps", str(STEPS), "--global-batch-size", str(BATCH), "--dtype", "float64", "--log-every", "1"]
+    flags += ["--micro-batch-size", "0"]  # one pass a step: BatchNorm sees the same samples on any number of ranks
     command = ["bash", str(ROOT / "launch/torchrun.sh"), f"recipes/{recipe}", *flags, *sync_bn]
     command += ["--eval-every", str(STEPS), "--save-every", str(STEPS), "--out", str(out), "--name", name]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"NPROC_PER_NODE": str(processes)})

@@ -35,11 +35,29 @@ met: list[str] = []  # the job whose rendezvous was found
 questions: dict[int, float] = {}  # to machine 0, without an answer yet: thread, and since when
 
 
+class Address(str):
+    """A machine's address, in the order of NODE_RANK: torch sorts them, and the first machine has rank 0.
+
+    Rank 0 talks to the terminal, which is to be machine 0's; and neighbours in a cluster have neighbouring ranks.
+    """
+
+    number: int
+
+    def __lt__(self, other: str) -> bool:
+        return (self.number, str(self)) < (getattr(other, "number", self.number), str(other))
+
+    def __eq__(self, other: object) -> bool:
+        return str(self) == other and self.number == getattr(other, "number", self.number)
+
+    __hash__ = str.__hash__
+
+
 def choose_interface(args: argparse.Namespace) -> None:
     """Let the ranks of this machine meet the others where machine 0 is met, unless the user has said where."""
     address = own_address(parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=-1)[0])
+    args.local_addr = Address(args.local_addr or address or socket.getfqdn())
+    args.local_addr.number = int(os.environ.get("NODE_RANK", "0"))  # launch/torchrun.sh has looked at it
     if address:
-        args.local_addr = args.local_addr or address
         with contextlib.suppress(KeyError):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces()[args.local_addr])
 

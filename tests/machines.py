@@ -79,13 +79,15 @@ class Machine:
 
 @contextlib.contextmanager
 def joined(folder: Path, count: int) -> Iterator[list[Machine]]:
-    """Some machines, each with a name that no other one knows, and that it takes for its loopback address, as Debian
-    sets it up; gone with all that runs on them at the end.
+    """Some machines; gone with all that runs on them at the end.
+
+    Each has a name that no other one knows, and that it takes for its loopback address, as Debian sets it up. The
+    first one has the last address.
     """
     mine = f"brigade-{os.getpid()}"
     switch = f"{mine}-switch"
     them = [
-        Machine(i, f"{mine}-{i}", switch, f"machine{i}", f"10.29.4.{i + 1}", folder / f"hosts{i}") for i in range(count)
+        Machine(i, f"{mine}-{i}", switch, f"machine{i}", f"10.29.4.{9 - i}", folder / f"hosts{i}") for i in range(count)
     ]
     try:
         ip("netns", "add", switch)

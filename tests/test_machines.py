@@ -228,7 +228,7 @@ def test_link_down(machines: list[Machine], tmp_path: Path) -> None:
     codes = job.wait_ended(*processes, timeout_s=HANG_S + NOTICE_S)
     assert codes == [1, 1], str(job)
     assert "dead or frozen, as last seen: rank 1 (host machine1, " in job.output(machines[0])
-    cut_off = "machine 0, where the others meet at 10.29.4.1:29400, has ended or is cut off; to go on, start the same"
+    cut_off = "machine 0, where the others meet at 10.29.4.9:29400, has ended or is cut off; to go on, start the same"
     assert cut_off in job.output(machines[1])
     log = (job.run / "logs" / "rank_00001.log").read_text()
     assert re.search(r"rank 1 \(host machine1, pid \d+, step \d+\) hears nothing of the store: rank 0, or", log)
@@ -253,7 +253,7 @@ def test_link_down_and_restarts(machines: list[Machine], tmp_path: Path) -> None
     machines[1].link("down")
     job.release(4)
     assert job.wait_ended(goes, timeout_s=HANG_S + NOTICE_S) == [1], str(job)
-    assert "machine 0, where the others meet at 10.29.4.1:29400, has ended or is cut off" in job.output(machines[1])
+    assert "machine 0, where the others meet at 10.29.4.9:29400, has ended or is cut off" in job.output(machines[1])
     assert job.wait_ended(stays) == [0], str(job)
     assert "dead or frozen, as last seen: rank 1 (host machine1, " in job.output(machines[0])
     check_each_once(job.notes("read"))
@@ -310,7 +310,7 @@ def test_machines_die(machines: list[Machine], tmp_path: Path) -> None:
 
     machines[0].die()
     assert job.wait_ended(processes[1], timeout_s=NOTICE_S) == [1], str(job)
-    assert "machine 0, where the others meet at 10.29.4.1:29400, has ended or is cut off" in job.output(machines[1])
+    assert "machine 0, where the others meet at 10.29.4.9:29400, has ended or is cut off" in job.output(machines[1])
     assert "Traceback" not in job.output(machines[1])
 
 
@@ -352,7 +352,7 @@ def test_port_in_use(machines: list[Machine], tmp_path: Path) -> None:
     machines[0].popen([sys.executable, "-c", program], tmp_path / "other", {**os.environ})
     job.wait(lambda: "there" in (tmp_path / "other").read_text())
     first, second = job.start(machines[0]), job.start(machines[1], QUICK)
-    where = "10.29.4.1:29400"
+    where = "10.29.4.9:29400"
     taken = f"another program on this machine has the port of {where}: set another MASTER_PORT, on all machines"
     refused(job, machines[0], first, taken)
     refused(job, machines[1], second, NOBODY.format(where))
@@ -378,7 +378,7 @@ def test_two_jobs_at_one_port(machines: list[Machine], tmp_path: Path) -> None:
     job = Job(tmp_path, machines[:2])
     waiting = job.start(machines[0])
     other = job.start(machines[1], RDZV_ID="other")
-    message = "10.29.4.1:29400 is where job brigade meets, and this is job other: set another MASTER_PORT"
+    message = "10.29.4.9:29400 is where job brigade meets, and this is job other: set another MASTER_PORT"
     refused(job, machines[1], other, message)
     assert waiting.poll() is None
     assert not job.output(machines[0])
