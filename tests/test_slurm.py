@@ -226,6 +226,8 @@ def test_node_lost(cluster: Path, images: Path, tmp_path: Path, undisturbed: dic
     def kill_daemon() -> None:
         os.kill(int((cluster / "slurmd-n2.pid").read_text()), signal.SIGKILL)
         job.wait(lambda: job.state() not in ("RUNNING", "COMPLETING"))
+        # On a cluster, where a job begins again two minutes later, nothing of the first start is left by then.
+        job.wait(lambda: call("pgrep", "-f", rf"slurmstepd: \[{job.id}\.").returncode == 1)
         run("slurmd", "-N", "n2")
 
     job.disturb(kill_daemon)
