@@ -23,7 +23,6 @@ from torch.distributed.run import parse_args, run
 
 from launch import rendezvous
 
-USAGE_ERROR = 2
 LEFT = 3  # common/watch.py: this rank left because of another one
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # common/stop.py: what makes the ranks save and leave
 asked: list[int] = []
@@ -71,7 +70,7 @@ def main() -> None:
             print(f"\nrank {rank} (pid {failure.pid}) failed first\n{traceback}", file=sys.stderr)
             sys.exit(1)
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-        if code != USAGE_ERROR:
+        if code != rendezvous.USAGE_ERROR:
             how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {code}"
             print(f"\nrank {rank} (pid {failure.pid}) ended {how}, and left no traceback", file=sys.stderr)
             print("see logs/ in the run's folder, and the kernel's log if it was killed", file=sys.stderr)
