@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from common import UserError, keymap, log, manifest, world
@@ -26,18 +27,6 @@ def committed(run_dir: Path) -> list[Path]:
     """Every committed checkpoint of a run, newest first."""
     found = (run_dir / "checkpoints").glob("step_*")
     return sorted((path for path in found if path.name[5:].isdigit()), reverse=True)
-
-
-def resume(run_dir: Path, resume: str, terms: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Fill `tensors` from what `find` chooses, if there is anything (all ranks); returns its manifest, or {}.
-
-    Raises:
-        UserError: as `find` and `load`.
-    """
-    path, facts = find(run_dir, resume, terms)
-    if path:
-        load(path, tensors)
-    return facts
 
 
 def find(run_dir: Path, resume: str, terms: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
@@ -108,25 +97,42 @@ def tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
     return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Fill this rank's tensors in place from a checkpoint of any number of ranks (all ranks take part).
-
-    Args:
-        path: a checkpoint that `find` returned.
-        tensors: where to load to, by canonical name.
+def check_fits(path: Path | None, model: nn.Module) -> None:
+    """Compare names and shapes with the plain model's, which need not have its weights yet.
 
     Raises:
         UserError: the checkpoint is of another model; lists the first names that differ.
     """
+    if path is None:
+        return
+    saved = {name: tuple(entry.size) for name, entry in tensors_in(path).items()}
+    saved = {name: size for name, size in saved.items() if not name.startswith(keymap.OPTIMIZER)}
+    differences = keymap.differences({name: tuple(t.shape) for name, t in keymap.model_tensors(model).items()}, saved)
+    if differences:
+        raise UserError(f"--resume: {path} is of another model:\n  " + "\n  ".join(differences))
+
+
+def load(path: Path | None, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill this rank's tensors in place from a checkpoint of any number of ranks (all ranks take part).
+
+    Args:
+        path: a checkpoint that `find` returned; None for nothing to load.
+        tensors: where to load to, by canonical name; a rank may hold some of the names only.
+
+    Raises:
+        UserError: the checkpoint lacks one of them, as another optimizer's would, or has it in another shape.
+    """
+    if path is None:
+        return
     saved = {name: tuple(entry.size) for name, entry in tensors_in(path).items()}
     weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(keymap.OPTIMIZER)}
     if len(weights) < len(tensors) and not any(name.startswith(keymap.OPTIMIZER) for name in saved):
         log.say(f"{path} holds weights only: the optimizer starts anew")
         tensors = weights
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    differences = keymap.differences(wanted, saved)
+    differences = keymap.differences(wanted, {name: size for name, size in saved.items() if name in wanted})
     if differences:
-        raise UserError(f"--resume: {path} is of another model:\n  " + "\n  ".join(differences))
+        raise UserError(f"--resume: {path} is of another model or optimizer:\n  " + "\n  ".join(differences))
     try:
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
     except dcp.CheckpointException as error:  # a BaseException, which `except Exception` and @record would miss

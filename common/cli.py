@@ -25,7 +25,10 @@ Args = TypeVar("Args")
 USAGE_ERROR = 2  # exit code of every refusal
 # Numbers of any flag are not negative; these flags have other bounds.
 RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("epochs", "log_every", "keep", "global_batch_size", "lr_reference_batch"), (1, math.inf)),
+    **dict.fromkeys(
+        ("epochs", "log_every", "keep", "global_batch_size", "lr_reference_batch", "seq_len"), (1, math.inf)
+    ),
+    **dict.fromkeys(("num_layers", "num_heads", "width", "dp_replicate", "tp", "pp"), (1, math.inf)),
     **dict.fromkeys(("momentum", "label_smoothing"), (0, 1)),
 }
 # Time for rank 0 to print a refusal that all ranks have reached. torchrun ends everyone as soon as one rank

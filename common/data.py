@@ -29,6 +29,9 @@ class BatchReader(Protocol):
     def __len__(self) -> int:
         """Samples in the set."""
 
+    def figures(self, means: dict[str, float]) -> dict[str, float]:
+        """What an evaluation shows, of its means."""
+
     def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs (b, ...) and targets (b, ...) of the samples at `indices`, as they look in `epochs`."""
 

@@ -6,8 +6,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from common import UserError, keymap, log, sampler
+from common import UserError, keymap, log, sampler, sync_batchnorm
+
+
+def least_samples(model: nn.Module) -> int:
+    """Samples that a rank needs in a training pass: a BatchNorm of its own takes the variance of at least 2."""
+    over_ranks = (sync_batchnorm.SyncBatchNorm, nn.SyncBatchNorm)
+    return 2 if any(isinstance(m, _BatchNorm) and not isinstance(m, over_ranks) for m in model.modules()) else 1
 
 
 class FiniteGuard:

@@ -59,6 +59,10 @@ class Images:
             digest.update(self.pixels.numpy().data)
         return digest.hexdigest()[:16]
 
+    def figures(self, means: dict[str, float]) -> dict[str, float]:
+        """What an evaluation shows, of its means."""
+        return means
+
     def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Images (b, C, H, W) uint8 and labels (b,) int64 of the samples at `indices`, as they look in `epochs`."""
         draws = seed.uniform(self.run_seed, seed.AUGMENT, epochs[:, None], indices[:, None], np.arange(5))

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 PARALLEL = "module."  # what nn.DataParallel and DistributedDataParallel put before a name
-COMPILED = "_orig_mod."  # what torch.compile puts before it
+INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch.compile and recomputed activations put into it
 OPTIMIZER = "optimizer."
 
 
 def canonical(name: str) -> str:
     """Name of a tensor in the plain model: `_orig_mod.module.conv1.weight` is `conv1.weight`."""
-    name = name.replace(COMPILED, "")  # also in the middle, where a submodule was compiled
+    for wrapper in INSIDE:  # also in the middle, around a submodule
+        name = name.replace(wrapper, "")
     while name.startswith(PARALLEL):
         name = name.removeprefix(PARALLEL)
     return name
@@ -36,6 +37,11 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
+
+
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """What this rank brings to a checkpoint: all that it holds of model and optimizer, by canonical name."""
+    return model_tensors(model) | optimizer_tensors(model, optimizer)
 
 
 def _materialise(optimizer: torch.optim.Optimizer) -> None:

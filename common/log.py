@@ -54,6 +54,7 @@ class Run:
         self._paused_s = self._trained_s = 0.0
         self._trained_samples = self._data_wait_s = 0.0
         self._ideal_s = ideal_s
+        self._tokens = getattr(args, "seq_len", 0)  # of a sample
         if here.rank != 0:
             run_dir.redirect_output(path, here.rank)
             return
@@ -72,7 +73,7 @@ class Run:
 
         Args:
             step: steps done.
-            means: global means over these steps, and their "count" of samples over all ranks.
+            means: global means over these steps.
             data_wait_s: seconds that this rank has waited for data so far.
             **more: what else to show under train/, such as lr.
         """
@@ -80,12 +81,14 @@ class Run:
         seconds = now - self._since - self._paused_s
         self._since, self._paused_s = now, 0.0
         self._trained_s += seconds
-        self._trained_samples += means["count"]
-        rate = means["count"] / seconds
+        samples = self._plan.position(step) - self._plan.position(self._step)
+        self._trained_samples += samples
+        rate = samples / seconds
         shown = {key: value for key, value in means.items() if key != "count"} | more
         self._record(step, "train", shown)
         perf = {
             "samples_per_s": rate,
+            **({"tokens_per_s": rate * self._tokens} if self._tokens else {}),
             "mfu": rate * self._ideal_s / self._here.size,
             "memory_gib": memory_gib(self._here.device),
             "data_wait_s": data_wait_s - self._data_wait_s,
@@ -95,10 +98,10 @@ class Run:
         self._show(step, shown, f"{rate:,.0f} samples/s")
 
     def validation(self, step: int, means: Mapping[str, float]) -> None:
-        """Record an evaluation: global means, and their "count" of samples."""
+        """Record an evaluation: global means."""
         shown = {key: value for key, value in means.items() if key != "count"}
         self._record(step, "val", shown)
-        self._show(step, {f"val/{key}": value for key, value in shown.items()}, f"{means['count']:,.0f} samples")
+        self._show(step, {f"val/{key}": value for key, value in shown.items()})
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -150,12 +153,12 @@ class Run:
         except OSError as error:  # a full disk is no reason to end a training
             say(f"warning: step {step} is not recorded in {self.path}: {error}")
 
-    def _show(self, step: int, values: Mapping[str, float], tail: str) -> None:
+    def _show(self, step: int, values: Mapping[str, float], tail: str = "") -> None:
+        before, self._step = self._step, step
         if self._here.rank != 0:
             return
-        self._bar.update(step - self._step)
-        self._step = step
-        text = "  ".join([*(f"{key} {value:.4g}" for key, value in values.items()), tail])
+        self._bar.update(step - before)
+        text = "  ".join([*(f"{key} {value:.4g}" for key, value in values.items()), tail]).rstrip()
         if self._bar.disable or "val/loss" in values:
             say(f"step {step:>{len(str(self._plan.max_steps))}}/{self._plan.max_steps}  {text}")
         else:

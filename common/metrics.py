@@ -1,10 +1,15 @@
 """Sums and counts in, global means out, one collective per call; throughput and MFU."""
 
+import copy
 import time
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from common.data import Batch, BatchReader
 
 Sums = dict[str, torch.Tensor]
 
@@ -36,13 +41,21 @@ def means(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return {key: total / count for key, total in totals.items()} | {"count": count}
 
 
-def count_flops(work: Callable[[], object]) -> float:
-    """FLOPs of whatever `work` computes, counted from the shapes of its operators; cheap on meta tensors."""
+def count_flops(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Module, train: BatchReader) -> float:
+    """FLOPs of one training sample, forward and backward, from the shapes of the operators: on the meta device.
+
+    Args:
+        loss: of the model on a batch.
+        model: the plain one, with or without weights.
+        train: where a sample is to be had.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
+    first = np.zeros(2, np.int64)  # twice the same: BatchNorm wants two
+    inputs, targets = (tensor.to("meta") for tensor in train.read(first, first))
     with FlopCounterMode(display=False) as counter:
-        work()
-    return float(counter.get_total_flops())
+        loss(copy.deepcopy(model).to("meta"), Batch(inputs, targets, len(first), True)).backward()
+    return counter.get_total_flops() / len(first)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -1,5 +1,7 @@
 """What is computed in, and what is stored in."""
 
+import contextlib
+
 import torch
 
 from common import UserError
@@ -24,3 +26,9 @@ def pick(name: str, device: torch.device) -> torch.dtype:
 def storage(dtype: torch.dtype) -> torch.dtype:
     """Type of the stored parameters: bfloat16 is for computing, under autocast; what is stored stays float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+    """Compute in bfloat16 where that is safe, if it is asked for; on the meta device nothing is computed."""
+    wanted = dtype == torch.bfloat16 and device.type != "meta"
+    return torch.autocast(device.type, dtype) if wanted else contextlib.nullcontext()

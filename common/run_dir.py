@@ -181,13 +181,13 @@ def records(path: Path) -> list[dict[str, float]]:
 
 
 def best(path: Path) -> dict[str, tuple[float, int]]:
-    """Best value and its step of each figure under val/: of a loss the lowest, of others the highest."""
+    """Best value and its step of each figure under val/: the lowest of a loss or of bits, else the highest."""
     found: dict[str, tuple[float, int]] = {}
     for line in records(path):
         for tag, value in line.items():
             if not tag.startswith("val/") or not math.isfinite(value):
                 continue
-            sign = -1 if tag.endswith("loss") else 1
+            sign = -1 if tag.endswith(("loss", "bits_per_byte")) else 1
             if tag not in found or sign * value > sign * found[tag][0]:
                 found[tag] = (value, int(line["step"]))
     return found

@@ -2,6 +2,8 @@
 
 import math
 
+import torch
+
 
 def linear_scaling(lr: float, global_batch_size: int, reference_batch: int) -> float:
     """Scale a rate that is known to work at one batch size to another.
@@ -32,3 +34,9 @@ def warmup_cosine(step: int, warmup_steps: int, max_steps: int) -> float:
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, max_steps - warmup_steps)))
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use this rate for all parameters."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -85,12 +85,6 @@ class SyncBatchNorm(_BatchNorm):
         return out
 
 
-def least_samples(model: nn.Module) -> int:
-    """Samples that a rank needs in a training pass: a BatchNorm of its own takes the variance of at least 2."""
-    alone = (isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm | nn.SyncBatchNorm) for m in model.modules())
-    return 2 if any(alone) else 1
-
-
 def convert(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     """Replace each affine BatchNorm with running statistics in a model; parameters, buffers and names stay.
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from common import UserError, checkpoint, manifest
 from tests import ranks
-from tests.states import blank, check_equal, damage, find_step, flip_bit, loaded, make_saver, make_state, save
+from tests.states import bits, blank, check_equal, damage, find_step, flip_bit, loaded, make_saver, make_state, save
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -74,18 +74,38 @@ def test_manifest_covers_every_file(saved: Path) -> None:
     assert files
 
 
-def test_other_models_are_refused_before_anything_is_filled(saved: Path) -> None:
-    state = blank(make_state(4))
-    state["conv.weight"] = torch.zeros(6, 1, 3, 3)
-    state["more"] = torch.zeros(2)
-    del state["odd"]
+def test_other_models_are_refused_before_their_weights_are_made(saved: Path) -> None:
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict({"conv": torch.nn.Conv2d(1, 6, 3, bias=False)})
     with pytest.raises(UserError) as refusal:
-        checkpoint.load(saved, state)
+        checkpoint.check_fits(saved, model)
     assert str(refusal.value).splitlines() == [
         f"--resume: {saved} is of another model:",
         "  conv.weight: (6, 3, 3, 3) in the checkpoint, (6, 1, 3, 3) in the model",
-        "  more: only in the model",
-        "  odd: only in the checkpoint",
+        *(f"  {name}: only in the checkpoint" for name in checkpoint.tensors_in(saved) if name in LISTED),
+        "  and 3 more",
+    ]
+    checkpoint.check_fits(None, model)
+
+
+LISTED = ("half.weight", "ids", "linear.weight", "norm.num_batches_tracked")  # the first four
+
+
+def test_a_part_of_another_shape_is_refused_before_anything_is_filled(saved: Path) -> None:
+    """A rank may ask for some of the names; what it asks for must be there."""
+    state = blank(make_state(4))
+    del state["odd"]
+    checkpoint.load(saved, state)
+    assert bits(state["wide.weight"]) == bits(make_state(4)["wide.weight"])
+    state = blank(make_state(4))
+    state["conv.weight"] = torch.zeros(6, 1, 3, 3)
+    state["optimizer.more"] = torch.zeros(2)
+    with pytest.raises(UserError) as refusal:
+        checkpoint.load(saved, state)
+    assert str(refusal.value).splitlines() == [
+        f"--resume: {saved} is of another model or optimizer:",
+        "  conv.weight: (6, 3, 3, 3) in the checkpoint, (6, 1, 3, 3) in the model",
+        "  optimizer.more: only in the model",
     ]
     assert bool((state["wide.weight"] == 77).all())
 

@@ -119,7 +119,7 @@ def test_there_and_back(first: str, second: str, whole: Whole, images: Path, tmp
 MUTANTS = {
     "the position is that of the step before": {"plan.position(step)": "plan.position(step - 1)"},
     "the momentum is not restored": {
-        "args.resume, terms, state(model, optimizer))": "args.resume, terms, state(model, optimizer)); "
+        "load(source, keymap.tensors(model, optimizer))": "load(source, keymap.tensors(model, optimizer)); "
         "[v.zero_() for s in optimizer.state.values() for v in s.values()]",
     },
 }

@@ -1,8 +1,7 @@
 """Train a ResNet over several machines, where the network between them is the bottleneck.
 
-DistributedDataParallel as on one machine, with less to send: gradients travel once per optimizer step, after as
-many passes as the global batch needs, and --compress makes them smaller. Each pass of 32 samples has BatchNorm
-statistics of its own (as in Goyal et al. 2017): the same on any number of ranks that divides the batch into those.
+DistributedDataParallel with less to send: gradients travel once per optimizer step, after as many passes as the
+global batch needs, and --compress makes them smaller. Each pass of 32 samples has BatchNorm statistics of its own.
 
     what                           each rank
     parameters, optimizer state    all, a replica
@@ -14,15 +13,12 @@ matrices for each weight (powersgd); one broadcast of BatchNorm's running statis
 
     bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/multinode_resnet                       # Slurm
     NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash launch/torchrun.sh recipes/multinode_resnet   # without; 1 on the other
-
 Measured: val/top1 0.9890 after 202 steps, 2 processes, AMD EPYC, torch 2.15.0 (docs/compress.md). NCCL: not run.
-
 Base: recipes/ddp_resnet. Open: 0 1 3
 """
 
 import contextlib
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,26 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from common import (
-    checkpoint,
-    cli,
-    data,
-    guard,
-    images,
-    keymap,
-    log,
-    metrics,
-    precision,
-    run_dir,
-    sampler,
-    saver,
-    schedule,
-    seed,
-    stop,
-    sync_batchnorm,
-    watch,
-    world,
-)
+from common import checkpoint, cli, data, guard, images, initial, keymap, log, metrics, precision, run_dir, sampler
+from common import saver, schedule, seed, stop, sync_batchnorm, watch, world
 from common.models.resnet import make_resnet
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
@@ -128,7 +106,7 @@ def forward(args: Args, model: nn.Module, batch: data.Batch, dtype: torch.dtype)
     wide = precision.storage(dtype)
     pixels = batch.inputs.to(wide, memory_format=torch.channels_last)  # (b, C, H, W), read and sent as bytes
     pixels = pixels.div_(127.5).sub_(1)
-    with torch.autocast(pixels.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+    with precision.autocast(pixels.device, dtype):
         logits = model(pixels).to(wide)  # (b, num_classes)
     return {
         "loss": F.cross_entropy(logits, batch.targets, reduction="sum", label_smoothing=args.label_smoothing),
@@ -137,17 +115,10 @@ def forward(args: Args, model: nn.Module, batch: data.Batch, dtype: torch.dtype)
     }
 
 
-def count_flops(args: Args, train: images.Images) -> float:
-    """FLOPs of one training sample, forward and backward."""
-    with torch.device("meta"):
-        model, pixels = make_model(args, train), torch.empty(2, train.channels, train.size, train.size)
-    return metrics.count_flops(lambda: model(pixels).sum().backward()) / len(pixels)
-
-
 # --- 3 Strategy -------------------------------------------------------------------------------------------
 
 
-def make_mesh(here: world.World) -> DeviceMesh:
+def make_mesh(args: Args, here: world.World) -> DeviceMesh:
     """The ranks and their axes."""
     return init_device_mesh(here.device.type, (here.size,), mesh_dim_names=("dp",))
 
@@ -157,8 +128,9 @@ def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
     return mesh.get_local_rank("dp"), mesh.size()
 
 
-def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Put the plain model, on its device, under the strategy."""
+def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Put the plain model on its device and under the strategy."""
+    model = initial.place(model, args.seed, device, precision.storage(dtype))
     if args.sync_bn:
         model = sync_batchnorm.convert(model, mesh.get_group("dp"))
     group = mesh.get_group("dp")
@@ -178,9 +150,9 @@ def gradient_sync(model: Any, last: bool) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if last else model.no_sync()
 
 
-def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """What this rank brings to a checkpoint: all of it, under the plain model's names."""
-    return keymap.model_tensors(model) | keymap.optimizer_tensors(model, optimizer)
+def clip_gradients(args: Args, model: nn.Module) -> torch.Tensor:
+    """Clip to the global gradient norm, (), and return it; every rank holds all of the gradients."""
+    return nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
 
 
 # --- 4 Step -----------------------------------------------------------------------------------------------
@@ -206,7 +178,7 @@ def train_step(
         sums = metrics.add(sums, batch_sums)
         if batch.last:
             break
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
+    grad_norm = clip_gradients(args, model)
     finite.judge(grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -219,7 +191,8 @@ def evaluate(args: Args, model: nn.Module, batches: data.Loader, dtype: torch.dt
     model.eval()
     sums: metrics.Sums = {}
     for batch in batches:
-        sums = metrics.add(sums, forward(args, model, batch, dtype))
+        with gradient_sync(model, batch.last):
+            sums = metrics.add(sums, forward(args, model, batch, dtype))
     model.train()
     return sums
 
@@ -233,7 +206,7 @@ def main() -> None:
     args = cli.parse(Args)
     here = world.start(args.backend)
     world.check_same(flag=dataclasses.asdict(args), code=world.code_digests(__file__))
-    mesh = make_mesh(here)
+    mesh = make_mesh(args, here)
     shard, num_shards = data_shard(mesh)
     pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
     dtype = precision.pick(args.dtype, here.device)
@@ -241,27 +214,28 @@ def main() -> None:
     terms = {"seed": args.seed, "data": train.digest()}  # what the order of samples means something under
     world.check_same(data=terms)
 
-    model = make_model(args, train).to(here.device, precision.storage(dtype))
-    model = parallelize(args, model, mesh)
+    path = run_dir.choose(args.out, args.name)
+    model = make_model(args, train)
+    source, done = checkpoint.find(path, args.resume, terms)
+    checkpoint.check_fits(source, model)
+    flops = metrics.count_flops(lambda m, sample: forward(args, m, sample, dtype)["loss"], model, train)
+    model = parallelize(args, model, mesh, here.device, dtype)
     if args.compile:
         model.compile()
     optimizer = make_optimizer(args, model)
+    checkpoint.load(source, keymap.tensors(model, optimizer))
 
-    path = run_dir.choose(args.out, args.name)
-    done = checkpoint.resume(path, args.resume, terms, state(model, optimizer))
     length = (args.epochs, args.max_steps, args.global_batch_size)
-    least = sync_batchnorm.least_samples(model)
-    plan = sampler.make_plan(len(train), args.seed, *length, pass_size, num_shards, done, least)
+    plan = sampler.make_plan(len(train), args.seed, *length, pass_size, num_shards, done, guard.least_samples(model))
     requests = sampler.training_requests(plan, pass_size, shard, num_shards)
     batches = data.Loader(train, requests, args.workers, here.device)
-    ideal_s = count_flops(args, train) / metrics.peak_flops(here.device, dtype)
 
     run_dir.claim(path)
     stopping = stop.Stop(args.deadline, plan.first_step)
     watching = watch.Watch(here, path, plan.first_step, args.hang_timeout)
     finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips)
     saving = saver.Saver(path, __file__, mesh, terms, args.keep, args.async_save)
-    run = log.Run(path, __file__, args, here, plan, ideal_s)
+    run = log.Run(path, __file__, args, here, plan, flops / metrics.peak_flops(here.device, dtype))
     log.say(f"{here}\n{plan} in passes of {pass_size // num_shards} on each rank, {dtype}, {len(train)} to train on")
 
     last_step = min(plan.max_steps, args.stop_after or plan.max_steps)
@@ -271,8 +245,7 @@ def main() -> None:
         watching.step(step)
         seed.everything(args.seed, seed.STEP, step, shard)
         lr = peak_lr * schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        schedule.set_rate(optimizer, lr)
         sums, grad_norm = train_step(args, model, optimizer, finite, batches, num_shards, dtype)
         window = metrics.add(window, sums)
         finite.after(step)
@@ -287,9 +260,9 @@ def main() -> None:
             if step % (args.eval_every or plan.epoch_steps) == 0 or step == last_step:
                 requests = sampler.evaluation_requests(len(validation), pass_size, shard, num_shards)
                 held_out = data.Loader(validation, requests, args.workers, here.device)
-                run.validation(step, metrics.means(evaluate(args, model, held_out, dtype)))
+                run.validation(step, validation.figures(metrics.means(evaluate(args, model, held_out, dtype))))
             if step % (args.save_every or plan.epoch_steps) == 0 or last:
-                saving.save(step, state(model, optimizer), plan.position(step), last)
+                saving.save(step, keymap.tensors(model, optimizer), plan.position(step), last)
         if last:
             break
     run.finish(stopping.reason)

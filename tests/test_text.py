@@ -1,0 +1,400 @@
+"""Windows that shift by one, a fixed validation split, and files that are packed once and never read half."""
+
+import dataclasses
+import fcntl
+import json
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import zlib
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.bigram import bigram_loss
+from common import UserError, seed, splits, text
+from tests import ranks  # noqa: F401  # sets up the fork server
+
+FORKS = multiprocessing.get_context("forkserver")
+LINES = [f"line {i}: {'ab ' * (i % 7)}é" for i in range(600)]
+
+
+def windows(tokens: np.ndarray, seq_len: int, shift: int) -> list[tuple[list[int], list[int]]]:
+    """The slow reference: inputs and targets of each sequence; the right shift is 1."""
+    row = [int(token) for token in tokens]
+    found = []
+    while (start := len(found) * seq_len) + seq_len + 1 <= len(row):
+        found.append((row[start : start + seq_len], row[start + shift : start + shift + seq_len]))
+    return found
+
+
+def read(split: text.Text, indices: np.ndarray) -> list[tuple[list[int], list[int]]]:
+    inputs, targets = split.read(np.zeros_like(indices), indices)
+    return list(zip(inputs.tolist(), targets.tolist(), strict=True))
+
+
+def write_folder(folder: Path, lines: list[str] = LINES, kind: str = "txt") -> Path:
+    """`lines` to train on, in two files, and their first 100 to validate."""
+    import datasets
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in (("train-a", lines[:-50]), ("train-b", lines[-50:]), ("validation", lines[:100])):
+        if kind == "txt":
+            (folder / f"{name}.txt").write_text("".join(f"{line}\n" for line in part))
+        else:
+            rows = {"id": list(range(len(part))), "title": ["x"] * len(part), "body": part}
+            datasets.Dataset.from_dict(rows).to_parquet(folder / f"{name}.parquet")
+    return folder
+
+
+def write_tokenizer(path: Path, size: int = 300) -> Path:
+    """A BPE tokenizer with all bytes, that asks for truncation, padding and special tokens."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    model = tokenizers.Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=alphabet, special_tokens=["<s>"], show_progress=False
+    )
+    model.train_from_iterator(LINES, trainer)
+    model.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    model.enable_truncation(4)
+    model.enable_padding(length=40)
+    model.save(str(path))
+    return path
+
+
+# --- windows ---
+
+
+@pytest.mark.parametrize(("num_tokens", "seq_len"), [(2, 1), (9, 4), (10, 4), (8, 4), (1000, 37), (65, 64)])
+def test_read_is_the_slow_loop(num_tokens: int, seq_len: int) -> None:
+    tokens = np.random.default_rng(num_tokens).permutation(num_tokens).astype(np.uint16)
+    tokens[0] = 2**16 - 1  # stays positive
+    split = text.Text(tokens, seq_len, 2**16, 1.0)
+    wanted = windows(tokens, seq_len, shift=1)
+    assert len(split) == len(wanted)
+    found = read(split, np.arange(len(split)))
+    assert found == wanted
+    assert found != windows(tokens, seq_len, shift=0)  # mutant
+    order = np.random.default_rng(0).integers(0, len(split), 20)
+    assert read(split, order) == [wanted[i] for i in order]
+    # Each token is an input once, from the first one on, and a target once.
+    inputs, targets = split.read(np.zeros(len(split)), np.arange(len(split)))
+    assert inputs.flatten().tolist() == tokens[: inputs.numel()].tolist()
+    assert targets.flatten().tolist() == tokens[1 : inputs.numel() + 1].tolist()
+    assert len(tokens) - 1 - inputs.numel() < seq_len  # no sequence is left out
+
+
+def test_what_is_read_is_its_own() -> None:
+    split = text.Text(np.arange(9, dtype=np.uint16), 4, 9, 1.0)
+    for count in (1, 2):
+        before = split.digest()
+        inputs, targets = split.read(np.zeros(count, np.int64), np.arange(count))
+        assert (inputs.dtype, targets.dtype) == (torch.int64, torch.int64)
+        assert inputs.is_contiguous()
+        assert targets.is_contiguous()
+        targets.zero_()
+        assert inputs.flatten().tolist() == list(range(4 * count))
+        assert split.digest() == before
+    inputs, targets = split.read(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    assert inputs.shape == targets.shape == (0, 4)
+
+
+def test_digest() -> None:
+    split = text.Text(np.arange(9, dtype=np.uint16), 4, 9, 1.0)
+    tokens = split.tokens.copy()
+    tokens[5] ^= 1
+    changes = [{"tokens": tokens}, {"tokens": tokens[:-1]}, {"seq_len": 3}, {"vocab_size": 10}, {"packed_digest": "a"}]
+    changed = [dataclasses.replace(split, **change) for change in changes]
+    assert len({one.digest() for one in [split, *changed]}) == 6
+    assert dataclasses.replace(split, tokens=split.tokens.copy()).digest() == split.digest()
+
+
+# --- the standard library ---
+
+
+def test_stdlib_holds_out_whole_documents() -> None:
+    train, validation = text.load("stdlib", 128)
+    again = text.load("stdlib", 128)
+    assert [split.digest() for split in again] == [train.digest(), validation.digest()]
+    assert (train.vocab_size, train.tokens_per_byte) == (256, 1.0)
+    assert len(train.tokens) > 4e6
+    assert 32 * 1024 < len(validation.tokens) < 128 * 1024
+    documents = text.stdlib_documents()
+    assert list(documents) == sorted(documents)
+    assert not any("site-packages" in name or "/test/" in name or "/tests/" in name for name in documents)
+    whole = bytes(train.tokens.astype(np.uint8))
+    kept = {name for name, content in documents.items() if content in whole}
+    held_out = [content for name, content in documents.items() if name not in kept]
+    assert 0.05 < len(held_out) / len(documents) < 0.15
+    assert "pydoc_data/topics.py" in kept
+    excerpts = bytes(validation.tokens.astype(np.uint8))
+    for content in held_out:
+        middle = max(0, len(content) - text.EXCERPT) // 2
+        excerpt = content[middle : middle + text.EXCERPT]
+        assert excerpt in excerpts
+        assert excerpt not in whole
+    assert len(excerpts) == sum(min(len(content), text.EXCERPT) for content in held_out) + len(held_out) - 1
+
+
+def test_stdlib_holds_out_by_name_alone() -> None:
+    """Another choice would let runs that resume validate on what they have trained on."""
+    names = ["abc.py", "bz2.py", "copy.py", "enum.py", "json/__init__.py", "shutil.py", "typing.py"]
+    draws = [seed.uniform(seed.HOLD_OUT, zlib.crc32(name.encode())) < splits.HOLD_OUT for name in names]
+    assert draws == [False, True, True, False, True, True, False]
+    validation = bytes(text.load("stdlib", 128)[1].tokens.astype(np.uint8))
+    for name, held_out in zip(names, draws, strict=True):
+        content = text.stdlib_documents()[name]
+        assert (content[len(content) // 2 - 500 : len(content) // 2 + 500] in validation) == held_out
+
+
+# --- folders ---
+
+
+@pytest.mark.parametrize("kind", ["txt", "parquet"])
+def test_folder_as_bytes(kind: str, tmp_path: Path) -> None:
+    """The rows joined as a text file has them; in a parquet file, of the longest column of strings."""
+    train, validation = text.load(str(write_folder(tmp_path, kind=kind)), 64)
+    for split, lines in ((train, LINES), (validation, LINES[:100])):
+        assert isinstance(split.tokens, np.memmap)
+        assert not split.tokens.flags.writeable
+        assert bytes(split.tokens.astype(np.uint8)).decode() == "".join(f"{line}\n" for line in lines)
+        assert (split.vocab_size, split.tokens_per_byte) == (256, 1.0)
+        assert read(split, np.arange(len(split))) == windows(split.tokens, 64, shift=1)
+    assert train.digest() != validation.digest()
+
+
+def test_same_text_has_the_same_digest_wherever_it_lies(tmp_path: Path) -> None:
+    one, other = (text.load(str(write_folder(tmp_path / kind, kind=kind)), 64) for kind in ("txt", "parquet"))
+    assert one[0].digest() == other[0].digest()
+    assert one[0].tokens.filename != other[0].tokens.filename
+
+
+def test_changed_folder_is_packed_anew(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    before, _ = text.load(str(folder), 64)
+    write_folder(folder, [line.upper() for line in LINES])
+    os.utime(folder / "train-a.txt", (1, 1))  # should the clock be too coarse to tell
+    after, _ = text.load(str(folder), 64)
+    assert before.digest() != after.digest()
+    assert bytes(after.tokens[:6].astype(np.uint8)) == b"LINE 0"
+
+
+def test_holds_out_the_same_rows_every_time(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    (folder / "validation.txt").unlink()
+    train, validation = text.load(str(folder), 16)
+    kept, held_out = (bytes(split.tokens.astype(np.uint8)).decode().splitlines() for split in (train, validation))
+    assert len(held_out) == 60
+    assert not set(kept) & set(held_out)
+    assert sorted(kept + held_out) == sorted(LINES)
+    assert [split.tokens.filename for split in text.load(str(folder), 16)] == [
+        train.tokens.filename,
+        validation.tokens.filename,
+    ]
+
+
+def test_tokenizer_round_trip(tmp_path: Path) -> None:
+    """Every row is whole and bare: no truncation, padding or special tokens, whatever the file asks for."""
+    import tokenizers
+
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    folder = write_folder(tmp_path / "data")
+    train, validation = text.load(str(folder), 16, str(path))
+    model = tokenizers.Tokenizer.from_file(str(path))
+    for split, lines in ((train, LINES), (validation, LINES[:100])):
+        whole = "".join(f"{line}\n" for line in lines)
+        assert model.decode(split.tokens.tolist()) == whole
+        assert split.tokens.min() > 0
+        assert split.tokens.max() < split.vocab_size == 300
+        assert split.tokens_per_byte == len(split.tokens) / len(whole.encode())
+        assert split.tokens_per_byte < 0.8
+    assert train.tokens_per_byte != validation.tokens_per_byte
+    assert text.load(str(folder), 16)[0].tokens_per_byte == 1.0  # another file
+    other = write_tokenizer(tmp_path / "other.json", size=290)
+    assert text.load(str(folder), 16, str(other))[0].vocab_size == 290
+
+
+# --- several processes ---
+
+
+def prepare(folder: Path, log: Path, pause_s: float) -> None:
+    """Load in a process of its own, slowly; say who packs, batch by batch, and what was loaded."""
+    encode = text._encode
+
+    def slow(*args: object) -> np.ndarray:
+        with log.open("a") as file:
+            file.write(f"packs {os.getpid()}\n")
+        time.sleep(pause_s)
+        return encode(*args)  # type: ignore[arg-type]
+
+    text._encode = slow
+    train, validation = text.load(str(folder), 64)
+    found = [train.digest(), validation.digest()]
+    with log.open("a") as file:
+        file.write(f"loaded {json.dumps(found)}\n")
+
+
+def start(*args: object) -> BaseProcess:
+    process = FORKS.Process(target=prepare, args=args)
+    process.start()
+    return process
+
+
+def wait_for(log: Path, word: str) -> None:
+    until = time.monotonic() + 60
+    while not (log.exists() and word in log.read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def packed() -> set[Path]:
+    import datasets
+
+    return set((datasets.config.HF_DATASETS_CACHE / "packed").glob("*"))
+
+
+def test_one_process_packs_and_all_agree(tmp_path: Path) -> None:
+    folder, log, before = write_folder(tmp_path / "data"), tmp_path / "log", packed()
+    processes = [start(folder, log, 0.1) for _ in range(2)]
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    lines = log.read_text().splitlines()
+    num_batches = -(-600 // text.BATCH_ROWS) + 1
+    assert len([line for line in lines if line.startswith("packs")]) == num_batches
+    loaded = [line for line in lines if line.startswith("loaded")]
+    assert len(loaded) == 2
+    assert len(set(loaded)) == 1
+    assert sorted(path.suffix for path in packed() - before) == [".lock", ".lock", ".tokens", ".tokens"]
+
+
+def test_killed_while_it_packs(tmp_path: Path) -> None:
+    """What it leaves is not read, and its lock not waited for."""
+    folder, log, before = write_folder(tmp_path / "data"), tmp_path / "log", packed()
+    process = start(folder, log, 1.0)
+    wait_for(log, "packs")
+    log.unlink()
+    wait_for(log, "packs")  # the second batch: the first one is written
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(60)
+    assert sorted(path.suffix for path in packed() - before) == [".lock", ".partial"]
+    train, validation = text.load(str(folder), 64)
+    assert bytes(train.tokens.astype(np.uint8)).decode() == "".join(f"{line}\n" for line in LINES)
+    assert len(validation.tokens) == len("".join(f"{line}\n" for line in LINES[:100]).encode())
+    assert not [path for path in packed() - before if path.suffix == ".partial"]
+
+
+def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "WAIT_S", 0.2)
+    path = tmp_path / "abc.lock"
+    path.touch()
+    began = time.time()
+    os.utime(path, (began, began + 0.5))  # the last sign of life
+    with path.open("a") as holder, path.open("a") as lock:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match=r"--data books: who holds .*/abc\.lock has got no further for 0 s: end it"):
+            text._acquire(lock, "books")
+        assert time.time() - began > 0.7
+        fcntl.flock(holder, fcntl.LOCK_UN)
+        text._acquire(lock, "books")
+
+
+def test_packing_gives_signs_of_life(tmp_path: Path) -> None:
+    import datasets
+
+    path = tmp_path / "abc.lock"
+    with path.open("a") as lock:
+        os.utime(path, (1, 1))
+        assert len(text._write(tmp_path / "abc", datasets.Dataset.from_dict({"text": ["a"]}), None, lock).name) > 16
+    assert path.stat().st_mtime > time.time() - 60
+
+
+# --- refusals ---
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    folder = str(write_folder(tmp_path / "data", LINES[:120]))
+    size = len("".join(f"{line}\n" for line in LINES[:100]).encode())
+    with pytest.raises(UserError, match="--seq-len 0 must be positive"):
+        text.load("stdlib", 0)
+    with pytest.raises(UserError, match=r"--tokenizer t\.json: --data stdlib is read as bytes"):
+        text.load("stdlib", 8, "t.json")
+    with pytest.raises(
+        UserError,
+        match=f"--data {folder}: the validation split has {size} tokens, --seq-len {size} needs more",
+    ):
+        text.load(folder, size)
+    assert len(text.load(folder, size - 1)[1]) == 1
+    with pytest.raises(
+        UserError, match=r"--data stdlib: the training split has \d+ tokens, --seq-len 90000000 needs more"
+    ):
+        text.load("stdlib", 90_000_000)
+    with pytest.raises(UserError, match="there is no such folder"):
+        text.load(str(tmp_path / "missing"), 8)
+    (tmp_path / "labels").mkdir()
+    for split in ("train", "validation"):
+        features = datasets.Features({"y": datasets.ClassLabel(names=["a"]), "n": datasets.Value("int64")})
+        rows = datasets.Dataset.from_dict({"y": [0], "n": [1]}, features=features)
+        rows.to_parquet(tmp_path / "labels" / f"{split}.parquet")
+    with pytest.raises(UserError, match=r"needs a column of strings, it has: y \(int64\), n \(int64\)"):
+        text.load(str(tmp_path / "labels"), 8)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "data" / "train-a.txt")
+    with pytest.raises(UserError, match=r"cannot write .*/packed/.* HF_HOME moves this cache"):
+        text._pack("books", datasets.Dataset.from_dict({"text": ["a"]}), None, "")
+
+
+def test_no_text_at_all(tmp_path: Path) -> None:
+    """Missing texts are no rows."""
+    import datasets
+
+    for name, texts in (("train", ["a", None, "b"] * 9), ("validation", [None])):
+        features = datasets.Features({"text": datasets.Value("string")})
+        datasets.Dataset.from_dict({"text": texts}, features=features).to_parquet(tmp_path / f"{name}.parquet")
+    with pytest.raises(UserError, match="the validation split has 0 tokens, --seq-len 8 needs more"):
+        text.load(str(tmp_path), 8)
+
+
+def test_refused_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tokenizers import Tokenizer, models
+
+    broken, large = tmp_path / "broken.json", tmp_path / "large.json"
+    broken.write_text("{}")
+    Tokenizer(models.WordLevel({str(i): i for i in range(2**16 + 1)}, unk_token="0")).save(str(large))
+    for path in (broken, tmp_path / "missing.json"):
+        with pytest.raises(UserError, match=rf"--tokenizer {path} is no readable tokenizer\.json"):
+            text.load(str(tmp_path), 8, str(path))
+    with pytest.raises(UserError, match="has a vocabulary of 65537: tokens are kept in 16 bits, 65536"):
+        text.load(str(tmp_path), 8, str(large))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match="pip install tokenizers"):
+        text.load(str(tmp_path), 8, str(large))
+
+
+# --- benchmarks/bigram.py ---
+
+
+def test_bigram_loss_is_the_slow_loop() -> None:
+    generator = np.random.default_rng(0)
+    train, validation = (text.Text(generator.integers(0, 7, n).astype(np.uint16), 5, 7, 1.0) for n in (200, 48))
+    total, count = 0.0, 0
+    for inputs, targets in read(validation, np.arange(len(validation))):
+        for before, after in zip(inputs, targets, strict=True):
+            pairs = list(zip(train.tokens[:-1], train.tokens[1:], strict=True))
+            seen = sum(pair == (before, after) for pair in pairs)
+            total -= math.log((seen + 0.1) / (sum(pair[0] == before for pair in pairs) + 0.1 * 7))
+            count += 1
+    assert bigram_loss(train, validation) == pytest.approx(total / count, rel=1e-12)
