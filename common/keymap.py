@@ -4,6 +4,7 @@ Parameters and buffers are called as in the plain model, optimizer state as `opt
 never by a number that depends on the order or the split of the parameters.
 """
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 PARALLEL = "module."  # what nn.DataParallel and DistributedDataParallel put before a name
 INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch.compile and recomputed activations put into it
+STAGE = re.compile(r"^stages\.\d+\.")  # what a pipeline puts before it, whose stages keep the names of the whole
 OPTIMIZER = "optimizer."
 
 
@@ -20,7 +22,7 @@ def canonical(name: str) -> str:
         name = name.replace(wrapper, "")
     while name.startswith(PARALLEL):
         name = name.removeprefix(PARALLEL)
-    return name
+    return STAGE.sub("", name)
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

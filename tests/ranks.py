@@ -23,9 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])
+SIZES = ("--num-layers", "--mlp-width")  # of the model, that a layout may choose
 GRACE_S = 0.5  # torchrun, too, ends the others when one rank has failed
-# Flags of each workload for a model that is quick in float64 on a CPU; tests/short_resnet.py has this one.
-SMALL = {"resnet": ("--model", "resnet6")}
+# Flags of each workload for a model that is quick in float64 on a CPU. tests/short_resnet.py has the first; the sizes
+# of the second divide by few numbers of ranks.
+SMALL = {
+    "resnet": ("--model", "resnet6"),
+    "gpt": ("--seq-len", "16", "--num-layers", "3", "--num-heads", "4", "--width", "40", "--mlp-width", "44"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,77 @@ def world_sizes(recipe: str, most: int = 4) -> list[int]:
     return [1] if single else list(range(1, most + 1))
 
 
+@dataclass(frozen=True)
+class Layout:
+    """One way to run a recipe: on how many ranks, and how it deals the model out over them.
+
+    Attributes:
+        recipe: whose train.py.
+        size: number of ranks.
+        flags: those of its strategy.
+        shards: ranks, or groups of them, that read different samples.
+    """
+
+    recipe: str
+    size: int
+    flags: tuple[str, ...]
+    shards: int
+
+    def __str__(self) -> str:
+        return "-".join([self.recipe, str(self.size), *(flag.lstrip("-") for flag in self.flags)])
+
+    @property
+    def sizes(self) -> tuple[tuple[str, int], ...]:
+        """What is not as in `small`."""
+        pairs = zip(self.flags[::2], self.flags[1::2], strict=True)
+        return tuple((flag[2:].replace("-", "_"), int(size)) for flag, size in pairs if flag in SIZES)
+
+    def passes(self, samples: int) -> tuple[str, ...]:
+        """The flag for passes of this many samples over all ranks."""
+        stages = self.size // self.shards if "--pp" in self.flags else 1  # a pipeline wants as many microbatches
+        return ("--micro-batch-size", str(samples // self.shards // stages))
+
+
+def layouts(recipe: str) -> list[Layout]:
+    """Every way that a recipe deals a model out over one to four ranks, as far as its flags tell."""
+    text = source(recipe)
+    found = []
+    for size in world_sizes(recipe):
+        if "    pp: int" in text:
+            names, default = re.search(r'    schedule: Literal\[(.*?)\] = "(.*?)"', text).groups()
+            schedules = sorted(re.findall(r'"([\w-]+)"', names), key=lambda name: name != default)
+            pipelines = [pp for pp in (4, 3, 2, 1) if size % pp == 0 and pp * 2 >= size]
+            depth = {1: "3", 2: "5", 3: "7", 4: "9"}  # two stages a rank, of unequal numbers of layers
+            found += [
+                Layout(recipe, size, ("--pp", str(pp), "--schedule", name, "--num-layers", depth[pp]), size // pp)
+                for pp in pipelines
+                for name in (schedules if pp > 1 else schedules[:1])
+            ]
+        elif "    tp: int" in text:
+            slices = [tp for tp in (4, 2, 1) if size % tp == 0][:2]
+            found += [Layout(recipe, size, ("--tp", str(tp)), size // tp) for tp in slices if tp > 1 or size % 2]
+        else:
+            odd = ("--mlp-width", "45") if "    dp_replicate: int" in text else ()  # parts of unequal size
+            found.append(Layout(recipe, size, odd, size))
+            if "    dp_replicate: int" in text and size == 4:
+                found.append(Layout(recipe, size, ("--dp-replicate", "2", *odd), size))
+    return found
+
+
+def layout(recipe: str, size: int) -> Layout:
+    """The first way to run a recipe on this many ranks, or on the most that it can."""
+    size = min(size, world_sizes(recipe)[-1])
+    return next(layout for layout in layouts(recipe) if layout.size == size)
+
+
+def workload(recipe: str) -> str:
+    """The last word of its name."""
+    return recipe.rpartition("_")[2]
+
+
 def small(recipe: str) -> tuple[str, ...]:
-    """Flags for a small model of a recipe's workload, the last word of its name."""
-    return SMALL.get(recipe.rpartition("_")[2], ())
+    """Flags for a small model of a recipe's workload."""
+    return SMALL.get(workload(recipe), ())
 
 
 def mutate(recipe: str, folder: Path, changes: Mapping[str, str]) -> Path:

@@ -1,6 +1,7 @@
 """Every strategy gives the numbers of a plain single-process loop: same seed, same global batch, same curve."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,19 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from common import images, sampler, seed
+from common import images, initial, sampler, seed, text
+from common.models import gpt
 from common.models.resnet import make_resnet
 from tests import ranks, short_resnet  # noqa: F401 (--model resnet6)
 
 # One epoch of 469 images: 19 steps of 24, in two passes each, and a last one of 13, which divides by none of
 # 2, 3 and 4. Augmentation, weight decay, warm-up, and clipping at a norm that every step exceeds.
 SAMPLES, BATCH, PASS, STEPS = 469, 24, 12, 20
-CLIP, LR, WARMUP, DECAY, SMOOTHING = 0.25, 1.0, 5, 5e-4, 0.1
+CLIP, WARMUP, DECAY, SMOOTHING = 0.25, 5, 5e-4, 0.1
+RATES = {"resnet": 0.1, "gpt": 0.005}  # Adam's step is as long as its rate, however small the gradient
 FLAGS = [
-    *("--epochs", "1", "--global-batch-size", str(BATCH), "--max-grad-norm", str(CLIP), "--lr", str(LR)),
+    *("--epochs", "1", "--max-steps", "0", "--global-batch-size", str(BATCH), "--max-grad-norm", str(CLIP)),
+    *("--lr-reference-batch", str(2 * BATCH), "--weight-decay", str(DECAY)),
     *("--warmup-steps", str(WARMUP), "--log-every", "1", "--eval-every", "1000", "--save-every", "1000"),
 ]
 
@@ -45,21 +49,52 @@ def plain_resnet_loop(
         loss = loss / len(batch)
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
-        for parameter in model.parameters():
-            parameter.grad *= min(1.0, CLIP / (norm.item() + 1e-6))
-        factor = (step + 1) / (WARMUP + 1)
-        if step >= WARMUP:
-            factor = 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
-        for group in optimizer.param_groups:
-            group["lr"] = LR * BATCH / 256 * factor
-        optimizer.step()
+        norms.append(clip_and_step(model, optimizer, step, RATES["resnet"]))
         losses.append(loss.item())
-        norms.append(norm.item())
     return losses, norms
 
 
-PLAIN_LOOPS = {"resnet": plain_resnet_loop}
+def plain_gpt_loop(
+    folder: str, dtype: torch.dtype, sizes: tuple[tuple[str, int], ...] = (), tied: bool = False
+) -> tuple[list[float], list[float]]:
+    """The same for a language model."""
+    train, _ = text.load(folder, 16)
+    with torch.device("meta"):
+        shape = {"num_layers": 3, "num_heads": 4, "width": 40, "mlp_width": 44} | dict(sizes)
+        model = gpt.GPT(gpt.Shape(256, **shape, tied=tied))
+    initial.place(model, 0, torch.device("cpu"), dtype)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    order = sampler.permutation(len(train), 0, 0)
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = order[step * BATCH : (step + 1) * BATCH]
+        tokens, targets = train.read(np.zeros_like(batch), batch)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(clip_and_step(model, optimizer, step, RATES["gpt"]))
+        losses.append(loss.item())
+    return losses, norms
+
+
+def clip_and_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, rate: float) -> float:
+    """Clip, set the rate and update; returns the gradient norm."""
+    norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
+    for parameter in model.parameters():
+        parameter.grad *= min(1.0, CLIP / (norm.item() + 1e-6))
+    factor = (step + 1) / (WARMUP + 1)
+    if step >= WARMUP:
+        factor = 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
+    for group in optimizer.param_groups:
+        group["lr"] = rate * factor
+    optimizer.step()
+    return norm.item()
+
+
+PLAIN_LOOPS = {"resnet": plain_resnet_loop, "gpt": plain_gpt_loop}
 
 
 @pytest.fixture(scope="session")
@@ -69,19 +104,19 @@ def plain() -> dict[tuple, tuple[list[float], list[float]]]:
 
 
 def plain_curve(plain: dict, recipe: str, dtype: str, folder: Path, *how: Any) -> tuple[list[float], list[float]]:
-    workload = recipe.rpartition("_")[2]
+    workload = ranks.workload(recipe)
     if (workload, dtype, *how) not in plain:
         plain[workload, dtype, *how] = PLAIN_LOOPS[workload](str(folder), getattr(torch, dtype), *how)
     return plain[workload, dtype, *how]
 
 
-def curves(recipe: str | Path, world_size: int, out: Path, *flags: str) -> list[dict[int, float]]:
+def curves(layout: ranks.Layout, out: Path, *flags: str, mutant: Path | None = None) -> list[dict[int, float]]:
     """Loss and gradient norm by step of a run of a recipe, or of a mutant of one."""
-    name = recipe if isinstance(recipe, str) else recipe.parent.name
-    micro = ("--micro-batch-size", str(PASS // world_size))
-    sync = ("--sync-bn",) if "sync_bn" in ranks.source(name) else ()
+    sync = ("--sync-bn",) if "sync_bn" in ranks.source(layout.recipe) else ()
+    rate = ("--lr", str(2 * RATES[ranks.workload(layout.recipe)]))
+    flags = (*ranks.small(layout.recipe), *rate, *layout.flags, *layout.passes(PASS), *sync, *flags)
     where = ("--out", str(out), "--name", "run")
-    result = ranks.run_recipe(recipe, world_size, *FLAGS, *ranks.small(name), *micro, *sync, *where, *flags)
+    result = ranks.run_recipe(mutant or layout.recipe, layout.size, *FLAGS, *where, *flags)
     assert result.ok, str(result)
     return [ranks.records(out / "run", tag) for tag in ("train/loss", "train/grad_norm")]
 
@@ -92,24 +127,38 @@ def worst(found: dict[int, float], wanted: list[float], steps: int = STEPS) -> f
     return max(abs(value - wanted[step - 1]) / abs(wanted[step - 1]) for step, value in found.items())
 
 
-@pytest.mark.parametrize(
-    ("recipe", "world_size"), [(name, size) for name in ranks.RECIPES for size in ranks.world_sizes(name)]
-)
-def test_float64(recipe: str, world_size: int, plain: dict, small_digits: Path, tmp_path: Path) -> None:
-    losses, norms = plain_curve(plain, recipe, "float64", small_digits)
+def ways() -> Iterator[Any]:
+    """Every layout of every recipe; where the embedding and the output layer can lie on different ranks, also as one.
+
+    A plain `pytest` runs all but the many of pipelines, of which it runs each schedule once, and each number of ranks.
+    """
+    for layout in (layout for recipe in ranks.RECIPES for layout in ranks.layouts(recipe)):
+        default = layout == ranks.layout(layout.recipe, layout.size)
+        for tied in [(), (True,)] if "--pp" in layout.flags else [()]:
+            core = "--pp" not in layout.flags or (default and not tied) or (layout.size == 2 and default != (not tied))
+            yield pytest.param(
+                layout, tied, id=f"{layout}{'-tied' * len(tied)}", marks=() if core else pytest.mark.layouts
+            )
+
+
+@pytest.mark.parametrize(("layout", "tied"), list(ways()))
+def test_float64(layout: ranks.Layout, tied: tuple, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
+    folder = small_data[ranks.workload(layout.recipe)]
+    flags = ("--data", str(folder), "--dtype", "float64")
+    how = (layout.sizes, *tied) if layout.sizes or tied else ()
+    losses, norms = plain_curve(plain, layout.recipe, "float64", folder, *how)
     assert len(losses) == STEPS
     assert min(norms) > CLIP, "clipping must have an effect"
-    found = curves(recipe, world_size, tmp_path, "--data", str(small_digits), "--dtype", "float64")
+    found = curves(layout, tmp_path, *flags, *("--tied" for _ in tied))
     assert worst(found[0], losses) < 1e-9
     assert worst(found[1], norms) < 1e-9
 
 
 @pytest.mark.parametrize("recipe", ranks.RECIPES)
-def test_float32(recipe: str, plain: dict, small_digits: Path, tmp_path: Path) -> None:
-    losses, _ = plain_curve(plain, recipe, "float32", small_digits)
-    found = curves(
-        recipe, ranks.world_sizes(recipe, most=2)[-1], tmp_path, "--data", str(small_digits), "--dtype", "float32"
-    )
+def test_float32(recipe: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
+    folder = small_data[ranks.workload(recipe)]
+    losses, _ = plain_curve(plain, recipe, "float32", folder)
+    found = curves(ranks.layout(recipe, 2), tmp_path, "--data", str(folder), "--dtype", "float32")
     assert worst(found[0], losses) < 1e-4
 
 
@@ -118,7 +167,7 @@ def test_default_model(recipe: str, plain: dict, small_digits: Path, tmp_path: P
     """The tests above train a small network; here is the one that people get, for a few steps."""
     losses, norms = plain_curve(plain, recipe, "float32", small_digits, "resnet18", 4)
     flags = ("--data", str(small_digits), "--dtype", "float32", "--model", "resnet18", "--stop-after", "4")
-    found = curves(recipe, ranks.world_sizes(recipe, most=2)[-1], tmp_path, *flags)
+    found = curves(ranks.layout(recipe, 2), tmp_path, *flags)
     assert worst(found[0], losses, steps=4) < 1e-4
     assert worst(found[1], norms, steps=4) < 1e-2  # its roundings grow through 18 layers; the mutants are far beyond
 

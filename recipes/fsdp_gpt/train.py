@@ -32,22 +32,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common import (
-    UserError,
-    checkpoint,
-    cli,
-    data,
-    guard,
-    initial,
-    keymap,
-    log,
-    metrics,
-    precision,
-    run_dir,
-    sampler,
-    saver,
-)
-from common import schedule, seed, stop, text, watch, world
+from common import UserError, checkpoint, cli, data, guard, initial, keymap, log, metrics, precision, run_dir, sampler
+from common import saver, schedule, seed, stop, text, watch, world
 from common.models import gpt
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Train a ResNet over several machines, where the network between them is the bottleneck.
 
-DistributedDataParallel with less to send: gradients travel once per optimizer step, after as many passes as the
-global batch needs, and --compress makes them smaller. Each pass of 32 samples has BatchNorm statistics of its own.
+DistributedDataParallel as on one machine, with less to send: gradients travel once per optimizer step, after as
+many passes as the global batch needs, and --compress makes them smaller. Each pass of 32 samples has BatchNorm
+statistics of its own (as in Goyal et al. 2017): the same on any number of ranks that divides the batch into those.
 
     what                           each rank
     parameters, optimizer state    all, a replica
@@ -13,7 +14,9 @@ matrices for each weight (powersgd); one broadcast of BatchNorm's running statis
 
     bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/multinode_resnet                       # Slurm
     NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash launch/torchrun.sh recipes/multinode_resnet   # without; 1 on the other
+
 Measured: val/top1 0.9890 after 202 steps, 2 processes, AMD EPYC, torch 2.15.0 (docs/compress.md). NCCL: not run.
+
 Base: recipes/ddp_resnet. Open: 0 1 3
 """
 

@@ -32,22 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, parallel
 
-from common import (
-    UserError,
-    checkpoint,
-    cli,
-    data,
-    guard,
-    initial,
-    keymap,
-    log,
-    metrics,
-    precision,
-    run_dir,
-    sampler,
-    saver,
-)
-from common import schedule, seed, stop, text, watch, world
+from common import UserError, checkpoint, cli, data, guard, initial, keymap, log, metrics, precision, run_dir, sampler
+from common import saver, schedule, seed, stop, text, watch, world
 from common.models import gpt
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
@@ -134,8 +120,8 @@ def forward(args: Args, model: nn.Module, batch: data.Batch, dtype: torch.dtype)
 
 def make_mesh(args: Args, here: world.World) -> DeviceMesh:
     """The ranks and their axes: those that share the model by FSDP, by those that share every matrix."""
-    heads = {"--num-heads": args.num_heads, "--num-kv-heads": args.num_kv_heads, "--width": args.width}
-    for what, size in {"the number of ranks,": here.size, "--seq-len": args.seq_len, **heads}.items():
+    model = {"--num-heads": args.num_heads, "--num-kv-heads": args.num_kv_heads, "--mlp-width": args.mlp_width}
+    for what, size in {"the number of ranks,": here.size, "--seq-len": args.seq_len, **model}.items():
         if size % args.tp:
             raise UserError(f"--tp {args.tp} does not divide {what} {size}")
     mesh = init_device_mesh(here.device.type, (here.size // args.tp, args.tp), mesh_dim_names=("dp", "tp"))

@@ -1,0 +1,335 @@
+"""Train a GPT that is too deep for one device: its layers are dealt out in stages, and microbatches flow through them.
+
+The --pp ranks of a pipeline hold different layers and read the same sequences; each sends what it computed on to the
+next, and gradients back. What --schedule decides is when: a rank that waits for its neighbours is in the bubble.
+
+    what                          each rank
+    parameters                    its own layers, in one stage, or in two (interleaved, zero-bubble)
+    gradients, optimizer state    of its own layers
+    batch                         for each pipeline an equal part, in microbatches of --micro-batch-size sequences
+
+One step sends, between neighbours: the stream (microbatch x length x width) of each microbatch forward, and its
+gradient back. Then all-reduces: of each gradient over the pipelines, of a tied embedding's over the first and the
+last stage, of the squared norm over the stages.
+
+    bash launch/torchrun.sh recipes/pipeline_gpt                                         # 2 stages
+    NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/pipeline_gpt --pp 2                 # 2 pipelines of 2
+    bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/pipeline_gpt --pp 8 --num-layers 32 --micro-batch-size 1
+
+MEASURED
+Base: recipes/ddp_gpt. Open: 0 1 3 4
+"""
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from common import UserError, checkpoint, cli, data, guard, initial, keymap, log, metrics, precision, run_dir, sampler
+from common import saver, schedule, seed, stop, text, watch, world
+from common.models import gpt
+
+# --- 1 Arguments ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Train a small GPT on text."""
+
+    out: str = f"runs/{Path(__file__).parent.name}"  # folder for runs
+    name: str = ""  # name of this run, by default date and time; the same name again continues the run
+    resume: str = ""  # continue from this run or checkpoint, of any recipe with the same model
+    data: str = "stdlib"  # "stdlib" (built in: Python's own text), a folder, or a data set of the Hugging Face hub
+    seed: int = 0  # decides initial weights and order of samples
+    workers: int = 0  # loader processes per rank; a set that fits in memory needs none
+    backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
+    epochs: int = 1  # length of the training, if max_steps is 0
+    max_steps: int = 200  # length of the training in optimizer steps
+    stop_after: int = 0  # leave, saved, once this step is done; 0 for never
+    deadline: float = 0.0  # leave, saved, after this many minutes; 0 for never
+    log_every: int = 10  # steps between lines of the log
+    eval_every: int = 100  # steps between evaluations; 0 for once an epoch
+    save_every: int = 100  # steps between checkpoints; 0 for once an epoch
+    keep: int = 2  # newest checkpoints that stay on the disk
+    async_save: bool = False  # write checkpoints while the training goes on
+    check_every: int = 100  # steps between comparisons of the replicas; 0 for never
+    max_skips: int = 3  # updates in a row that may be left out because their gradient is not finite
+    hang_timeout: float = 300.0  # seconds without progress after which a hang is named and ended
+    global_batch_size: int = 32  # sequences per optimizer step, over all ranks
+    micro_batch_size: int = 4  # sequences that flow through the stages together; 0 for as many microbatches as --pp
+    lr: float = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
+    lr_reference_batch: int = 32  # sequences per step that lr is meant for
+    weight_decay: float = 0.1  # on matrices, not on norms
+    warmup_steps: int = 20  # steps of linear warm-up
+    max_grad_norm: float = 1.0  # clip the global gradient norm to this; 0 for never
+    dtype: str = "auto"  # auto (bfloat16 where the hardware has it), float32, bfloat16 or float64
+    compile: bool = False  # torch.compile the model
+    seq_len: int = 128  # tokens of a sequence
+    tokenizer: str = ""  # a Hugging Face tokenizer.json; "" for bytes
+    num_layers: int = 4  # transformer blocks
+    num_heads: int = 4  # heads of the queries
+    num_kv_heads: int = 0  # heads of keys and values; 0 for as many
+    width: int = 192  # of the residual stream
+    mlp_width: int = 0  # of the hidden layer in each MLP; 0 for 8/3 of the width, rounded up to 64
+    tied: bool = False  # let the output layer be the embedding
+    pp: int = 2  # ranks of a pipeline
+    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"  # who computes what when
+
+
+# --- 2 Workload -------------------------------------------------------------------------------------------
+
+
+def make_data(args: Args) -> tuple[text.Text, text.Text]:
+    """The training and the validation split, the same on every rank."""
+    return text.load(args.data, args.seq_len, args.tokenizer)
+
+
+def make_model(args: Args, train: text.Text) -> nn.Module:
+    """The plain model on the meta device: names and shapes, no weights yet, so its size is no matter."""
+    sizes = (args.num_layers, args.num_heads, args.width, args.num_kv_heads, args.mlp_width, args.tied)
+    with torch.device("meta"):
+        return gpt.GPT(gpt.Shape(train.vocab_size, *sizes))
+
+
+def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101); no weight decay on norms."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": args.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+
+
+def forward(args: Args, model: nn.Module, batch: data.Batch, dtype: torch.dtype) -> metrics.Sums:
+    """Sums over one rank's batch, of which "loss" carries the gradient."""
+    with precision.autocast(batch.inputs.device, dtype):
+        losses = model(batch.inputs, batch.targets)  # (b,), the mean over each sequence
+    return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device)}
+
+
+# --- 3 Strategy -------------------------------------------------------------------------------------------
+
+SCHEDULES: dict[str, Any] = {
+    "naive": schedules.ScheduleGPipe,  # of one microbatch: one rank computes at a time
+    "gpipe": schedules.ScheduleGPipe,  # all forward, then all backward: Huang et al. 2019, arxiv.org/abs/1811.06965
+    "1f1b": schedules.Schedule1F1B,  # backward as soon as possible, to keep less: PipeDream, arxiv.org/abs/1806.03377
+    "interleaved": schedules.ScheduleInterleaved1F1B,  # two stages a rank, half the bubble: arxiv.org/abs/2104.04473
+    "zero-bubble": schedules.ScheduleZBVZeroBubble,  # weights' gradients fill the bubble: arxiv.org/abs/2401.10241
+}
+
+
+def make_mesh(args: Args, here: world.World) -> DeviceMesh:
+    """The ranks and their axes: pipelines, by ranks of a pipeline."""
+    num_stages = args.pp * (2 if args.schedule in ("interleaved", "zero-bubble") else 1)
+    if args.num_layers < num_stages:
+        raise UserError(f"--num-layers {args.num_layers} cannot fill the {num_stages} stages of {args.schedule}")
+    if here.size % args.pp:
+        raise UserError(f"--pp {args.pp} does not divide the number of ranks, {here.size}")
+    batch, unit = args.global_batch_size, max(1, args.micro_batch_size) * here.size
+    if batch % unit:  # the schedules want rounds of as many microbatches as ranks
+        raise UserError(f"--global-batch-size {batch} is no multiple of {unit}: --micro-batch-size x ranks")
+    return init_device_mesh(here.device.type, (here.size // args.pp, args.pp), mesh_dim_names=("dp", "pp"))
+
+
+def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
+    """Which part of each batch this rank reads, of how many: the ranks of a pipeline read the same."""
+    return mesh.get_local_rank("dp"), mesh["dp"].size()
+
+
+def make_stage(model: Any, stage: int, num_stages: int) -> Any:
+    """What one stage has of the plain model: near-equal numbers of blocks, under their own names."""
+    part, last = copy.deepcopy(model), stage == num_stages - 1
+    first, end = (model.shape.num_layers * i // num_stages for i in (stage, stage + 1))
+    part.blocks = nn.ModuleDict({str(i): part.blocks[str(i)] for i in range(first, end)})
+    if stage > 0 and not (last and model.shape.tied):
+        part.embed = None
+    if not last:
+        part.norm = part.head = None
+    return part
+
+
+def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Put this rank's layers of the plain model on its device and under the strategy."""
+    there, back = list(range(args.pp)), list(reversed(range(args.pp)))
+    pipeline: Any = nn.Module()
+    pipeline.mesh, pipeline.stages, pipeline.tied_group = mesh, nn.ModuleDict(), None
+    pipeline.owners = there + {"interleaved": there, "zero-bubble": back}.get(args.schedule, [])  # rank of each stage
+    num_stages, group = len(pipeline.owners), mesh.get_group("pp")
+    for i in [i for i, owner in enumerate(pipeline.owners) if owner == group.rank()]:
+        part = initial.place(make_stage(model, i, num_stages), args.seed, device, precision.storage(dtype))
+        part.forward = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)(part.forward)
+        pipeline.stages[str(i)] = part
+    parts = dict(pipeline.stages.items())
+    pipeline.compile = lambda: [part.compile() for part in parts.values()]
+    pipeline.ends = parts.get("0"), parts.get(str(num_stages - 1))  # first and last stage, or None
+    if args.tied and pipeline.owners[0] != pipeline.owners[-1]:  # two ranks have the embedding
+        pipeline.tied_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh[:, [0, -1]].tolist())
+    elif args.tied and all(pipeline.ends):
+        pipeline.ends[1].embed = pipeline.ends[0].embed
+    pipeline.samples = args.global_batch_size // mesh["dp"].size()
+    rows = pipeline.samples if args.schedule == "naive" else args.micro_batch_size or pipeline.samples // args.pp
+    stages = [PipelineStage(part, int(i), num_stages, device, group=group) for i, part in parts.items()]
+    pipeline.schedule = SCHEDULES[args.schedule](
+        stages if len(stages) > 1 else stages[0],
+        pipeline.samples // rows,
+        loss_fn=lambda logits, targets: gpt.sequence_losses(logits, targets).sum() * pipeline.scale,
+        scale_grads=False,
+    )
+    return pipeline
+
+
+def sync_gradients(model: Any) -> None:
+    """Sum what the two copies of a tied embedding got, and average all gradients over the pipelines."""
+    if model.tied_group:
+        dist.all_reduce((model.ends[0] or model.ends[1]).embed.weight.grad, group=model.tied_group)
+    gradients, group = [parameter.grad for parameter in model.parameters()], model.mesh.get_group("dp")
+    for work in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:
+        work.wait()
+    torch._foreach_div_(gradients, group.size())
+
+
+def clip_gradients(args: Args, model: Any) -> torch.Tensor:
+    """Clip to the global gradient norm, (), and return it: over all stages, a tied embedding counts once."""
+    again = model.ends[1].embed.weight if model.tied_group and not model.ends[0] else None
+    square = nn.utils.get_total_norm([p.grad for p in model.parameters() if p is not again]).square()
+    dist.all_reduce(square, group=model.mesh.get_group("pp"))
+    nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm or float("inf"), square.sqrt())
+    return square.sqrt()
+
+
+# --- 4 Step -----------------------------------------------------------------------------------------------
+
+
+def train_step(
+    args: Args,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    finite: guard.FiniteGuard,
+    batches: data.Loader,
+    num_shards: int,
+    dtype: torch.dtype,
+) -> tuple[metrics.Sums, torch.Tensor]:
+    """One optimizer step; returns this rank's sums and the global gradient norm, ()."""
+    passes = [next(batches)]
+    while not passes[-1].last:
+        passes.append(next(batches))
+    inputs, targets = torch.cat([batch.inputs for batch in passes]), torch.cat([batch.targets for batch in passes])
+    # A training in epochs can end with a smaller step: empty samples fill it up, whose loss is 0.
+    missing = model.samples - len(inputs)
+    inputs = nn.functional.pad(inputs, (0, 0, 0, missing))
+    targets = nn.functional.pad(targets, (0, 0, 0, missing), value=-100)
+    # The mean over the samples of the whole step. Gradients are averaged over the shards where they
+    # are synchronised, so each shard's part counts num_shards times.
+    model.scale = num_shards / passes[0].step_samples
+    losses: list[torch.Tensor] = []  # of each microbatch, where the last stage is
+    model.schedule.step(inputs, target=targets, losses=losses, return_outputs=False)
+    sync_gradients(model)
+    grad_norm = clip_gradients(args, model)
+    finite.judge(grad_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    loss = torch.stack([*losses, torch.zeros_like(grad_norm)]).sum() / model.scale
+    return {"loss": loss, "count": loss.new_full((), (len(inputs) - missing) * bool(losses))}, grad_norm
+
+
+@torch.no_grad()
+def evaluate(args: Args, model: Any, batches: data.Loader, dtype: torch.dtype) -> metrics.Sums:
+    """This rank's sums over its part of the validation split: only those of the last stage are not 0."""
+    model.eval()
+    group, owners = model.mesh.get_group("pp"), model.owners
+    sums: metrics.Sums = {}
+    for batch in batches:
+        x = batch.inputs
+        for i, part in ((int(name), part) for name, part in model.stages.items()):
+            if i > 0 and owners[i - 1] != owners[i]:
+                x = torch.empty(*batch.inputs.shape, args.width, dtype=precision.storage(dtype), device=x.device)
+                dist.recv(x, group=group, group_src=owners[i - 1])
+            x = part(x)
+            if i + 1 < len(owners) and owners[i + 1] != owners[i]:
+                dist.send(x, group=group, group_dst=owners[i + 1])
+        losses = gpt.sequence_losses(x, batch.targets) if model.ends[1] else x.new_zeros(0)
+        sums = metrics.add(sums, {"loss": losses.sum(), "count": torch.full((), len(losses), device=x.device)})
+    model.train()
+    return sums
+
+
+# --- 5 Main -----------------------------------------------------------------------------------------------
+
+
+@cli.entry
+def main() -> None:
+    """Train from the newest checkpoint, or from the start, to the end."""
+    args = cli.parse(Args)
+    here = world.start(args.backend)
+    world.check_same(flag=dataclasses.asdict(args), code=world.code_digests(__file__))
+    mesh = make_mesh(args, here)
+    shard, num_shards = data_shard(mesh)
+    pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
+    dtype = precision.pick(args.dtype, here.device)
+    train, validation = make_data(args)
+    terms = {"seed": args.seed, "data": train.digest()}  # what the order of samples means something under
+    world.check_same(data=terms)
+
+    path = run_dir.choose(args.out, args.name)
+    model = make_model(args, train)
+    source, done = checkpoint.find(path, args.resume, terms)
+    checkpoint.check_fits(source, model)
+    flops = metrics.count_flops(lambda m, sample: forward(args, m, sample, dtype)["loss"], model, train)
+    model = parallelize(args, model, mesh, here.device, dtype)
+    if args.compile:
+        model.compile()
+    optimizer = make_optimizer(args, model)
+    checkpoint.load(source, keymap.tensors(model, optimizer))
+
+    length = (args.epochs, args.max_steps, args.global_batch_size)
+    plan = sampler.make_plan(len(train), args.seed, *length, pass_size, num_shards, done, guard.least_samples(model))
+    requests = sampler.training_requests(plan, pass_size, shard, num_shards)
+    batches = data.Loader(train, requests, args.workers, here.device)
+
+    run_dir.claim(path)
+    stopping = stop.Stop(args.deadline, plan.first_step)
+    watching = watch.Watch(here, path, plan.first_step, args.hang_timeout)
+    finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips)
+    saving = saver.Saver(path, __file__, mesh, terms, args.keep, args.async_save)
+    run = log.Run(path, __file__, args, here, plan, flops / metrics.peak_flops(here.device, dtype))
+    log.say(f"{here}\n{plan} in passes of {pass_size // num_shards} on each rank, {dtype}, {len(train)} to train on")
+
+    last_step = min(plan.max_steps, args.stop_after or plan.max_steps)
+    peak_lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
+    window: metrics.Sums = {}
+    for step in range(plan.first_step + 1, last_step + 1):
+        watching.step(step)
+        seed.everything(args.seed, seed.STEP, step, shard)
+        lr = peak_lr * schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps)
+        schedule.set_rate(optimizer, lr)
+        sums, grad_norm = train_step(args, model, optimizer, finite, batches, num_shards, dtype)
+        window = metrics.add(window, sums)
+        finite.after(step)
+        last = stopping.after(step) or step == last_step
+        if step % args.log_every == 0 or last:
+            run.train(step, metrics.means(window), lr=lr, grad_norm=grad_norm.item(), data_wait_s=batches.wait_s)
+            window = {}
+            finite.check()
+        with run.paused():
+            if args.check_every and (step % args.check_every == 0 or last):
+                guard.check_replicas(model, step)
+            if step % (args.eval_every or plan.epoch_steps) == 0 or step == last_step:
+                requests = sampler.evaluation_requests(len(validation), pass_size, shard, num_shards)
+                held_out = data.Loader(validation, requests, args.workers, here.device)
+                run.validation(step, validation.figures(metrics.means(evaluate(args, model, held_out, dtype))))
+            if step % (args.save_every or plan.epoch_steps) == 0 or last:
+                saving.save(step, keymap.tensors(model, optimizer), plan.position(step), last)
+        if last:
+            break
+    run.finish(stopping.reason)
+    world.finish()
+
+
+if __name__ == "__main__":
+    main()
