@@ -1,8 +1,8 @@
-"""Draw the loss of every recipe in one picture: `uv run python benchmarks/curves.py` writes docs/curves.png.
+"""Draw the loss of every recipe in one picture: `uv run python -m benchmarks.curves` writes docs/curves.png.
 
-Every recipe trains on the built-in digits from the same seed with the same global batch, in float64, on 1 to
-4 processes (a recipe whose launch.env asks for one process, on one). The lower panel shows what is left
-between them.
+Every recipe trains from the same seed with the same global batch, in float64, on 1 to 4 processes and, where it
+deals the model out, in every way that tests/ranks.py lists for 2 and 4 of them. The lower panels show what is
+left between the curves.
 """
 
 import datetime
@@ -19,30 +19,37 @@ mpl.use("Agg")
 import torch
 from matplotlib import pyplot as plt
 
-ROOT = Path(__file__).resolve().parent.parent
-STEPS, BATCH = 48, 120  # 120 divides by 1, 2, 3 and 4
+from tests import ranks
+from tests.ranks import ROOT, Layout
+
+STEPS, BATCH = 48, 120  # 120 divides by 1, 2, 3 and 4, and into microbatches for as many stages
+# One pass a step: BatchNorm sees the same samples on any number of ranks. The second model is small: it runs often.
+WORKLOADS = {
+    "resnet": ("ResNet-18 on digits", ()),
+    "gpt": ("GPT on Python's own text", ("--num-layers", "9", "--width", "64", "--seq-len", "32", "--lr", "0.004")),
+}
 
 
-def runs() -> list[tuple[str, int]]:
-    """Every recipe with the numbers of processes it runs on."""
-    found = []
-    for path in sorted(ROOT.glob("recipes/*/train.py")):
-        env = path.with_name("launch.env")
-        single = env.exists() and "NPROC_PER_NODE=1" in env.read_text()
-        found += [(path.parent.name, size) for size in ((1,) if single else (1, 2, 3, 4))]
-    return sorted(found, key=lambda run: run[1])
+def layouts(workload: str) -> list[Layout]:
+    """What to run, first what the others are compared with: a recipe that has no base of the same workload, alone."""
+    recipes = [recipe for recipe in ranks.RECIPES if ranks.workload(recipe) == workload]
+    found = [layout for recipe in recipes for layout in ranks.layouts(recipe)]
+    found = [layout for layout in found if "--pp" not in layout.flags or layout.size in (2, 4)]
+    return sorted(found, key=lambda layout: (layout.size, layout.recipe))
 
 
-def losses(recipe: str, processes: int, out: Path) -> list[float]:
+def losses(layout: Layout, out: Path) -> list[float]:
     """Train for real, through the launcher; loss of each step."""
-    name = f"{recipe}-{processes}"
-    sync_bn = ["--sync-bn"] if "sync_bn" in (ROOT / "recipes" / recipe / "train.py").read_text() else []
-    flags = ["--max-steps", str(STEPS), "--global-batch-size", str(BATCH), "--dtype", "float64", "--log-every", "1"]
-    flags += ["--micro-batch-size", "0"]  # one pass a step: BatchNorm sees the same samples on any number of ranks
-    command = ["bash", str(ROOT / "launch/torchrun.sh"), f"recipes/{recipe}", *flags, *sync_bn]
-    command += ["--eval-every", str(STEPS), "--save-every", str(STEPS), "--out", str(out), "--name", name]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"NPROC_PER_NODE": str(processes)})
-    records = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
+    _, model = WORKLOADS[ranks.workload(layout.recipe)]
+    sync_bn = ["--sync-bn"] if "sync_bn" in ranks.source(layout.recipe) else []
+    flags = ["--max-steps", str(STEPS), "--global-batch-size", str(BATCH), "--lr-reference-batch", str(BATCH)]
+    flags += ["--dtype", "float64", "--log-every", "1", "--micro-batch-size", "0", *layout.flags, *model, *sync_bn]
+    command = ["bash", str(ROOT / "launch/torchrun.sh"), f"recipes/{layout.recipe}", *flags]
+    command += ["--eval-every", str(10 * STEPS), "--save-every", str(STEPS), "--out", str(out), "--name", str(layout)]
+    subprocess.run(
+        command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"NPROC_PER_NODE": str(layout.size)}
+    )
+    records = [json.loads(line) for line in (out / str(layout) / "metrics.jsonl").read_text().splitlines()]
     return [record["train/loss"] for record in records if "train/loss" in record]
 
 
@@ -54,39 +61,50 @@ def cpu_name() -> str:
     return platform.processor()
 
 
-def main() -> None:
-    """Train, compare, draw."""
-    with tempfile.TemporaryDirectory() as folder:
-        curves = {run: losses(*run, Path(folder)) for run in runs()}
-    (first, baseline), *others = curves.items()
+def draw(top: plt.Axes, bottom: plt.Axes, title: str, curves: dict[Layout, list[float]]) -> None:
+    """Curves above, and below their relative difference to the first one."""
     steps = range(1, STEPS + 1)
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(8, 5.4), sharex=True, height_ratios=[3, 1.4], layout="constrained"
-    )
-    for i, ((recipe, processes), values) in enumerate(curves.items()):
+    recipes = list(dict.fromkeys(layout.recipe for layout in curves))
+    (first, baseline), *_ = curves.items()
+    for i, (layout, values) in enumerate(curves.items()):
+        color = f"C{recipes.index(layout.recipe)}"
         # The first lines are broad and the later ones narrow, so that all show where they lie on each other.
         width = 9 - 8 * i / max(1, len(curves) - 1)
-        label = f"{recipe}, {processes} process{'es' * (processes > 1)}"
-        top.plot(steps, values, linewidth=width, label=label, solid_capstyle="round")
-    top.set_ylabel("training loss")
-    top.legend(frameon=False)
-    for i, ((_, _), values) in enumerate(others, start=1):
+        label = None if layout.recipe in {other.recipe for other in list(curves)[:i]} else layout.recipe
+        top.plot(steps, values, linewidth=width, color=color, label=label, solid_capstyle="round")
         difference = [max(abs(a - b) / b, 1e-17) for a, b in zip(values, baseline, strict=True)]
-        bottom.semilogy(steps, difference, ".", markersize=4, color=f"C{i}")
+        bottom.semilogy(steps, difference, ".", markersize=3, color=color)
+    top.legend(frameon=False, title=f"{len(curves)} runs, on {first.size} to {max(x.size for x in curves)} processes")
+    top.set_title(title)
     bottom.axhline(1e-9, color="black", linewidth=0.8, linestyle="--")
     bottom.annotate("1e-9, the tolerance of the tests", (1, 1.6e-9), fontsize=8)
     bottom.set_ylim(1e-17, 1e-7)
-    bottom.set_ylabel(f"relative to\n{first[0]}")
-    bottom.set_xlabel(
-        f"step (ResNet-18 on digits, float64, batch {BATCH})\n"
-        f"{cpu_name()}, {os.cpu_count()} cores, gloo, torch {torch.__version__}, {datetime.date.today()}",
-        fontsize=9,
-    )
+    bottom.set_xlabel("step")
     for axes in (top, bottom):
         axes.spines[["top", "right"]].set_visible(False)
+
+
+def main() -> None:
+    """Train, compare, draw."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = {name: {one: losses(one, Path(folder)) for one in layouts(name)} for name in WORKLOADS}
+    figure, panels = plt.subplots(
+        2, len(WORKLOADS), figsize=(11, 5.4), sharex=True, height_ratios=[3, 1.4], layout="constrained"
+    )
+    for i, (name, curves) in enumerate(found.items()):
+        draw(panels[0, i], panels[1, i], WORKLOADS[name][0], curves)
+    panels[0, 0].set_ylabel("training loss")
+    panels[1, 0].set_ylabel("relative to the\nfirst of them")
+    figure.suptitle(
+        f"float64, batch {BATCH}; {cpu_name()}, {os.cpu_count()} cores, gloo, torch {torch.__version__}, "
+        f"{datetime.date.today()}",
+        fontsize=9,
+    )
     figure.savefig(ROOT / "docs/curves.png", dpi=150)
-    worst = max(abs(a - b) / b for _, values in others for a, b in zip(values, baseline, strict=True))
-    print(f"{len(curves)} runs of {STEPS} steps, largest relative difference of a loss: {worst:.1e}")
+    for name, curves in found.items():
+        (_, baseline), *others = curves.items()
+        worst = max(abs(a - b) / b for _, values in others for a, b in zip(values, baseline, strict=True))
+        print(f"{name}: {len(curves)} runs of {STEPS} steps, largest relative difference of a loss: {worst:.1e}")
 
 
 if __name__ == "__main__":

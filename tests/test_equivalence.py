@@ -172,26 +172,60 @@ def test_default_model(recipe: str, plain: dict, small_digits: Path, tmp_path: P
     assert worst(found[1], norms, steps=4) < 1e-2  # its roundings grow through 18 layers; the mutants are far beyond
 
 
-MUTANTS = {
-    "gradients are never reduced": {
-        "return contextlib.nullcontext() if last else model.no_sync()": "return model.no_sync()"
-    },
-    "the mean is taken over the rank's own samples": {
-        "(num_shards / batch.step_samples)": "(1 / batch.step_samples)",
-    },
-    "every rank reads the next rank's samples too": {
-        'return mesh.get_local_rank("dp"), mesh.size()': "return 0, mesh.size()",
-    },
-    "BatchNorm sees the rank's own samples": {"if args.sync_bn:": "if not args.sync_bn:"},
+# Recipe, ranks, flags, and the defect.
+MUTANTS: dict[str, tuple[str, int, tuple[str, ...], dict[str, str]]] = {
+    "gradients are never reduced": (
+        *("ddp_resnet", 2, ()),
+        {"return contextlib.nullcontext() if last else model.no_sync()": "return model.no_sync()"},
+    ),
+    "the mean is taken over the rank's own samples": (
+        *("ddp_resnet", 2, ()),
+        {"(num_shards / batch.step_samples)": "(1 / batch.step_samples)"},
+    ),
+    "every rank reads the next rank's samples too": (
+        *("ddp_resnet", 2, ()),
+        {'return mesh.get_local_rank("dp"), mesh.size()': "return 0, mesh.size()"},
+    ),
+    "BatchNorm sees the rank's own samples": ("ddp_resnet", 2, (), {"if args.sync_bn:": "if not args.sync_bn:"}),
+    "accumulated passes are divided by their number again": (
+        *("fsdp_gpt", 2, ()),
+        {"(num_shards / batch.step_samples)": "(num_shards / batch.step_samples / 2)"},
+    ),
+    "the groups of HSDP train apart": (
+        *("fsdp_gpt", 4, ("--dp-replicate", "2")),
+        {'mesh["dp_replicate", "dp_shard"] if args.dp_replicate > 1 else mesh["dp_shard"]': 'mesh["dp_shard"]'},
+    ),
+    "ranks that share the matrices read different samples": (
+        *("tensor_gpt", 2, ("--tp", "2")),
+        {'return mesh.get_local_rank("dp"), mesh["dp"].size()': "return mesh.get_rank(), mesh.size()"},
+    ),
+    "pipelines train apart": (
+        *("pipeline_gpt", 2, ("--pp", "1")),
+        {"async_op=True) for gradient in gradients]": "async_op=True) for gradient in []]"},
+    ),
+    "each stage clips by its own norm": (
+        *("pipeline_gpt", 2, ("--pp", "2")),
+        {'    dist.all_reduce(square, group=model.mesh.get_group("pp"))\n': ""},
+    ),
+    "the two gradients of a tied embedding are not summed": (
+        *("pipeline_gpt", 2, ("--pp", "2", "--tied")),
+        {"    if model.tied_group:\n": "    if False:\n"},
+    ),
+    "a tied embedding counts twice in the norm": (
+        *("pipeline_gpt", 2, ("--pp", "2", "--tied")),
+        {"if p is not again]": "]"},
+    ),
 }
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutant_fails(mutant: str, plain: dict, small_digits: Path, tmp_path: Path) -> None:
+def test_mutant_fails(mutant: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
     """The proof above can fail: each of these defects is far outside the looser tolerance."""
-    losses, norms = plain_curve(plain, "ddp_resnet", "float32", small_digits)
-    path = ranks.mutate("ddp_resnet", tmp_path, MUTANTS[mutant])
-    flags = ("--data", str(small_digits), "--dtype", "float32", "--stop-after", "4", "--check-every", "0")
-    found = curves(path, 2, tmp_path, *flags)
+    recipe, size, how, defect = MUTANTS[mutant]
+    folder = small_data[ranks.workload(recipe)]
+    losses, norms = plain_curve(plain, recipe, "float32", folder, *([(), True] if "--tied" in how else []))
+    layout = ranks.Layout(recipe, size, how, ranks.layout(recipe, size).shards if "--pp" in how else size)
+    flags = ("--data", str(folder), "--dtype", "float32", "--stop-after", "4", "--check-every", "0")
+    found = curves(layout, tmp_path, *flags, mutant=ranks.mutate(recipe, tmp_path, defect))
     # Clipping hides a gradient that is only scaled from the losses, not from its norm.
     assert max(worst(found[0], losses, steps=4), worst(found[1], norms, steps=4)) > 1e-3
