@@ -157,8 +157,9 @@ def test_float64(layout: ranks.Layout, tied: tuple, plain: dict, small_data: dic
 @pytest.mark.parametrize("recipe", ranks.RECIPES)
 def test_float32(recipe: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
     folder = small_data[ranks.workload(recipe)]
-    losses, _ = plain_curve(plain, recipe, "float32", folder)
-    found = curves(ranks.layout(recipe, 2), tmp_path, "--data", str(folder), "--dtype", "float32")
+    layout = ranks.layout(recipe, 2)
+    losses, _ = plain_curve(plain, recipe, "float32", folder, *([layout.sizes] if layout.sizes else []))
+    found = curves(layout, tmp_path, "--data", str(folder), "--dtype", "float32")
     assert worst(found[0], losses) < 1e-4
 
 

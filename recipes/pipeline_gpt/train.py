@@ -228,7 +228,7 @@ def train_step(
     # are synchronised, so each shard's part counts num_shards times.
     model.scale = num_shards / passes[0].step_samples
     losses: list[torch.Tensor] = []  # of each microbatch, where the last stage is
-    model.schedule.step(inputs, target=targets, losses=losses, return_outputs=False)
+    model.schedule.step(*([inputs] if model.ends[0] else []), target=targets, losses=losses, return_outputs=False)
     sync_gradients(model)
     grad_norm = clip_gradients(args, model)
     finite.judge(grad_norm)
