@@ -120,13 +120,14 @@ SCHEDULES: dict[str, Any] = {
     "gpipe": schedules.ScheduleGPipe,  # all forward, then all backward: Huang et al. 2019, arxiv.org/abs/1811.06965
     "1f1b": schedules.Schedule1F1B,  # backward as soon as possible, to keep less: PipeDream, arxiv.org/abs/1806.03377
     "interleaved": schedules.ScheduleInterleaved1F1B,  # two stages a rank, half the bubble: arxiv.org/abs/2104.04473
-    "zero-bubble": schedules.ScheduleZBVZeroBubble,  # weights' gradients fill the bubble: arxiv.org/abs/2401.10241
+    "zero-bubble": schedules.ScheduleInterleavedZeroBubble,  # weights' gradients fill it: arxiv.org/abs/2401.10241
 }
+TWO_STAGES = ("interleaved", "zero-bubble")  # on each rank, far apart in depth, so that the last ones begin sooner
 
 
 def make_mesh(args: Args, here: world.World) -> DeviceMesh:
     """The ranks and their axes: pipelines, by ranks of a pipeline."""
-    num_stages = args.pp * (2 if args.schedule in ("interleaved", "zero-bubble") else 1)
+    num_stages = args.pp * (1 + (args.schedule in TWO_STAGES))
     if args.num_layers < num_stages:
         raise UserError(f"--num-layers {args.num_layers} cannot fill the {num_stages} stages of {args.schedule}")
     if here.size % args.pp:
@@ -156,21 +157,19 @@ def make_stage(model: Any, stage: int, num_stages: int) -> Any:
 
 def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Put this rank's layers of the plain model on its device and under the strategy."""
-    there, back = list(range(args.pp)), list(reversed(range(args.pp)))
+    group, num_stages = mesh.get_group("pp"), args.pp * (1 + (args.schedule in TWO_STAGES))
     pipeline: Any = nn.Module()
     pipeline.mesh, pipeline.stages, pipeline.tied_group = mesh, nn.ModuleDict(), None
-    pipeline.owners = there + {"interleaved": there, "zero-bubble": back}.get(args.schedule, [])  # rank of each stage
-    num_stages, group = len(pipeline.owners), mesh.get_group("pp")
-    for i in [i for i, owner in enumerate(pipeline.owners) if owner == group.rank()]:
+    for i in range(group.rank(), num_stages, args.pp):
         part = initial.place(make_stage(model, i, num_stages), args.seed, device, precision.storage(dtype))
         part.forward = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)(part.forward)
         pipeline.stages[str(i)] = part
     parts = dict(pipeline.stages.items())
     pipeline.compile = lambda: [part.compile() for part in parts.values()]
     pipeline.ends = parts.get("0"), parts.get(str(num_stages - 1))  # first and last stage, or None
-    if args.tied and pipeline.owners[0] != pipeline.owners[-1]:  # two ranks have the embedding
+    if args.tied and args.pp > 1:  # two ranks have the embedding
         pipeline.tied_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh[:, [0, -1]].tolist())
-    elif args.tied and all(pipeline.ends):
+    elif args.tied:
         pipeline.ends[1].embed = pipeline.ends[0].embed
     pipeline.samples = args.global_batch_size // mesh["dp"].size()
     rows = pipeline.samples if args.schedule == "naive" else args.micro_batch_size or pipeline.samples // args.pp
@@ -196,7 +195,7 @@ def sync_gradients(model: Any) -> None:
 
 def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     """Clip to the global gradient norm, (), and return it: over all stages, a tied embedding counts once."""
-    again = model.ends[1].embed.weight if model.tied_group and not model.ends[0] else None
+    again = model.ends[1].embed.weight if model.tied_group and model.ends[1] else None
     square = nn.utils.get_total_norm([p.grad for p in model.parameters() if p is not again]).square()
     dist.all_reduce(square, group=model.mesh.get_group("pp"))
     nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm or float("inf"), square.sqrt())
@@ -242,17 +241,17 @@ def train_step(
 def evaluate(args: Args, model: Any, batches: data.Loader, dtype: torch.dtype) -> metrics.Sums:
     """This rank's sums over its part of the validation split: only those of the last stage are not 0."""
     model.eval()
-    group, owners = model.mesh.get_group("pp"), model.owners
+    group, last = model.mesh.get_group("pp"), args.pp * (1 + (args.schedule in TWO_STAGES)) - 1
     sums: metrics.Sums = {}
     for batch in batches:
         x = batch.inputs
         for i, part in ((int(name), part) for name, part in model.stages.items()):
-            if i > 0 and owners[i - 1] != owners[i]:
+            if i > 0 and args.pp > 1:
                 x = torch.empty(*batch.inputs.shape, args.width, dtype=precision.storage(dtype), device=x.device)
-                dist.recv(x, group=group, group_src=owners[i - 1])
+                dist.recv(x, group=group, group_src=(i - 1) % args.pp)
             x = part(x)
-            if i + 1 < len(owners) and owners[i + 1] != owners[i]:
-                dist.send(x, group=group, group_dst=owners[i + 1])
+            if i < last and args.pp > 1:
+                dist.send(x, group=group, group_dst=(i + 1) % args.pp)
         losses = gpt.sequence_losses(x, batch.targets) if model.ends[1] else x.new_zeros(0)
         sums = metrics.add(sums, {"loss": losses.sum(), "count": torch.full((), len(losses), device=x.device)})
     model.train()
