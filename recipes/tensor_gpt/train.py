@@ -170,11 +170,11 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device, 
     if args.recompute:
         apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, gpt.Block))
     compute = torch.bfloat16 if dtype == torch.bfloat16 else None  # gathered in it; gradients are added up in float32
-    dp = mesh["dp"]
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.storage(dtype))
+    axes = mesh["dp"]
     for block in model.blocks.values():
-        fully_shard(block, mesh=dp, mp_policy=policy, reshard_after_forward=args.reshard_after_forward)
-    fully_shard(model, mesh=dp, mp_policy=policy, reshard_after_forward=False)  # what is left: used first and last
+        fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=args.reshard_after_forward)
+    fully_shard(model, mesh=axes, mp_policy=policy, reshard_after_forward=False)  # what is left: used first and last
     return initial.place(model, args.seed, device, precision.storage(dtype))
 
 
