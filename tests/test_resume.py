@@ -6,7 +6,7 @@ Between the many layouts of a language model: tests/test_layouts.py.
 import functools
 import shutil
 from collections.abc import Callable
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
@@ -99,28 +99,25 @@ def test_other_ranks(recipe: str, whole: Whole, tiny: Tiny, tmp_path: Path) -> N
     assert parts["train/grad_norm"] == pytest.approx(curves["train/grad_norm"], rel=1e-9)
 
 
-PAIRS = list(permutations([name for name in ranks.RECIPES if ranks.workload(name) == "resnet"], 2))
-
-
-@pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_there_and_back(first: str, second: str, whole: Whole, tiny: Tiny, tmp_path: Path) -> None:
-    """From one recipe to another and back through --resume, optimizer, schedule and position included."""
-
-    def leg(recipe: str, out: str, *more: str) -> Curves:
+def test_there_and_back(tiny: Tiny, tmp_path: Path) -> None:
+    """One training through the image recipes, from each to each, by --resume: optimizer, schedule, position and all."""
+    recipes = [name for name in ranks.RECIPES if ranks.workload(name) == "resnet"]
+    # Of 0, 1 and 2: 0 1 0 2 1 2 0.
+    path = [name for i, one in enumerate(recipes) for other in recipes[i + 1 :] for name in (one, other)] + recipes[:1]
+    assert set(pairwise(path)) == set(permutations(recipes, 2))
+    flags = ("--dtype", "float64", "--max-steps", str(len(path)))
+    whole = run(path[0], 1, tmp_path / "whole", tiny, *flags)
+    joined: Curves = {tag: {} for tag in whole}
+    for step, recipe in enumerate(path, start=1):
+        # From a run's folder, or from one of its checkpoints.
+        before = (tmp_path / str(step - 1)) / ("" if step % 2 else f"checkpoints/step_{step - 1:08d}")
+        resume = ("--resume", str(before)) if step > 1 else ()
         world_size = ranks.world_sizes(recipe, most=2)[-1]
-        return run(recipe, world_size, tmp_path / out, tiny, "--dtype", "float64", *more)
-
-    _, curves = whole(first, ranks.world_sizes(first, most=2)[-1], "float64")
-    legs = [
-        leg(first, "one", "--stop-after", "3"),
-        leg(second, "two", "--resume", str(tmp_path / "one"), "--stop-after", "5"),
-        leg(first, "three", "--resume", str(tmp_path / "two/checkpoints/step_00000005")),
-    ]
-    for tag, values in curves.items():
-        if tag == "val/loss":
-            continue  # each leg ends with an evaluation
-        joined = {step: value for part in legs for step, value in part[tag].items()}
-        assert joined == pytest.approx(values, rel=1e-9)
+        leg = run(recipe, world_size, tmp_path / str(step), tiny, *flags, *resume, "--stop-after", str(step))
+        joined = {tag: joined[tag] | leg[tag] for tag in joined}
+    joined["val/loss"] = {len(path): joined["val/loss"][len(path)]}  # each leg ends with an evaluation
+    for tag, values in whole.items():
+        assert joined[tag] == pytest.approx(values, rel=1e-9), tag
 
 
 MUTANTS = {
