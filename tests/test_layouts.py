@@ -209,7 +209,7 @@ LOAD = "checkpoint.load(source, keymap.tensors(model, optimizer))"
 MUTANTS = {
     "two layers are swapped": (
         *(FSDP, LOAD),
-        "checkpoint.load(source, {name.translate({48: 49, 49: 48}): t "
+        "checkpoint.load(source, {name.translate(str.maketrans('01', '10')): t "
         "for name, t in keymap.tensors(model, optimizer).items()})",
     ),
     "the optimizer's state is not loaded": (FSDP, LOAD, "checkpoint.load(source, keymap.model_tensors(model))"),
