@@ -1,9 +1,12 @@
-"""A run that is handed on, to the same ranks, to others, or to another recipe, is the uninterrupted run."""
+"""A run that is handed on, to the same ranks, to others, or to another recipe, is the uninterrupted run.
+
+Between the many layouts of a language model: tests/test_layouts.py.
+"""
 
 import functools
 import shutil
 from collections.abc import Callable
-from itertools import permutations
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests import ranks
-from tests.conftest import write_parquet
+from tests.conftest import write_parquet, write_text
 
-# 101 images in batches of 40: epochs end within steps 3 and 6. A pass is 20 images over all ranks.
+# 101 samples in batches of 40: epochs end within steps 3 and 6. A pass is 20 of them over all ranks.
 STEPS, PASS = 6, 20
 FLAGS = [
     *("--max-steps", str(STEPS), "--global-batch-size", "40", "--warmup-steps", "2"),
@@ -21,9 +24,14 @@ FLAGS = [
 ]
 
 
+Tiny = dict[str, Path]
+
+
 @pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_parquet(tmp_path_factory.mktemp("data") / "tiny", 101, 12)
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """A set for each workload."""
+    folder = tmp_path_factory.mktemp("data")
+    return {"resnet": write_parquet(folder / "images", 101, 12), "gpt": write_text(folder / "text", 101, 12)}
 
 
 Curves = dict[str, dict[int, float]]
@@ -31,28 +39,27 @@ Whole = Callable[[str, int, str], tuple[Path, Curves]]
 
 
 @pytest.fixture(scope="module")
-def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """Uninterrupted runs by recipe, number of ranks and type, each made once: to be read only."""
 
     @functools.cache
     def make(recipe: str, world_size: int, dtype: str) -> tuple[Path, Curves]:
         out = tmp_path_factory.mktemp("whole") / "run"
-        return out, run(recipe, world_size, out, images, "--dtype", dtype)
+        return out, run(recipe, world_size, out, tiny, "--dtype", dtype)
 
     return make
 
 
-WORKLOADS = {recipe: recipe.rpartition("_")[2] for recipe in ranks.RECIPES}
-
-
-def run(recipe: str | Path, world_size: int, out: Path, data: Path, *flags: str) -> Curves:
+def run(recipe: str | Path, world_size: int, out: Path, tiny: Tiny, *flags: str) -> Curves:
     """Run until it leaves; the curves recorded so far."""
     name = recipe if isinstance(recipe, str) else recipe.parent.name
     # Over different ranks the numbers are the same only if BatchNorm sees the same samples.
     sync = ["--sync-bn"] if "sync_bn" in ranks.source(name) and "float64" in flags else []
-    where = ("--data", str(data), "--out", str(out.parent), "--name", out.name)
-    micro = ("--micro-batch-size", str(PASS // world_size))
-    result = ranks.run_recipe(recipe, world_size, *FLAGS, *ranks.small(name), *sync, *where, *micro, *flags)
+    where = ("--data", str(tiny[ranks.workload(name)]), "--out", str(out.parent), "--name", out.name)
+    layout = ranks.layout(name, world_size)
+    depth = ("--num-layers", "5") if "--pp" in layout.flags else ()  # the same for any number of stages
+    how = (*ranks.small(name), *layout.flags, *depth, *layout.passes(PASS))
+    result = ranks.run_recipe(recipe, world_size, *FLAGS, *how, *sync, *where, *flags)
     assert result.ok, str(result)
     return {tag: ranks.records(out, tag) for tag in ("train/loss", "train/grad_norm", "train/lr", "val/loss")}
 
@@ -69,11 +76,11 @@ def same_tensors(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.parametrize("recipe", ranks.RECIPES)
-def test_same_ranks_bitwise(recipe: str, whole: Whole, images: Path, tmp_path: Path) -> None:
+def test_same_ranks_bitwise(recipe: str, whole: Whole, tiny: Tiny, tmp_path: Path) -> None:
     world_size = ranks.world_sizes(recipe, most=2)[-1]
     out, curves = whole(recipe, world_size, "float32")
     for stop in ("2", "4", "0"):
-        parts = run(recipe, world_size, tmp_path / "parts", images, "--dtype", "float32", "--stop-after", stop)
+        parts = run(recipe, world_size, tmp_path / "parts", tiny, "--dtype", "float32", "--stop-after", stop)
     # The parts were evaluated at each stop, too; running statistics of BatchNorm are included.
     parts["val/loss"] = {STEPS: parts["val/loss"][STEPS]}
     assert parts == curves
@@ -82,38 +89,35 @@ def test_same_ranks_bitwise(recipe: str, whole: Whole, images: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("recipe", [name for name in ranks.RECIPES if len(ranks.world_sizes(name)) > 1])
-def test_other_ranks(recipe: str, whole: Whole, images: Path, tmp_path: Path) -> None:
+def test_other_ranks(recipe: str, whole: Whole, tiny: Tiny, tmp_path: Path) -> None:
     flags = ("--dtype", "float64")
     _, curves = whole(recipe, 2, "float64")
-    run(recipe, 2, tmp_path / "parts", images, *flags, "--stop-after", "3")
-    run(recipe, 1, tmp_path / "parts", images, *flags, "--stop-after", "5")
-    parts = run(recipe, 4, tmp_path / "parts", images, *flags)
+    run(recipe, 2, tmp_path / "parts", tiny, *flags, "--stop-after", "3")
+    run(recipe, 1, tmp_path / "parts", tiny, *flags, "--stop-after", "5")
+    parts = run(recipe, 4, tmp_path / "parts", tiny, *flags)
     assert parts["train/loss"] == pytest.approx(curves["train/loss"], rel=1e-9)
     assert parts["train/grad_norm"] == pytest.approx(curves["train/grad_norm"], rel=1e-9)
 
 
-PAIRS = [pair for pair in permutations(ranks.RECIPES, 2) if WORKLOADS[pair[0]] == WORKLOADS[pair[1]]]
-
-
-@pytest.mark.parametrize(("first", "second"), PAIRS)
-def test_there_and_back(first: str, second: str, whole: Whole, images: Path, tmp_path: Path) -> None:
-    """From one recipe to another and back through --resume, optimizer, schedule and position included."""
-
-    def leg(recipe: str, out: str, *more: str) -> Curves:
+def test_there_and_back(tiny: Tiny, tmp_path: Path) -> None:
+    """One training through the image recipes, from each to each, by --resume: optimizer, schedule, position and all."""
+    recipes = [name for name in ranks.RECIPES if ranks.workload(name) == "resnet"]
+    # Of 0, 1 and 2: 0 1 0 2 1 2 0.
+    path = [name for i, one in enumerate(recipes) for other in recipes[i + 1 :] for name in (one, other)] + recipes[:1]
+    assert set(pairwise(path)) == set(permutations(recipes, 2))
+    flags = ("--dtype", "float64", "--max-steps", str(len(path)))
+    whole = run(path[0], 1, tmp_path / "whole", tiny, *flags)
+    joined: Curves = {tag: {} for tag in whole}
+    for step, recipe in enumerate(path, start=1):
+        # From a run's folder, or from one of its checkpoints.
+        before = (tmp_path / str(step - 1)) / ("" if step % 2 else f"checkpoints/step_{step - 1:08d}")
+        resume = ("--resume", str(before)) if step > 1 else ()
         world_size = ranks.world_sizes(recipe, most=2)[-1]
-        return run(recipe, world_size, tmp_path / out, images, "--dtype", "float64", *more)
-
-    _, curves = whole(first, ranks.world_sizes(first, most=2)[-1], "float64")
-    legs = [
-        leg(first, "one", "--stop-after", "3"),
-        leg(second, "two", "--resume", str(tmp_path / "one"), "--stop-after", "5"),
-        leg(first, "three", "--resume", str(tmp_path / "two/checkpoints/step_00000005")),
-    ]
-    for tag, values in curves.items():
-        if tag == "val/loss":
-            continue  # each leg ends with an evaluation
-        joined = {step: value for part in legs for step, value in part[tag].items()}
-        assert joined == pytest.approx(values, rel=1e-9)
+        leg = run(recipe, world_size, tmp_path / str(step), tiny, *flags, *resume, "--stop-after", str(step))
+        joined = {tag: joined[tag] | leg[tag] for tag in joined}
+    joined["val/loss"] = {len(path): joined["val/loss"][len(path)]}  # each leg ends with an evaluation
+    for tag, values in whole.items():
+        assert joined[tag] == pytest.approx(values, rel=1e-9), tag
 
 
 MUTANTS = {
@@ -126,18 +130,18 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutant_fails(mutant: str, whole: Whole, images: Path, tmp_path: Path) -> None:
+def test_mutant_fails(mutant: str, whole: Whole, tiny: Tiny, tmp_path: Path) -> None:
     path = ranks.mutate("ddp_resnet", tmp_path, MUTANTS[mutant])
     _, curves = whole("ddp_resnet", 1, "float32")
     for stop in ("2", "4"):
-        parts = run(path, 1, tmp_path / "parts", images, "--dtype", "float32", "--stop-after", stop)
+        parts = run(path, 1, tmp_path / "parts", tiny, "--dtype", "float32", "--stop-after", stop)
     assert parts["train/loss"][2] == curves["train/loss"][2]
     assert parts["train/loss"][4] != pytest.approx(curves["train/loss"][4], rel=1e-5)
 
 
-def test_finished_run_stays_as_it_is(whole: Whole, images: Path, tmp_path: Path) -> None:
+def test_finished_run_stays_as_it_is(whole: Whole, tiny: Tiny, tmp_path: Path) -> None:
     out, curves = whole("ddp_resnet", 1, "float32")
     shutil.copytree(out, tmp_path / "run")
     files = {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/checkpoints/*/*")}
-    assert run("ddp_resnet", 1, tmp_path / "run", images, "--dtype", "float32") == curves
+    assert run("ddp_resnet", 1, tmp_path / "run", tiny, "--dtype", "float32") == curves
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/checkpoints/*/*")} == files

@@ -1,0 +1,138 @@
+"""Several runs of recipes in a row in the same processes, and a note of what their ranks held when.
+
+A new process pays most of what it costs in its first steps. Each leg here joins a group of its own, on a port of its
+own, runs the recipe's file anew as __main__, and leaves the group again; what one hands to the next is on the disk.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import ranks
+
+PATIENCE_S = 200.0  # for rank 0 to come to the next leg
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One run: of which train.py, on how many ranks, with which flags, and the folder for notes of what they held."""
+
+    recipe: Path
+    size: int
+    flags: tuple[str, ...]
+    notes: Path
+
+
+def run(legs: Sequence[Leg], folder: Path, timeout_s: float) -> ranks.Result:
+    """Run all of them, one after the other; a rank that a leg does not need waits for the next."""
+    for leg in legs:
+        leg.notes.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    args = [(rank, list(legs), folder) for rank in range(max(leg.size for leg in legs))]
+    return ranks.spawn(_walk, args, timeout_s)
+
+
+def _walk(rank: int, legs: list[Leg], folder: Path) -> None:
+    from common import metrics
+
+    # Half of a short leg's time, for a figure that nobody reads here: once is enough.
+    metrics.count_flops, metrics.peak_flops = _once(metrics.count_flops), _once(metrics.peak_flops)
+    outputs = [os.dup(1), os.dup(2)]
+    for number, leg in enumerate(legs):
+        if rank >= leg.size:
+            continue
+        print(f"leg {number}: {leg.recipe.parent.name} on {leg.size}", flush=True)
+        os.environ |= {
+            "WORLD_SIZE": str(leg.size),
+            "LOCAL_WORLD_SIZE": str(leg.size),
+            "MASTER_PORT": _agree_on_port(rank, folder / f"port-{number}"),
+        }
+        sys.argv = [str(leg.recipe), *leg.flags]
+        with _noted(leg.notes, rank):
+            runpy.run_path(str(leg.recipe), run_name="__main__")
+        for i, output in enumerate(outputs, start=1):  # ranks other than 0 write to the run's folder
+            os.dup2(output, i)
+
+
+def _once(measure: Callable[..., float]) -> Callable[..., float]:
+    """A function that gives its first answer for ever."""
+    answers: list[float] = []
+
+    def answer(*args: Any) -> float:
+        if not answers:
+            answers.append(measure(*args))
+        return answers[0]
+
+    return answer
+
+
+def _agree_on_port(rank: int, file: Path) -> str:
+    """A port that is free now: rank 0 chooses it, the others wait for its file."""
+    if rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            file.with_suffix(".tmp").write_text(str(probe.getsockname()[1]))
+        file.with_suffix(".tmp").rename(file)
+    deadline = time.monotonic() + PATIENCE_S
+    while not file.exists():
+        assert time.monotonic() < deadline, f"rank 0 does not come to {file.name}"
+        time.sleep(0.01)
+    return file.read_text()
+
+
+@contextlib.contextmanager
+def _noted(notes: Path, rank: int) -> Iterator[None]:
+    """Note all that this rank holds of model and optimizer, before the first step and whenever the run saves."""
+    from common import guard, saver
+
+    begin, save = guard.FiniteGuard.__init__, saver.Saver.save
+    holds: list[Any] = []
+
+    def noting_begin(self: guard.FiniteGuard, model: Any, optimizer: Any, *more: Any) -> None:
+        begin(self, model, optimizer, *more)
+        holds[:] = model, optimizer
+        _note(notes / f"begin-{rank}.json", *holds)
+
+    def noting_save(self: saver.Saver, *what: Any) -> None:
+        _note(notes / f"end-{rank}.json", *holds)
+        save(self, *what)
+
+    guard.FiniteGuard.__init__, saver.Saver.save = noting_begin, noting_save
+    try:
+        yield
+    finally:
+        guard.FiniteGuard.__init__, saver.Saver.save = begin, save
+
+
+def _note(file: Path, model: Any, optimizer: Any) -> None:
+    """Write a digest of each tensor, put together from the parts of all ranks that share it (all of them take part)."""
+    from common import keymap
+
+    digests = {}
+    for name, tensor in keymap.tensors(model, optimizer).items():
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        content = whole.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        digests[name] = f"{whole.dtype} {list(whole.shape)} {hashlib.sha256(content).hexdigest()}"
+    file.write_text(json.dumps(digests))
+
+
+def held(notes: Path, when: str) -> dict[str, set[str]]:
+    """Name of each tensor that a rank held at the "begin" or the "end" of a leg, to its digests: one, if all agree."""
+    found: dict[str, set[str]] = {}
+    files = sorted(notes.glob(f"{when}-*.json"))
+    assert files, f"no rank has noted what it held at the {when}"
+    for file in files:
+        for name, digest in json.loads(file.read_text()).items():
+            found.setdefault(name, set()).add(digest)
+    return found

@@ -1,0 +1,247 @@
+"""One checkpoint serves any strategy: what one layout saves, another holds bit for bit, and trains on as if alone.
+
+A plain `pytest` takes one training through all layouts; `-m layouts` goes from each to each.
+"""
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import keymap
+from common.models import gpt
+from tests import legs, ranks
+from tests.ranks import Layout
+from tests.test_equivalence import BATCH, FLAGS, RATES, STEPS, plain_gpt_loop
+
+STOP, MORE = 5, 5  # steps until the checkpoint, and after it
+TOLERANCE = 1e-9
+SIZES = (("num_layers", 5),)  # of which four stages get unequal numbers
+
+# Every way to deal out a model, each on two numbers of ranks; nn.DataParallel knows one process only.
+KINDS: dict[str, tuple[Layout, ...]] = {
+    "dp": (Layout("dp_gpt", 1, (), 1),),
+    "ddp": (Layout("ddp_gpt", 2, (), 2), Layout("ddp_gpt", 3, (), 3)),
+    "fsdp": (Layout("fsdp_gpt", 2, (), 2), Layout("fsdp_gpt", 3, (), 3)),
+    "hsdp": (
+        Layout("fsdp_gpt", 4, ("--dp-replicate", "2"), 4),
+        Layout("fsdp_gpt", 2, ("--dp-replicate", "2"), 2),
+    ),
+    "tp": (Layout("tensor_gpt", 2, ("--tp", "2"), 1), Layout("tensor_gpt", 4, ("--tp", "4"), 1)),
+    "tp x fsdp": (Layout("tensor_gpt", 4, ("--tp", "2"), 2), Layout("tensor_gpt", 3, ("--tp", "1"), 3)),
+    "pp": (
+        Layout("pipeline_gpt", 2, ("--pp", "2", "--schedule", "zero-bubble"), 1),
+        Layout("pipeline_gpt", 4, ("--pp", "4", "--schedule", "1f1b"), 1),
+    ),
+    "pp x dp": (
+        Layout("pipeline_gpt", 4, ("--pp", "2", "--schedule", "interleaved"), 2),
+        Layout("pipeline_gpt", 2, ("--pp", "1", "--schedule", "gpipe"), 2),
+    ),
+}
+LAYOUTS = [layout for kind in KINDS.values() for layout in kind]
+# With a tied embedding, one of each kind: in the first pipeline one rank has both its ends, in the others two have.
+TIED = [KINDS[kind][i] for kind, i in zip(KINDS, (0, 1, 1, 0, 0, 0, 0, 0), strict=True)] + [KINDS["pp"][1]]
+
+
+@pytest.fixture(scope="module")
+def dp_gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe that is not there, as strategies can be exchanged: ddp_gpt with the strategy of dp_resnet."""
+    theirs = ranks.sections(ranks.source("dp_resnet"))[3]
+    strategy = {
+        ranks.sections(ranks.source("ddp_gpt"))[3]: theirs,
+        "import checkpoint,": "import UserError, checkpoint,",
+    }
+    made = ranks.mutate("ddp_gpt", tmp_path_factory.mktemp("recipes"), strategy)
+    folder = made.parent.rename(made.parent.with_name("dp_gpt"))
+    assert "nn.DataParallel(model)" in (folder / "train.py").read_text()
+    return folder / "train.py"
+
+
+Make = Callable[..., legs.Leg]
+
+
+@pytest.fixture(scope="module")
+def leg(dp_gpt: Path, small_text: Path) -> Make:
+    """Makes one leg of a training: with a layout, to a folder."""
+
+    def make(layout: Layout, out: Path, *more: str, tied: bool = False, mutant: Path | None = None) -> legs.Leg:
+        recipe = dp_gpt if layout.recipe == "dp_gpt" else ranks.ROOT / "recipes" / layout.recipe / "train.py"
+        sizes = (*ranks.SMALL["gpt"], "--num-layers", str(dict(SIZES)["num_layers"]), *("--tied" for _ in range(tied)))
+        rate = ("--lr", str(2 * RATES["gpt"]), "--dtype", "float64")
+        where = ("--data", str(small_text), "--out", str(out), "--name", "run")
+        how = (*layout.flags, *layout.passes(BATCH), *where, *more)
+        return legs.Leg(mutant or recipe, layout.size, (*FLAGS, *sizes, *rate, *how), out / "notes")
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain(small_text: Path) -> Callable[[bool], tuple[list[float], list[float]]]:
+    """Losses and gradient norms of the plain loop, whose embedding is tied or not."""
+    return functools.cache(lambda tied: plain_gpt_loop(str(small_text), torch.float64, SIZES, tied))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A training that one layout has begun: where, and the digests of what it held when it saved."""
+
+    run: Path
+    held: dict[str, set[str]]
+
+
+Begin = Callable[..., Source]
+
+
+@pytest.fixture(scope="module")
+def begin(leg: Make, tmp_path_factory: pytest.TempPathFactory) -> Begin:
+    """Begins a training with a layout, once, in processes of its own."""
+
+    @functools.cache
+    def make(layout: Layout, tied: bool = False, *flags: str, mutant: Path | None = None) -> Source:
+        out = tmp_path_factory.mktemp(str(layout))
+        first = leg(layout, out, "--stop-after", str(STOP), *flags, tied=tied, mutant=mutant)
+        result = legs.run([first], out / "ports", timeout_s=100)
+        assert result.ok, str(result)
+        return Source(out / "run", legs.held(first.notes, "end"))
+
+    return make
+
+
+def names(tied: bool) -> set[str]:
+    """What a checkpoint must hold: every tensor of the plain model, and of its optimizer."""
+    with torch.device("meta"):
+        shape = {"num_layers": 3, "num_heads": 4, "width": 40, "mlp_width": 44} | dict(SIZES)
+        weights = list(keymap.model_tensors(gpt.GPT(gpt.Shape(256, **shape, tied=tied))))
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    return {*weights, *(f"{keymap.OPTIMIZER}{name}.{key}" for name in weights for key in keys)}
+
+
+def changed(before: dict[str, set[str]], after: dict[str, set[str]], tied: bool) -> list[str]:
+    """Tensors that are not, bit for bit and on every rank that holds them, what they were on every rank."""
+    every = sorted(names(tied) | before.keys() | after.keys())
+    return [name for name in every if len(before.get(name, ())) != 1 or before[name] != after.get(name)]
+
+
+def worst(out: Path, wanted: tuple[list[float], list[float]], first: int, last: int) -> float:
+    """Largest relative difference of a leg's losses and norms, steps `first` to `last`, from the plain ones."""
+    found = 0.0
+    for tag, values in zip(("train/loss", "train/grad_norm"), wanted, strict=True):
+        curve = ranks.records(out / "run", tag)
+        assert list(curve) == list(range(first, last + 1)), "every step is recorded once"
+        found = max(found, *(abs(curve[step] / values[step - 1] - 1) for step in curve))
+    return found
+
+
+def note(source: Layout, target: Layout, tied: bool, differing: int, difference: float) -> None:
+    """For tests/layouts_table.py."""
+    if "LAYOUTS_RECORD" in os.environ:
+        row = {"source": str(source), "target": str(target), "tied": tied, "changed": differing, "worst": difference}
+        with Path(os.environ["LAYOUTS_RECORD"]).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+MATRIX = [(target, False) for target in LAYOUTS] + [(target, True) for target in TIED]
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(("target", "tied"), [pytest.param(*one, id=f"{one[0]}{'-tied' * one[1]}") for one in MATRIX])
+def test_any_to_any(target: Layout, tied: bool, begin: Begin, leg: Make, plain: Callable, tmp_path: Path) -> None:
+    """What each layout has begun goes on with this one, all in a row in the same processes."""
+    begun = {layout: begin(layout, tied) for layout in (TIED if tied else LAYOUTS)}
+    rows = {
+        layout: leg(
+            target, tmp_path / str(layout), "--resume", str(one.run), "--stop-after", str(STOP + MORE), tied=tied
+        )
+        for layout, one in begun.items()
+    }
+    result = legs.run(list(rows.values()), tmp_path / "ports", timeout_s=250)
+    assert result.ok, str(result)
+    faults = []
+    for layout, one in rows.items():
+        differing = changed(begun[layout].held, legs.held(one.notes, "begin"), tied)
+        difference = worst(tmp_path / str(layout), plain(tied), STOP + 1, STOP + MORE)
+        note(layout, target, tied, len(differing), difference)
+        if differing or not difference < TOLERANCE:
+            faults.append(f"{layout} -> {target}: {difference:.0e} apart, changed: {differing[:5]}")
+    assert not faults, "\n".join(faults)
+
+
+FIRST = [kind[0] for kind in KINDS.values()]
+PIPES = [KINDS["pp"][1], KINDS["tp"][0], KINDS["pp"][0], KINDS["fsdp"][1]]
+
+
+@pytest.mark.parametrize(
+    ("path", "tied"),
+    [
+        pytest.param([*FIRST, FIRST[0]], False, id="each-kind"),
+        pytest.param(PIPES, True, id="tied"),
+        pytest.param([*LAYOUTS, LAYOUTS[0]], False, id="all", marks=pytest.mark.layouts),
+        pytest.param([*TIED, TIED[0]], True, id="all-tied", marks=pytest.mark.layouts),
+    ],
+)
+def test_one_training_through_layouts(
+    path: list[Layout], tied: bool, leg: Make, plain: Callable, tmp_path: Path
+) -> None:
+    """Handed on from layout to layout, a step or two each: each is continued, and continues another."""
+    stops = [STEPS * (i + 1) // len(path) for i in range(len(path))]
+    way: list[legs.Leg] = []
+    for i, (layout, stop) in enumerate(zip(path, stops, strict=True)):
+        before = ("--resume", str(tmp_path / str(i - 1) / "run")) if i else ()
+        way.append(leg(layout, tmp_path / str(i), "--stop-after", str(stop), *before, tied=tied))
+    result = legs.run(way, tmp_path / "ports", timeout_s=200)
+    assert result.ok, str(result)
+    for i, (layout, stop) in enumerate(zip(path, stops, strict=True)):
+        assert worst(tmp_path / str(i), plain(tied), stops[i - 1] + 1 if i else 1, stop) < TOLERANCE, str(layout)
+        if i:
+            end, start = legs.held(way[i - 1].notes, "end"), legs.held(way[i].notes, "begin")
+            assert not changed(end, start, tied), f"{path[i - 1]} -> {layout}"
+            assert changed(start, legs.held(way[i].notes, "end"), tied), "a step changes something"
+
+
+DDP, FSDP, PP = KINDS["ddp"][0], KINDS["fsdp"][0], Layout("pipeline_gpt", 2, ("--pp", "2"), 1)
+LOAD = "checkpoint.load(source, keymap.tensors(model, optimizer))"
+# Who goes on, with which defect; ddp_gpt has begun without one.
+MUTANTS = {
+    "two layers are swapped": (
+        *(FSDP, LOAD),
+        "checkpoint.load(source, {name.translate(str.maketrans('01', '10')): t "
+        "for name, t in keymap.tensors(model, optimizer).items()})",
+    ),
+    "the optimizer's state is not loaded": (FSDP, LOAD, "checkpoint.load(source, keymap.model_tensors(model))"),
+    "a stage counts its layers from its own 0": (
+        *(PP, "nn.ModuleDict({str(i): part.blocks[str(i)]"),
+        "nn.ModuleDict({str(i - first): part.blocks[str(i)]",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_fails(mutant: str, begin: Begin, leg: Make, plain: Callable, tmp_path: Path) -> None:
+    """Each of these defects is seen in the bits, and in what comes of them."""
+    layout, right, wrong = MUTANTS[mutant]
+    path = ranks.mutate(layout.recipe, tmp_path, {right: wrong})
+    last = STOP + MORE
+    # What compares the replicas in a run would see the third as well.
+    how = ("--resume", str(begin(DDP).run), "--stop-after", str(last), "--check-every", "0")
+    one = leg(layout, tmp_path, *how, mutant=path)
+    result = legs.run([one], tmp_path / "ports", timeout_s=100)
+    assert result.ok, str(result)
+    assert changed(begin(DDP).held, legs.held(one.notes, "begin"), False)
+    assert worst(tmp_path, plain(False), STOP + 1, last) > 1e-6
+
+
+def test_drifted_copy_is_seen(begin: Begin, leg: Make, plain: Callable, tmp_path: Path) -> None:
+    """A checkpoint has one embedding. Here the two copies of a tied one have drifted apart before it was saved."""
+    path = ranks.mutate("pipeline_gpt", tmp_path, {"    if model.tied_group:\n": "    if False:\n"})
+    begun = begin(PP, True, "--check-every", "0", mutant=path)
+    last = STOP + MORE
+    one = leg(DDP, tmp_path, "--resume", str(begun.run), "--stop-after", str(last), tied=True)
+    result = legs.run([one], tmp_path / "ports", timeout_s=100)
+    assert result.ok, str(result)
+    assert "embed.weight" in changed(begun.held, legs.held(one.notes, "begin"), True)
+    assert worst(tmp_path, plain(True), STOP + 1, last) > 1e-6
