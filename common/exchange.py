@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from common import UserError, checkpoint, keymap, manifest
 
 Source = Annotated[Path, tyro.conf.Positional]
+Tensors = dict[str, torch.Tensor]
 
 
 def inspect(path: Source) -> None:
@@ -50,19 +52,11 @@ def export(path: Source, out: Path) -> None:
         path: a checkpoint, or a run's folder, of which the newest whole one is taken.
         out: the file to write; it must not exist yet.
     """
-    if out.exists():
-        raise UserError(f"--out {out} exists: give another name, or remove it")
-    folder, facts = checkpoint.choose(path)
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in checkpoint.tensors_in(folder).items()
-        if not name.startswith(keymap.OPTIMIZER)
-    }
-    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
-    partial = out.with_name(f"{out.name}.tmp")
-    save_file(tensors, partial, metadata={"format": "pt", "step": str(facts["step"])})
+    partial = beside(out)
+    folder, step, tensors = weights(path)
+    save_file(tensors, partial, metadata={"format": "pt", "step": str(step)})
     partial.replace(out)
-    print(f"{out}: {len(tensors)} tensors of step {facts['step']} of {folder}")
+    print(f"{out}: {len(tensors)} tensors of step {step} of {folder}")
 
 
 def import_(path: Source, out: Path) -> None:
@@ -72,33 +66,63 @@ def import_(path: Source, out: Path) -> None:
         path: the file; names may have the prefixes of DataParallel, DDP and torch.compile.
         out: the folder to create for it, to be given to --resume.
     """
-    if out.exists():
-        raise UserError(f"--out {out} exists: give another name, or remove it")
-    try:
-        tensors = {keymap.canonical(name): tensor.contiguous() for name, tensor in load_file(path).items()}
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{path} is not a safetensors file ({error}). A pickle (.pt, .pth, .bin) can run code, so none is ever "
-            "read: save the state dict with safetensors.torch.save_file where it comes from"
-        ) from error
-    partial = out.with_name(f"{out.name}.tmp-import")
-    folder = checkpoint.folder(partial, 0)
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors")
-    facts: dict[str, Any] = {"step": 0, "samples": 0, "source": path.name}
-    manifest.write(folder, facts, {"model.safetensors": manifest.seal(folder / "model.safetensors")})
+    partial = beside(out)
+    tensors = read(path)
+    write_start(partial, tensors, path.name)
     partial.replace(out)
     print(f"{out}: {len(tensors)} tensors; --resume {out} starts a training from them")
 
 
-def main() -> None:
-    """Parse and run one of the four commands."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant here
-    commands: dict[str, Any] = {"inspect": inspect, "verify": verify, "export": export, "import": import_}
+def beside(out: Path) -> Path:
+    """Where to write what is renamed to `out` once it is whole; that must not exist yet."""
+    if out.exists():
+        raise UserError(f"--out {out} exists: give another name, or remove it")
+    return out.with_name(f"{out.name}.tmp-{os.getpid()}")
+
+
+def weights(path: Path) -> tuple[Path, int, Tensors]:
+    """The checkpoint that `path` means, its step, and the model's tensors in it."""
+    folder, facts = checkpoint.choose(path)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in checkpoint.tensors_in(folder).items()
+        if not name.startswith(keymap.OPTIMIZER)
+    }
+    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    return folder, facts["step"], tensors
+
+
+def read(*paths: Path) -> Tensors:
+    """The tensors of safetensors files, by canonical name."""
     try:
-        tyro.extras.subcommand_cli_from_dict(commands, prog="python -m common.checkpoint", description=__doc__)
-        sys.stdout.flush()
+        files = [load_file(path) for path in paths]
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{paths[0]} is not a safetensors file ({error}). A pickle (.pt, .pth, .bin) can run code, so none is ever "
+            "read: save the state dict with safetensors.torch.save_file where it comes from"
+        ) from error
+    return {keymap.canonical(name): tensor.contiguous() for file in files for name, tensor in file.items()}
+
+
+def write_start(run_dir: Path, tensors: Tensors, source: str) -> None:
+    """Write a checkpoint of step 0 without an optimizer."""
+    folder = checkpoint.folder(run_dir, 0)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors")
+    facts: dict[str, Any] = {"step": 0, "samples": 0, "source": source}
+    manifest.write(folder, facts, {"model.safetensors": manifest.seal(folder / "model.safetensors")})
+
+
+def main() -> None:
+    """Run one of the four commands."""
+    run({"inspect": inspect, "verify": verify, "export": export, "import": import_}, "common.checkpoint", __doc__)
+
+
+def run(commands: dict[str, Any], module: str, about: str | None) -> None:
+    """Parse and run one of the commands of a module."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant here
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `inspect | head`
+    try:
+        tyro.extras.subcommand_cli_from_dict(commands, prog=f"python -m {module}", description=about)
     except UserError as error:
         sys.exit(f"error: {error}")
-    except BrokenPipeError:  # `inspect | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -63,11 +63,6 @@ def _materialise(optimizer: torch.optim.Optimizer) -> None:
             value.zero_()
 
 
-def to_device(tensors: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Move every tensor to this rank's own device: the map_location of a file that another rank wrote."""
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
-
-
 def differences(
     wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], most: int = 5
 ) -> list[str]:

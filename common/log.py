@@ -84,7 +84,7 @@ class Run:
         samples = self._plan.position(step) - self._plan.position(self._step)
         self._trained_samples += samples
         rate = samples / seconds
-        shown = {key: value for key, value in means.items() if key != "count"} | more
+        shown = {**means, **more}
         self._record(step, "train", shown)
         perf = {
             "samples_per_s": rate,
@@ -99,9 +99,8 @@ class Run:
 
     def validation(self, step: int, means: Mapping[str, float]) -> None:
         """Record an evaluation: global means."""
-        shown = {key: value for key, value in means.items() if key != "count"}
-        self._record(step, "val", shown)
-        self._show(step, {f"val/{key}": value for key, value in shown.items()})
+        self._record(step, "val", means)
+        self._show(step, {f"val/{key}": value for key, value in means.items()})
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -32,13 +32,13 @@ def means(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         sums: scalar tensors of this rank, with the number of items under "count".
 
     Returns:
-        The mean of each sum but "count", which is returned as it is.
+        The mean of each sum but "count".
     """
     values = torch.stack([value.double() for value in sums.values()])
     dist.all_reduce(values)
     totals = dict(zip(sums, values.tolist(), strict=True))
     count = totals.pop("count")
-    return {key: total / count for key, total in totals.items()} | {"count": count}
+    return {key: total / count for key, total in totals.items()}
 
 
 def count_flops(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Module, train: BatchReader) -> float:

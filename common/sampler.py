@@ -188,10 +188,6 @@ def divide_batch(global_batch_size: int, micro_batch_size: int, num_shards: int)
     Raises:
         UserError: the numbers do not divide.
     """
-    if global_batch_size < 1 or micro_batch_size < 0:
-        raise UserError(
-            f"--global-batch-size {global_batch_size} and --micro-batch-size {micro_batch_size} must be positive"
-        )
     if global_batch_size < num_shards or (not micro_batch_size and global_batch_size % num_shards):
         raise UserError(
             f"--global-batch-size {global_batch_size} does not divide by {num_shards} "

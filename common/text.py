@@ -77,10 +77,8 @@ def load(name: str, seq_len: int, tokenizer: str = "") -> tuple[Text, Text]:
         tokenizer: path of a Hugging Face tokenizer.json; without one, tokens are the bytes of the text in UTF-8.
 
     Raises:
-        UserError: there is no text or too little, the tokenizer cannot be used, or the cache cannot be written.
+        UserError: there is no text or too little, or the tokenizer cannot be used.
     """
-    if seq_len < 1:
-        raise UserError(f"--seq-len {seq_len} must be positive")
     if name == "stdlib" and tokenizer:
         raise UserError(f"--tokenizer {tokenizer}: --data stdlib is read as bytes, leave the tokenizer out")
     train, validation = _load_stdlib(seq_len) if name == "stdlib" else _load_rows(name, seq_len, tokenizer)
@@ -118,14 +116,13 @@ def stdlib_documents() -> dict[str, bytes]:
 
 def _load_tokenizer(path: str) -> tuple["Tokenizer", int, str]:
     try:
-        import tokenizers
+        from tokenizers import Tokenizer
 
         content = Path(path).expanduser().read_bytes()
-        model = tokenizers.Tokenizer.from_buffer(content)
-    except ImportError as error:
-        raise UserError(f"--tokenizer {path} needs a package that is not here: pip install tokenizers") from error
+        model = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises nothing more exact
-        raise UserError(f"--tokenizer {path} is no readable tokenizer.json ({error})") from error
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"--tokenizer {path}: needs pip install tokenizers, and a tokenizer.json ({why})") from error
     vocab_size = max(model.get_vocab().values(), default=-1) + 1  # ids may have gaps
     if vocab_size > 2**16:
         raise UserError(f"--tokenizer {path} has a vocabulary of {vocab_size}: tokens are kept in 16 bits, {2**16}")
@@ -148,34 +145,30 @@ def _load_rows(name: str, seq_len: int, tokenizer: str) -> tuple[Text, Text]:
     kinds = {key: getattr(kind, "dtype", type(kind).__name__) for key, kind in train.features.items()}
     columns = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
     if not columns:
-        found = ", ".join(f"{key} ({kind})" for key, kind in kinds.items())
-        raise UserError(f"--data {name} needs a column of strings, it has: {found}. A folder wants .txt or .parquet")
+        raise UserError(f"--data {name} needs a column of strings, it has: {kinds}. A folder wants .txt or .parquet")
     some = train.select_columns(columns)[:: max(1, len(train) // 16)]  # from everywhere
     column = max(columns, key=lambda key: sum(len(text or "") for text in some[key]))  # of several, the longest
     loaded = []
-    for path in [_pack(name, rows.select_columns(column), model, digest) for rows in (train, validation)]:
+    for path in [_pack(rows.select_columns(column), model, digest) for rows in (train, validation)]:
         tokens = np.memmap(path, np.uint16, "r") if path.stat().st_size else np.zeros(0, np.uint16)  # no empty map
         _, num_bytes, packed_digest, _ = path.name.split(".")
         loaded.append(Text(tokens, seq_len, vocab_size, len(tokens) / max(1, int(num_bytes)), packed_digest))
     return loaded[0], loaded[1]
 
 
-def _pack(name: str, rows: "Dataset", model: "Tokenizer | None", digest: str) -> Path:
+def _pack(rows: "Dataset", model: "Tokenizer | None", digest: str) -> Path:
     """The packed file of a column, once one of the processes that ask for it has written it."""
     import datasets
 
     about = repr((rows._fingerprint, rows.column_names, digest))
     stem = datasets.config.HF_DATASETS_CACHE / "packed" / hashlib.sha256(about.encode()).hexdigest()[:16]
-    try:
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        with stem.with_suffix(".lock").open("a") as lock:
-            _acquire(lock, name)
-            return next(stem.parent.glob(f"{stem.name}.*.tokens"), None) or _write(stem, rows, model, lock)
-    except OSError as error:
-        raise UserError(f"--data {name}: cannot write {stem}.* ({error}); HF_HOME moves this cache") from error
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    with stem.with_suffix(".lock").open("a") as lock:
+        _acquire(lock)
+        return next(stem.parent.glob(f"{stem.name}.*.tokens"), None) or _write(stem, rows, model, lock)
 
 
-def _acquire(lock: IO, name: str) -> None:
+def _acquire(lock: IO) -> None:
     """Wait for the process that packs, for as long as it gets on; the system frees the lock of one that dies."""
     start = time.time()
     while True:
@@ -184,7 +177,7 @@ def _acquire(lock: IO, name: str) -> None:
         except BlockingIOError:
             time.sleep(0.1)
         if time.time() - max(start, os.fstat(lock.fileno()).st_mtime) > WAIT_S:
-            raise UserError(f"--data {name}: who holds {lock.name} has got no further for {WAIT_S:.0f} s: end it")
+            raise UserError(f"who holds {lock.name} has got no further for {WAIT_S:.0f} s: end it")
 
 
 def _write(stem: Path, rows: "Dataset", model: "Tokenizer | None", lock: IO) -> Path:

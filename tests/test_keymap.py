@@ -1,11 +1,13 @@
 """One name for each tensor, whatever wraps the model, and optimizer state that is there before the first step."""
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn.parallel import DistributedDataParallel
 
 from common import keymap
@@ -60,6 +62,37 @@ def test_wrappers_are_taken_off_the_front_alone() -> None:
     assert keymap.canonical("_orig_mod.module.conv1.weight") == "conv1.weight"
     assert keymap.canonical("blocks.0.module.weight") == "blocks.0.module.weight"
     assert keymap.canonical("module_list.weight") == "module_list.weight"
+    assert keymap.canonical("stages.1.blocks.0.attention.query.weight") == "blocks.0.attention.query.weight"
+    assert keymap.canonical("stages.12._orig_mod.norm.weight") == "norm.weight"
+    assert keymap.canonical("blocks.stages.1.weight") == "blocks.stages.1.weight"
+    assert keymap.canonical("stages.first.weight") == "stages.first.weight"
+    assert keymap.canonical("stages.1.stages.2.weight") == "stages.2.weight", "a model's own stages stay"
+
+
+def test_what_recomputes_activations_is_taken_out_of_the_middle() -> None:
+    """Parameters are named through the wrapper, and the state dict is not: both must meet."""
+    model = make_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, nn.Linear))
+    assert any("_checkpoint_wrapped_module" in str(name) for name, _ in model.named_modules())
+    for wrapped in (model, torch.compile(model), DistributedDataParallel(model)):
+        assert sorted(keymap.model_tensors(wrapped)) == sorted(NAMES)
+        state = keymap.optimizer_tensors(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9))
+        assert sorted(state) == sorted(f"optimizer.{name}.momentum_buffer" for name in PARAMETERS)
+
+
+def test_stages_of_a_pipeline_are_the_whole() -> None:
+    """Each part, also compiled, keeps the names of the plain model; together they have all of them."""
+    plain = nn.ModuleDict({"blocks": nn.ModuleDict({str(i): nn.Linear(2, 2) for i in range(3)})})
+    pipeline = nn.Module()
+    pipeline.stages = nn.ModuleDict()
+    for stage, own in {"1": ["0"], "4": ["1", "2"]}.items():
+        part = nn.ModuleDict({"blocks": nn.ModuleDict({i: plain["blocks"][i] for i in own})})
+        pipeline.stages[stage] = torch.compile(part) if stage == "4" else part
+    assert keymap.model_tensors(pipeline).keys() == plain.state_dict().keys()
+    state = keymap.optimizer_tensors(pipeline, torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9))
+    assert state.keys() == {f"optimizer.{name}.momentum_buffer" for name, _ in plain.named_parameters()}
 
 
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -142,12 +175,6 @@ def test_optimizers_without_state() -> None:
     before = copy.deepcopy(model.state_dict())
     assert keymap.optimizer_tensors(model, optimizer) == {}
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
-
-
-def test_to_device() -> None:
-    found = keymap.to_device({"a": torch.ones(2), "b": torch.zeros(1)}, torch.device("meta"))
-    assert {name: tensor.device.type for name, tensor in found.items()} == {"a": "meta", "b": "meta"}
-    assert found["a"].shape == (2,)
 
 
 def test_differences() -> None:

@@ -31,8 +31,8 @@ def make_run(path: Path, first_step: int = 0, max_steps: int = 20, lr: float = 0
     return log.Run(path, __file__, Args(lr), make_world(rank, 4), plan, ideal_s=1e-3)
 
 
-def means(loss: float, count: float = 8.0) -> dict[str, float]:
-    return {"loss": loss, "top1": 1 - loss, "count": count}
+def means(loss: float) -> dict[str, float]:
+    return {"loss": loss, "top1": 1 - loss}
 
 
 def test_say_speaks_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,12 +74,12 @@ def test_rate_counts_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with run.paused():
         now[0] += 1
     now[0] += 2
-    run.train(10, means(0.5, count=400), data_wait_s=0.5)
+    run.train(10, means(0.5), data_wait_s=0.5)
     now[0] += 1
-    run.train(20, means(0.5, count=200), data_wait_s=0.75)
+    run.train(20, means(0.5), data_wait_s=0.75)
     run.finish()
     first, second = (record for record in run_dir.records(tmp_path) if "perf/mfu" in record)
-    assert first["perf/samples_per_s"] == 20, "ten steps of 8, also where ranks share samples and count them twice"
+    assert first["perf/samples_per_s"] == 20, "ten steps of 8"
     assert first["perf/data_wait_s"] == 0.5
     # 20 samples a second over 4 ranks, each of which could do 1,000.
     assert first["perf/mfu"] == pytest.approx(0.005, rel=1e-12)

@@ -3,12 +3,14 @@
 import types
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import metrics
+from common import data, metrics, text
+from common.models import gpt
 from tests import ranks
 
 # Unequal counts, none on one rank, and a count that float32 cannot hold. The mean of means would differ in each.
@@ -18,9 +20,9 @@ PARTS = [
     [{"loss": 0.0, "top1": 2**24, "count": 2**24}, {"loss": 2.0**24 + 1, "top1": 0, "count": 1}],
 ]
 MEANS = [
-    {"loss": 31 / 4, "top1": 1 / 4, "count": 4.0},
-    {"loss": 6 / 4, "top1": 2 / 4, "count": 4.0},
-    {"loss": 1.0, "top1": 2**24 / (2**24 + 1), "count": 2.0**24 + 1},
+    {"loss": 31 / 4, "top1": 1 / 4},
+    {"loss": 6 / 4, "top1": 2 / 4},
+    {"loss": 1.0, "top1": 2**24 / (2**24 + 1)},
 ]
 
 
@@ -59,12 +61,46 @@ def test_add_takes_in_new_keys_and_changes_nothing() -> None:
     assert {key: value.item() for key, value in first.items()} == {"loss": 1.5, "count": 2}
 
 
-def test_count_flops_of_a_linear_layer() -> None:
+class Rows:
+    """A data set of rows of three features, four of them in a sample."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def figures(self, means: dict[str, float]) -> dict[str, float]:
+        return means
+
+    def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        assert len(epochs) == len(indices)
+        return torch.zeros(len(indices), 4, 3), torch.zeros(len(indices), 4, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_count_flops_of_linear_layers(device: str) -> None:
+    """Of one sample; the first layer wants no gradient of its input. The model stays as it is."""
+    with torch.device(device):
+        model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.BatchNorm1d(4), nn.Linear(5, 7, bias=False))
+
+    def loss(model: nn.Module, batch: data.Batch) -> torch.Tensor:
+        assert batch.inputs.device.type == batch.targets.device.type == "meta"
+        return nn.functional.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+
+    first, second = 2 * 4 * 3 * 5, 2 * 4 * 5 * 7  # a multiplication and an addition for each weight and row
+    assert metrics.count_flops(loss, model, Rows()) == 2 * first + 3 * second
+    assert all(p.device.type == device and p.grad is None for p in model.parameters())
+    assert model.training
+    assert device == "meta" or int(model[1].num_batches_tracked) == 0
+
+
+def test_count_flops_of_a_gpt() -> None:
+    """6 for each weight of a matrix and token, and 12 for each pair of positions, layer and channel."""
     with torch.device("meta"):
-        layer, x = nn.Linear(7, 11, bias=False), torch.empty(3, 7, requires_grad=True)
-    forward = 2 * 3 * 7 * 11  # a multiplication and an addition for each weight and sample
-    assert metrics.count_flops(lambda: layer(x)) == forward
-    assert metrics.count_flops(lambda: layer(x).sum().backward()) == 3 * forward  # grads of input and weight
+        model = gpt.GPT(gpt.Shape(256, num_layers=2, num_heads=2, width=32, mlp_width=48))
+    train = text.Text(np.zeros(99, np.uint16), 16, 256, 1.0)
+    found = metrics.count_flops(lambda model, batch: model(batch.inputs, batch.targets).sum(), model, train)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and name != "embed.weight")
+    pairs = 12 * 2 * 16 * 16 * 32  # all of them: a mask saves none in this count
+    assert found == pytest.approx(6 * 16 * matrices + pairs, rel=1e-12)
 
 
 @pytest.mark.parametrize(

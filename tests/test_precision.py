@@ -40,6 +40,21 @@ def test_auto_dtype_on_a_gpu(native: bool, wanted: torch.dtype, monkeypatch: pyt
     assert precision.pick("auto", GPU) == wanted
 
 
+def test_autocast() -> None:
+    """Matrices in bfloat16 if that is asked for, and nothing else is touched: not on meta, which computes nothing."""
+    layer, x = torch.nn.Linear(4, 3), torch.ones(2, 4)
+    for dtype, wanted in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        with precision.autocast(CPU, dtype):
+            assert layer(x).dtype == wanted
+        assert layer(x).dtype == torch.float32, "over at the end"
+    with precision.autocast(CPU, torch.bfloat16):
+        assert torch.nn.functional.cross_entropy(layer(x), torch.zeros(2, dtype=torch.int64)).dtype == torch.float32
+    with precision.autocast(CPU, torch.float64):
+        assert layer.double()(x.double()).dtype == torch.float64
+    with precision.autocast(torch.device("meta"), torch.bfloat16):
+        assert layer.to("meta")(x.double().to("meta")).dtype == torch.float64
+
+
 def test_storage() -> None:
     assert precision.storage(torch.bfloat16) == torch.float32
     assert precision.storage(torch.float32) == torch.float32

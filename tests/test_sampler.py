@@ -235,12 +235,6 @@ def test_divide_batch() -> None:
         sampler.divide_batch(2, 8, 3)
 
 
-@pytest.mark.parametrize(("batch", "micro"), [(0, 0), (-4, 0), (8, -1)])
-def test_divide_batch_wants_positive_numbers(batch: int, micro: int) -> None:
-    with pytest.raises(UserError, match="must be positive"):
-        sampler.divide_batch(batch, micro, 1)
-
-
 def test_every_batch_is_divided_or_one_is_proposed() -> None:
     """No pass of an accepted batch is larger than asked for, none is empty on a rank, and their number is the least."""
     refused = 0

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import torch
 
 from common import schedule
 
@@ -42,3 +43,16 @@ def test_trainings_shorter_than_their_warmup(warmup_steps: int, max_steps: int) 
     factors = [schedule.warmup_cosine(step, warmup_steps, max_steps) for step in range(max_steps)]
     assert all(0 < factor <= 1 for factor in factors)
     assert factors == sorted(factors)
+
+
+def test_set_rate_reaches_every_group() -> None:
+    """And nothing but the rate; the next step uses it."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups = [{"params": weights[:1], "weight_decay": 0.1}, {"params": weights[1:], "weight_decay": 0.0, "lr": 9.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    schedule.set_rate(optimizer, 0.25)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.25, 0.1), (0.25, 0.0)]
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    optimizer.step()
+    assert [weight.tolist() for weight in weights] == [pytest.approx([0.725] * 2), [0.75] * 2]

@@ -1,0 +1,361 @@
+"""Our GPT is the Llama of transformers: the same logits there and back, and what is not the same is refused."""
+
+import copy
+import dataclasses
+import json
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from common import UserError, checkpoint, exchange, initial, manifest
+from common.models import gpt
+from launch import llama
+from tests import ranks
+from tests.states import make_saver
+
+pytestmark = [
+    pytest.mark.usefixtures("group"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # as the commands mean it
+]
+
+SHAPES = {
+    "grouped": gpt.Shape(19, num_layers=3, num_heads=4, width=24, num_kv_heads=2, mlp_width=20),
+    "tied": gpt.Shape(19, num_layers=2, num_heads=3, width=12, mlp_width=16, tied=True),
+}
+# Logits are about 1, and transformers takes norms and angles in float32, also of a model in float64. A mutant differs
+# by WRONG at least.
+TOLERANCE, WRONG = 5e-5, 1e-2
+
+
+def random_weights(state: dict[str, torch.Tensor], dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """So large, and norms so unequal, that every term matters."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: (torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 0.3 + (tensor.ndim == 1)).to(dtype)
+        for name, tensor in state.items()
+    }
+
+
+def make_ours(shape: gpt.Shape, dtype: torch.dtype = torch.float64) -> gpt.GPT:
+    model = gpt.GPT(shape).to(dtype)
+    model.load_state_dict(random_weights(model.state_dict(), dtype))
+    return model
+
+
+def save_run(run: Path, model: gpt.GPT) -> Path:
+    """What a recipe leaves: its flags, and a checkpoint of step 7 with an optimizer's state."""
+    run.mkdir(exist_ok=True)
+    sizes = dataclasses.asdict(model.shape)
+    flags = {key: sizes[key] for key in llama.SIZES} | {"seq_len": 16, "lr": 0.1}
+    (run / "config.json").write_text(json.dumps({"args": flags}))
+    state = model.state_dict() | {"optimizer.embed.weight.step": torch.tensor(7.0)}
+    make_saver(run).save(7, state, 70, last=True)
+    return run
+
+
+def make_theirs(tied: bool = False, **changes: Any) -> Any:
+    sizes = {"hidden_size": 40, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": tied}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | changes))).double()
+    state = random_weights(dict(model.named_parameters()))
+    model.load_state_dict(state, strict=False)
+    return model.eval()
+
+
+def save_theirs(model: Any, folder: Path, **how: Any) -> Path:
+    model.save_pretrained(folder, **how)
+    return folder
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    changed = {key: value for key, value in (config | changes).items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(changed))
+
+
+def tokens(most: int) -> torch.Tensor:
+    return torch.randint(most, (2, 13), generator=torch.Generator().manual_seed(2))
+
+
+@torch.no_grad()
+def difference(ours: Any, theirs: Any) -> float:
+    rows = tokens(ours.shape.vocab_size)
+    wanted = theirs(rows).logits
+    assert 0.1 < wanted.std() < 100
+    return float((ours(rows) - wanted).abs().max())
+
+
+def imported(start: Path, dtype: torch.dtype = torch.float64) -> gpt.GPT:
+    """Our model with the sizes and weights of what was imported."""
+    path, _ = checkpoint.choose(start)
+    flags = json.loads((start / "config.json").read_text())["args"]
+    model = gpt.GPT(gpt.Shape(checkpoint.tensors_in(path)["embed.weight"].size[0], **flags)).to(dtype)
+    checkpoint.check_fits(path, model)
+    checkpoint.load(path, model.state_dict())
+    return model
+
+
+# --- there ---
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_what_is_exported_computes_the_same(shape: gpt.Shape, dtype: torch.dtype, tmp_path: Path) -> None:
+    ours = make_ours(shape, dtype)
+    llama.export(save_run(tmp_path / "run", ours), tmp_path / "out")
+    theirs, told = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values()), "nothing missing, left over or of another shape"
+    assert theirs.dtype == dtype
+    assert theirs.config.max_position_embeddings == 16
+    assert theirs.config.eos_token_id is None
+    assert difference(ours, theirs) < TOLERANCE
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    assert ("lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")) != shape.tied
+    again = tmp_path / "again"
+    llama.import_(tmp_path / "out", again)
+    back = imported(again, dtype)
+    assert all(torch.equal(tensor, ours.state_dict()[name]) for name, tensor in back.state_dict().items())
+    llama.export(again, tmp_path / "twice")  # what was imported is as good as a run
+    twice = load_file(tmp_path / "twice" / "model.safetensors")
+    assert all(
+        torch.equal(tensor, twice[name]) for name, tensor in load_file(tmp_path / "out/model.safetensors").items()
+    )
+
+
+def swap_query_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = llama.LAYER | {"attention.query": "self_attn.k_proj", "attention.key": "self_attn.q_proj"}
+    monkeypatch.setattr(llama, "LAYER", layer)
+
+
+def swap_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama, "LAYER", llama.LAYER | {"mlp.gate": "mlp.up_proj", "mlp.up": "mlp.gate_proj"})
+
+
+def swap_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = llama.LAYER | {"attention_norm": "post_attention_layernorm", "mlp_norm": "input_layernorm"}
+    monkeypatch.setattr(llama, "LAYER", layer)
+
+
+def interleave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotate neighbours, as Meta's own files want it, instead of halves."""
+    rotate = gpt.rotate
+
+    def rotated(x: torch.Tensor, base: float) -> torch.Tensor:
+        halves = torch.cat([x[..., ::2], x[..., 1::2]], dim=3)
+        real, imaginary = rotate(halves, base).chunk(2, dim=3)
+        return torch.stack([real, imaginary], dim=4).flatten(3)
+
+    monkeypatch.setattr(gpt, "rotate", rotated)
+
+
+@pytest.mark.parametrize("mutant", [swap_query_and_key, swap_gate_and_up, swap_norms, interleave])
+def test_mutants_compute_something_else(mutant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = make_ours(gpt.Shape(19, num_layers=2, num_heads=2, width=16, mlp_width=16))
+    run = save_run(tmp_path / "run", ours)
+    llama.export(run, tmp_path / "right")
+    assert difference(ours, transformers.LlamaForCausalLM.from_pretrained(tmp_path / "right")) < TOLERANCE
+    mutant(monkeypatch)
+    llama.export(run, tmp_path / "mutant")
+    assert difference(ours, transformers.LlamaForCausalLM.from_pretrained(tmp_path / "mutant")) > WRONG
+
+
+# --- back ---
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("how", [{}, {"max_shard_size": "60KB"}], ids=["one file", "shards"])
+def test_what_is_imported_computes_the_same(
+    tied: bool, how: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = make_theirs(tied)
+    folder = save_theirs(theirs, tmp_path / "hf", **how)
+    assert (len(list(folder.glob("*.safetensors"))) > 2) == bool(how)
+    llama.import_(folder, tmp_path / "start")
+    assert f"--resume {tmp_path}/start --config {tmp_path}/start/config.json" in capsys.readouterr().out
+    assert difference(imported(tmp_path / "start"), theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize(("tied", "dtype"), [(False, torch.bfloat16), (True, torch.float32)], ids=str)
+def test_training_goes_on_from_what_was_imported(
+    tied: bool, dtype: torch.dtype, tmp_path: Path, small_text: Path
+) -> None:
+    """Its first loss is theirs on the same tokens, also of weights that are kept in bfloat16."""
+    theirs = make_theirs(tied)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(parameter.to(dtype))
+    llama.import_(save_theirs(copy.deepcopy(theirs).to(dtype), tmp_path / "hf"), tmp_path / "start")
+    flags = ["--out", str(tmp_path), "--name", "run", "--data", str(small_text), "--seq-len", "16", "--log-every", "1"]
+    flags += ["--resume", str(tmp_path / "start"), "--config", str(tmp_path / "start" / "config.json")]
+    flags += ["--max-steps", "1", "--global-batch-size", "8", "--dtype", "float64", "--eval-every", "5"]
+    result = ranks.run_recipe("ddp_gpt", 2, *flags)
+    assert result.ok, str(result)
+    assert "holds weights only: the optimizer starts anew" in result.outputs[0]
+    from common import sampler, text
+
+    train, _ = text.load(str(small_text), 16)
+    first = sampler.permutation(len(train), 0, 0)[:8]
+    rows, targets = train.read(first * 0, first)
+    logits = theirs(rows).logits
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+    assert ranks.records(tmp_path / "run", "train/loss") == {1: pytest.approx(wanted, rel=1e-6)}
+    trained = checkpoint.choose(tmp_path / "run")[0]
+    assert manifest.verify(trained)[0]["step"] == 1
+
+
+def test_old_files_bring_what_is_computed(tmp_path: Path) -> None:
+    """Their configs say less, and they hold the rates of the rotary positions."""
+    theirs = make_theirs()
+    folder = save_theirs(theirs, tmp_path / "hf")
+    state = load_file(folder / "model.safetensors")
+    state |= {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(5) for i in range(3)}
+    save_file(state, folder / "model.safetensors")
+    edit(folder, rope_parameters="absent", head_dim="absent", attention_bias="absent", mlp_bias="absent")
+    llama.import_(folder, tmp_path / "start")
+    assert difference(imported(tmp_path / "start"), theirs) < TOLERANCE
+
+
+# --- refusals ---
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_theirs(make_theirs(), tmp_path_factory.mktemp("hf") / "model")
+
+
+SCALED = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"model_type": "qwen3"}, "model_type 'qwen3' (here 'llama')"),
+        ({"model_type": "absent"}, "model_type '' (here 'llama')"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' (here 'silu')"),
+        ({"attention_bias": True, "mlp_bias": True}, "attention_bias True (here False), mlp_bias True (here False)"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06 (here 1e-05)"),
+        ({"rms_norm_eps": "absent"}, "rms_norm_eps 1e-06 (here 1e-05)"),
+        ({"rope_parameters": SCALED}, "rope_type 'llama3' (here 'default'), rope_theta 500000.0 (here 10000.0)"),
+        ({"rope_parameters": None, "rope_theta": 5e5}, "rope_theta 500000.0 (here 10000.0)"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        ({"head_dim": 16}, "heads of 16 are not here: 40 / 4 would be"),
+        ({"num_attention_heads": 3}, "--width 40 must be an even multiple of --num-heads 3"),
+        ({"hidden_size": "absent"}, "config.json is not the config.json of a Llama: KeyError('hidden_size')"),
+        ({"num_hidden_layers": "3"}, "config.json is not the config.json of a Llama: TypeError("),
+        ({"num_hidden_layers": 4}, "config.json tells of: model.layers.3.input_layernorm.weight is missing, "),
+        ({"tie_word_embeddings": True}, "config.json tells of: lm_head.weight has no place"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_models_that_are_not_ours_are_refused(
+    changes: dict[str, Any], refusal: str, folder: Path, tmp_path: Path
+) -> None:
+    copied = Path(shutil.copytree(folder, tmp_path / "hf"))
+    edit(copied, **changes)
+    with pytest.raises(UserError, match=re.escape(refusal)):
+        llama.import_(copied, tmp_path / "start")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"], "nothing is left behind"
+
+
+def test_biases_are_named(tmp_path: Path) -> None:
+    folder = save_theirs(make_theirs(attention_bias=True), tmp_path / "hf")
+    edit(folder, attention_bias=False)
+    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.k_proj\.bias has no place"):
+        llama.import_(folder, tmp_path / "start")
+
+
+def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
+    for name, refusal in (
+        ("config.json", r"config\.json is not the config\.json of a Llama: FileNotFoundError"),
+        ("model.safetensors", r"model\.safetensors is not a safetensors file"),
+    ):
+        copied = Path(shutil.copytree(folder, tmp_path / f"without {name}"))
+        (copied / name).unlink()
+        with pytest.raises(UserError, match=refusal):
+            llama.import_(copied, tmp_path / "start")
+    sharded = save_theirs(make_theirs(), tmp_path / "shards", max_shard_size="60KB")
+    min(sharded.glob("*.safetensors")).unlink()
+    with pytest.raises(UserError, match="is missing"):
+        llama.import_(sharded, tmp_path / "start")
+
+
+def test_what_cannot_be_exported(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", make_ours(SHAPES["tied"]))
+    (tmp_path / "there").mkdir()
+    with pytest.raises(UserError, match=r"--out .*/there exists"):
+        llama.export(run, tmp_path / "there")
+    config = json.loads((run / "config.json").read_text())
+    config["args"]["num_layers"] = 1
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"blocks\.1\.attention\.key\.weight has no place"):
+        llama.export(run, tmp_path / "out")
+    (run / "config.json").unlink()
+    with pytest.raises(UserError, match=r"run/config\.json tell its number of heads: FileNotFoundError"):
+        llama.export(run, tmp_path / "out")
+    make_saver(tmp_path / "resnet").save(1, {"conv1.weight": torch.ones(2)}, 1, last=True)
+    (tmp_path / "resnet" / "config.json").write_text(json.dumps({"args": {"model": "resnet18"}}))
+    with pytest.raises(UserError, match=r"must be of a GPT.*KeyError\('embed\.weight'\)"):
+        llama.export(tmp_path / "resnet", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# --- the plain files of `python -m common.checkpoint` ---
+
+
+def commands(given: list[list[str]]) -> None:
+    """Run them as `python -m` would; an error is printed and the next one follows."""
+    for module, *argv in given:
+        sys.argv = [module, *argv]
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as error:
+            print(error)
+
+
+def test_commands(tmp_path: Path) -> None:
+    run, file, start = save_run(tmp_path / "run", make_ours(SHAPES["grouped"])), tmp_path / "file", tmp_path / "start"
+    given = [
+        ["common.checkpoint", "export", str(run), "--out", str(file)],
+        ["common.checkpoint", "export", str(run), "--out", str(file)],
+        ["common.checkpoint", "import", str(file), "--out", str(start)],
+        ["launch.llama", "export", str(run), "--out", str(tmp_path / "llama")],
+        ["launch.llama", "import", str(tmp_path / "llama"), "--out", str(tmp_path / "back")],
+    ]
+    result = ranks.spawn(commands, [(given,)])
+    assert result.ok, str(result)
+    for told in (
+        f"{file}: 30 tensors of step 7 of {run}/checkpoints/step_00000007\n",
+        f"error: --out {file} exists: give another name, or remove it\n",
+        f"{start}: 30 tensors; --resume {start} starts a training from them\n",
+        f"{tmp_path}/llama: 30 tensors of step 7 of {run}/checkpoints/step_00000007\n",
+        "num_layers 3, num_heads 4, num_kv_heads 2, width 24, mlp_width 20, tied False, vocabulary 19\n",
+    ):
+        assert told in result.outputs[0], result.outputs[0]
+
+
+def test_export_and_import_of_plain_files(tmp_path: Path) -> None:
+    ours = make_ours(SHAPES["grouped"])
+    file, start = tmp_path / "model.safetensors", tmp_path / "start"
+    exchange.export(save_run(tmp_path / "run", ours), file)
+    exchange.import_(file, start)
+    path, facts = checkpoint.choose(start)
+    assert (facts["step"], facts["samples"], facts["source"]) == (0, 0, "model.safetensors")
+    model = initial.place(gpt.GPT(ours.shape), 0, torch.device("cpu"), torch.float64)
+    checkpoint.load(path, model.state_dict())
+    assert all(torch.equal(tensor, ours.state_dict()[name]) for name, tensor in model.state_dict().items())
+    torch.save(ours.state_dict(), tmp_path / "model.pt")
+    with pytest.raises(UserError, match=r"model\.pt is not a safetensors file .* A pickle .* can run code"):
+        exchange.import_(tmp_path / "model.pt", tmp_path / "other")
+    wrapped = {f"_orig_mod.module.{name}": tensor for name, tensor in ours.state_dict().items()}
+    save_file(wrapped, tmp_path / "wrapped.safetensors")
+    exchange.import_(tmp_path / "wrapped.safetensors", tmp_path / "unwrapped")
+    assert checkpoint.tensors_in(checkpoint.choose(tmp_path / "unwrapped")[0]).keys() == ours.state_dict().keys()
+    assert sorted(path.name for path in tmp_path.glob("*.tmp*")) == []
