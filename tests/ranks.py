@@ -98,7 +98,9 @@ def layouts(recipe: str) -> list[Layout]:
     found = []
     for size in world_sizes(recipe):
         if "    pp: int" in text:
-            names, default = re.search(r'    schedule: Literal\[(.*?)\] = "(.*?)"', text).groups()
+            declared = re.search(r'    schedule: Literal\[(.*?)\] = "(.*?)"', text)
+            assert declared
+            names, default = declared.groups()
             schedules = sorted(re.findall(r'"([\w-]+)"', names), key=lambda name: name != default)
             pipelines = [pp for pp in (4, 3, 2, 1) if size % pp == 0 and pp * 2 >= size]
             depth = {1: "3", 2: "5", 3: "7", 4: "9"}  # two stages a rank, of unequal numbers of layers
