@@ -81,6 +81,12 @@ class Layout:
         return "-".join([self.recipe, str(self.size), *(flag.lstrip("-") for flag in self.flags)])
 
     @property
+    def strategy(self) -> tuple[str, ...]:
+        """Its flags without those that choose the size of the model."""
+        pairs = zip(self.flags[::2], self.flags[1::2], strict=True)
+        return tuple(part for pair in pairs if pair[0] not in SIZES for part in pair)
+
+    @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
         """What is not as in `small`."""
         pairs = zip(self.flags[::2], self.flags[1::2], strict=True)
