@@ -135,6 +135,12 @@ def workload(recipe: str) -> str:
     return recipe.rpartition("_")[2]
 
 
+def ends() -> list[str]:
+    """Recipes of several ranks that no other one builds on: they send what their bases do, and more."""
+    bases = {base for recipe in RECIPES for base in re.findall(r"^Base: recipes/(\w+)\.", source(recipe), re.MULTILINE)}
+    return [recipe for recipe in RECIPES if recipe not in bases and world_sizes(recipe)[-1] > 1]
+
+
 def small(recipe: str) -> tuple[str, ...]:
     """Flags for a small model of a recipe's workload."""
     return SMALL.get(workload(recipe), ())
