@@ -187,6 +187,11 @@ BAD_SIZES = {
     "tp and heads": (2, ["--tp", "2", "--num-heads", "3"], ["--tp 2 does not divide --num-heads 3"]),
     "tp and kv heads": (2, ["--tp", "2", "--num-kv-heads", "1"], ["--tp 2 does not divide --num-kv-heads 1"]),
     "tp and mlp": (2, ["--tp", "2", "--mlp-width", "45"], ["--tp 2 does not divide --mlp-width 45"]),
+    "tp and default mlp": (
+        3,
+        ["--tp", "3", "--num-heads", "3", "--width", "48", "--seq-len", "48"],
+        ["--tp 3 does not divide --mlp-width 128"],
+    ),
     "tp and sequence": (2, ["--tp", "2", "--seq-len", "15"], ["--tp 2 does not divide --seq-len 15"]),
     "dp_replicate": (4, ["--dp-replicate", "3"], ["--dp-replicate 3 does not divide the 4 ranks"]),
     "pp and ranks": (4, ["--pp", "3"], ["--pp 3 does not divide the number of ranks, 4"]),
