@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import torch.distributed as dist
 import tyro
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -121,11 +122,13 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
         except BaseException as error:
             if watch.Watch.active:  # since the training began
                 watch.Watch.active.report(error)
-            if not isinstance(error, UserError):
-                raise
-            if world.rank() != 0:
+            # A rank that was still joining a group sees of a refusal only that rank 0 has left.
+            lost = isinstance(error, dist.DistError) and not watch.Watch.active
+            if world.rank() != 0 and (lost or isinstance(error, UserError)):
                 # Nearly always rank 0 has found the same and is printing it; if not, this rank must speak.
                 _let_rank_0_speak()
+                raise
+            if not isinstance(error, UserError):
                 raise
             print(f"error: {error}", file=sys.stderr)
             sys.stdout.flush()

@@ -81,6 +81,12 @@ class Layout:
         return "-".join([self.recipe, str(self.size), *(flag.lstrip("-") for flag in self.flags)])
 
     @property
+    def strategy(self) -> tuple[str, ...]:
+        """Its flags without those that choose the size of the model."""
+        pairs = zip(self.flags[::2], self.flags[1::2], strict=True)
+        return tuple(part for pair in pairs if pair[0] not in SIZES for part in pair)
+
+    @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
         """What is not as in `small`."""
         pairs = zip(self.flags[::2], self.flags[1::2], strict=True)
@@ -129,6 +135,12 @@ def layout(recipe: str, size: int) -> Layout:
 def workload(recipe: str) -> str:
     """The last word of its name."""
     return recipe.rpartition("_")[2]
+
+
+def ends() -> list[str]:
+    """Recipes of several ranks that no other one builds on: they send what their bases do, and more."""
+    bases = {base for recipe in RECIPES for base in re.findall(r"^Base: recipes/(\w+)\.", source(recipe), re.MULTILINE)}
+    return [recipe for recipe in RECIPES if recipe not in bases and world_sizes(recipe)[-1] > 1]
 
 
 def small(recipe: str) -> tuple[str, ...]:

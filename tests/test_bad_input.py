@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import runpy
 import shutil
 import socket
@@ -93,7 +94,7 @@ def out(tmp_path: Path) -> Iterator[Path]:
     assert not path.exists(), f"left behind: {sorted(path.rglob('*'))}"
 
 
-def refused(recipe: str, out: Path, flags: Sequence[str], *messages: str, size: int | None = None) -> None:
+def refused(recipe: str | Path, out: Path, flags: Sequence[str], *messages: str, size: int | None = None) -> None:
     result = ranks.run_recipe(recipe, size or processes(recipe), "--out", str(out), "--name", "run", *flags)
     assert_refused(result, *messages)
 
@@ -105,7 +106,6 @@ BAD_FLAGS = {
     "backend": (["--backend", "smoke"], ["--backend smoke", "gloo"]),
     "no MPI": (["--backend", "mpi"], ["--backend mpi", "built without it", "built from source"]),
     "no GPU": (["--backend", "nccl"], ["--backend nccl", "--backend gloo"]),
-    "model": (["--model", "resnet17"], ["--model resnet17", "resnet18"]),
     "no batch": (["--global-batch-size", "0"], ["--global-batch-size 0"]),
     "no data folder": (["--data", "./nowhere"], ["--data ./nowhere: there is no such folder"]),
     "nothing to resume": (["--resume", "runs/nowhere"], ["--resume runs/nowhere: no checkpoint there"]),
@@ -145,9 +145,14 @@ def test_batch_does_not_divide_by_ranks(out: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", ranks.RECIPES)
-def test_last_batch_too_small(recipe: str, out: Path, small_digits: Path) -> None:
-    flags = ["--data", str(small_digits), "--epochs", "1", "--global-batch-size", "36"]  # 469 = 13 * 36 + 1
-    refused(recipe, out, flags, "--epochs 1 of 469 samples leaves 1", "--max-steps 13")
+def test_last_batch_too_small(recipe: str, out: Path, small_data: dict[str, Path]) -> None:
+    """One sample over several shards; in one process, BatchNorm's variance of it."""
+    layouts = ranks.layouts(recipe)
+    layout = next((one for one in layouts if one.shards > 1), layouts[-1])
+    flags = ["--data", str(small_data[ranks.workload(recipe)]), *ranks.small(recipe), *layout.flags]
+    flags += ["--epochs", "1", "--max-steps", "0", "--global-batch-size", "36"]  # 469 = 13 * 36 + 1
+    flags += ["--micro-batch-size", "0"]
+    refused(recipe, out, flags, "--epochs 1 of 469 samples leaves 1", "--max-steps 13", size=layout.size)
 
 
 @pytest.mark.parametrize("micro", [[], ["--micro-batch-size", "1"]])
@@ -163,6 +168,95 @@ def test_one_sample_in_a_pass_of_the_last_step(out: Path, tmp_path: Path) -> Non
     data = write_parquet(tmp_path / "data", 13, 4)
     flags = ["--data", str(data), "--epochs", "1", "--global-batch-size", "8", "--micro-batch-size", "2"]
     refused(DDP, out, flags, "--epochs 1 of 13 samples")
+
+
+# --- sizes ------------------------------------------------------------------------------------------------
+
+GPT = [recipe for recipe in ranks.RECIPES if ranks.workload(recipe) == "gpt"]
+# Ranks, flags, of which a recipe that is asked has the first, and what is told of them.
+BAD_SIZES = {
+    "model": (2, ["--model", "resnet17"], ["--model resnet17", "resnet18"]),
+    "width": (2, ["--width", "52", "--num-heads", "8"], ["--width 52 must be an even multiple of --num-heads 8"]),
+    "odd heads": (2, ["--width", "12", "--num-heads", "4"], ["--width 12 must be an even multiple of --num-heads 4"]),
+    "kv heads": (
+        2,
+        ["--num-kv-heads", "4", "--num-heads", "6"],
+        ["--num-heads 6 must be a multiple of --num-kv-heads 4"],
+    ),
+    "tp and ranks": (4, ["--tp", "3"], ["--tp 3 does not divide the number of ranks, 4"]),
+    "tp and heads": (2, ["--tp", "2", "--num-heads", "3"], ["--tp 2 does not divide --num-heads 3"]),
+    "tp and kv heads": (2, ["--tp", "2", "--num-kv-heads", "1"], ["--tp 2 does not divide --num-kv-heads 1"]),
+    "tp and mlp": (2, ["--tp", "2", "--mlp-width", "45"], ["--tp 2 does not divide --mlp-width 45"]),
+    "tp and default mlp": (
+        3,
+        ["--tp", "3", "--num-heads", "3", "--width", "48", "--seq-len", "48"],
+        ["--tp 3 does not divide --mlp-width 128"],
+    ),
+    "tp and sequence": (2, ["--tp", "2", "--seq-len", "15"], ["--tp 2 does not divide --seq-len 15"]),
+    "dp_replicate": (4, ["--dp-replicate", "3"], ["--dp-replicate 3 does not divide the 4 ranks"]),
+    "pp and ranks": (4, ["--pp", "3"], ["--pp 3 does not divide the number of ranks, 4"]),
+    "pp and batch": (
+        2,
+        ["--pp", "2", "--global-batch-size", "20"],
+        ["--global-batch-size 20 is no multiple of 8: --micro-batch-size x ranks"],
+    ),
+    "pp and batch, no micro batch": (
+        2,
+        ["--pp", "2", "--global-batch-size", "7", "--micro-batch-size", "0"],
+        ["--global-batch-size 7 is no multiple of 2"],
+    ),
+    **{
+        f"layers, {name}": (
+            2,
+            ["--schedule", name, "--pp", "2", "--num-layers", str(stages - 1)],
+            [f"--num-layers {stages - 1} cannot fill the {stages} stages of {name}"],
+        )
+        for name, stages in {"naive": 2, "gpipe": 2, "1f1b": 2, "interleaved": 4, "zero-bubble": 4}.items()
+    },
+}
+
+
+def has_flag(recipe: str, flag: str) -> bool:
+    return re.search(rf"^    {flag[2:].replace('-', '_')}: .* = ", ranks.source(recipe), re.MULTILINE) is not None
+
+
+def without_weights(recipe: str, folder: Path) -> Path:
+    """A copy that fails where it would make the model's weights."""
+    return ranks.mutate(recipe, folder, {"initial.place(": "initial.must_not_be_called("})
+
+
+@pytest.mark.parametrize(
+    ("case", "recipe"),
+    [
+        (case, recipe)
+        for case, (_, flags, _) in BAD_SIZES.items()
+        for recipe in ranks.RECIPES
+        if has_flag(recipe, flags[0])
+    ],
+)
+def test_sizes(case: str, recipe: str, out: Path, tmp_path: Path) -> None:
+    """Before there are weights, which take long to make if they are many."""
+    size, flags, messages = BAD_SIZES[case]
+    path = without_weights(recipe, tmp_path)
+    refused(path, out, flags, *messages, size=min(size, ranks.world_sizes(recipe)[-1]))
+
+
+def test_every_schedule_is_asked_for_layers() -> None:
+    """The list above has all of them."""
+    names = {
+        layout.flags[layout.flags.index("--schedule") + 1]
+        for one in GPT
+        for layout in ranks.layouts(one)
+        if "--schedule" in layout.flags
+    }
+    assert names == {flags[1] for _, flags, _ in BAD_SIZES.values() if flags[0] == "--schedule"}
+
+
+@pytest.mark.parametrize("recipe", GPT)
+def test_weights_are_made_where_the_tests_above_think(recipe: str, small_text: Path, tmp_path: Path) -> None:
+    flags = ("--data", str(small_text), "--out", str(tmp_path / "out"), *ranks.small(recipe))
+    result = ranks.run_recipe(without_weights(recipe, tmp_path), processes(recipe), *flags)
+    assert "has no attribute 'must_not_be_called'" in str(result), str(result)
 
 
 # --- data -------------------------------------------------------------------------------------------------
@@ -487,3 +581,37 @@ def test_checkpoint_of_another_model(how: str, run: Path, small_digits: Path) ->
     assert_refused(result, "is of another model", "layer1.1.conv1.weight: only in the model", "more")
     assert everything.count("layer1.1.conv1.weight: only in the model") == 1, str(result)
     assert listing(run.parent) == before
+
+
+@pytest.fixture(scope="module")
+def trained_gpt(tmp_path_factory: pytest.TempPathFactory, small_text: Path) -> Path:
+    """A run that has saved after its second step."""
+    out = tmp_path_factory.mktemp("trained")
+    where = ("--data", str(small_text), "--out", str(out), "--name", "run")
+    result = ranks.run_recipe(GPT[0], 1, *where, "--max-steps", "2", "--global-batch-size", "8", *ranks.small(GPT[0]))
+    assert result.ok, str(result)
+    return out / "run"
+
+
+OTHER_SIZES = {  # and the first differences
+    "wider": (
+        ["--mlp-width", "48"],
+        ["blocks.0.mlp.gate.weight: (44, 40) in the checkpoint, (48, 40) in the model", "and 4 more"],
+    ),
+    "deeper": (["--num-layers", "5"], ["blocks.3.attention_norm.weight: only in the model", "and 13 more"]),
+    "shallower": (["--num-layers", "2"], ["blocks.2.attention_norm.weight: only in the checkpoint", "and 4 more"]),
+    "untied": (["--tied"], ["head.weight: only in the checkpoint"]),
+}
+
+
+@pytest.mark.parametrize("recipe", GPT)
+@pytest.mark.parametrize("case", OTHER_SIZES)
+def test_checkpoint_of_another_size(
+    case: str, recipe: str, trained_gpt: Path, out: Path, small_text: Path, tmp_path: Path
+) -> None:
+    """Names and shapes are compared before this model has weights."""
+    more, messages = OTHER_SIZES[case]
+    before = listing(trained_gpt)
+    flags = ["--data", str(small_text), "--resume", str(trained_gpt), *ranks.small(recipe), *more]
+    refused(without_weights(recipe, tmp_path), out, flags, f"--resume: {trained_gpt}", "is of another model", *messages)
+    assert listing(trained_gpt) == before

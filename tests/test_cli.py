@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from common import UserError, cli
 from tests import ranks
@@ -157,6 +158,23 @@ def test_refusal_that_rank_0_has_not_reached_is_told_too() -> None:
     result = ranks.spawn(refuse_on_rank_1, [(), ()])
     assert result.codes == [0, 1]
     assert "UserError: this rank alone" in result.outputs[1]
+
+
+def refuse_while_another_joins() -> None:
+    @cli.entry
+    def main() -> None:
+        if os.environ["RANK"] == "1":
+            raise dist.DistNetworkError("Connection reset by peer")
+        raise UserError("--dtype float8")
+
+    main()
+
+
+def test_refusal_cuts_off_ranks_that_join_a_group() -> None:
+    """They have not got as far as rank 0, and find only that it is gone."""
+    result = ranks.spawn(refuse_while_another_joins, [(), ()])
+    assert result.codes[0] == 2
+    assert result.outputs == ["error: --dtype float8\n", ""]
 
 
 def crash(error_file: str) -> None:

@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from tests import ranks
+from tests import ranks, short_resnet  # noqa: F401 (--model resnet6)
+from tests.conftest import write_text
 from tests.faults.cell import checkpoints, same_tensors
 from tests.machines import Machine, joined
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(150)]
 
 LAUNCHER = ranks.ROOT / "launch" / "torchrun.sh"
-DISTRIBUTED = [recipe for recipe in ranks.RECIPES if ranks.world_sizes(recipe)[-1] > 1]
 RECIPE = "multinode_resnet"
 SAMPLES, BATCH, STEPS = 1433, 120, 12  # an epoch of the digits: 11 whole steps, and one of 113 samples
 SAVE_EVERY = 2
@@ -30,9 +30,20 @@ HANG_S = 5.0
 OUTAGE_S = 1.0  # after that it takes TCP as long again to notice that the link is back
 NOTICE_S = 15.0  # 5 to 8 are usual; what else the machine does may add to that
 FLAGS = (
-    *("--epochs", "1", "--global-batch-size", str(BATCH), "--warmup-steps", "2", "--dtype", "float64"),
+    *(
+        "--epochs",
+        "1",
+        "--max-steps",
+        "0",
+        "--global-batch-size",
+        str(BATCH),
+        "--warmup-steps",
+        "2",
+        "--dtype",
+        "float64",
+    ),
     *("--log-every", "1"),
-    *("--eval-every", "1000", "--save-every", str(SAVE_EVERY), "--keep", "9", "--model", "resnet6"),
+    *("--eval-every", "1000", "--save-every", str(SAVE_EVERY), "--keep", "9"),
 )
 # The same sums on any number of ranks: one pass a step, and norms over all of it.
 EXACT = ("--micro-batch-size", "0", "--sync-bn")
@@ -54,7 +65,6 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
 
 def train(recipe: str, folder: str, argv: Sequence[str]) -> None:
     """Run a recipe as one rank: note what it is asked to read, and wait after a step for as long as a test holds it."""
-    import tests.short_resnet  # noqa: F401
     from common import metrics, sampler, stop
 
     metrics.peak_flops = metrics.count_flops = lambda *_: 1e12  # measuring them takes longer than the training
@@ -99,7 +109,7 @@ class Job:
     ) -> None:
         self.folder, self.machines = folder, [*machines]
         self.run = folder / "out" / "run"
-        self.flags = (*FLAGS, *flags, "--out", str(folder / "out"), "--name", "run")
+        self.flags = (*FLAGS, *ranks.small(recipe), *flags, "--out", str(folder / "out"), "--name", "run")
         self.environ = {"NNODES": str(len(machines)), "NPROC_PER_NODE": "1", "MASTER_ADDR": machines[0].address}
         self.environ |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environ
         self.recipe = folder / recipe
@@ -168,10 +178,10 @@ def reads(notes: Sequence[dict[str, Any]]) -> dict[int, list[list[int]]]:
     return found
 
 
-def check_each_once(notes: Sequence[dict[str, Any]]) -> None:
-    """Every sample of the epoch was consumed once, whoever came and went."""
+def check_each_once(notes: Sequence[dict[str, Any]], readers: int = 1) -> None:
+    """Every sample of the epoch was consumed once, whoever came and went; by as many ranks as read the same."""
     found = [index for step in reads(notes).values() for indices in step for index in indices]
-    assert sorted(found) == [*range(SAMPLES)]
+    assert sorted(found) == sorted([*range(SAMPLES)] * readers)
 
 
 def check_curve(run: Path, wanted: Path, rel: float = 0.0) -> None:
@@ -185,7 +195,8 @@ def check_curve(run: Path, wanted: Path, rel: float = 0.0) -> None:
 
 def undisturbed(folder: Path, size: int, *flags: str, recipe: str = RECIPE) -> Path:
     """The same training on one machine."""
-    result = ranks.run_recipe(recipe, size, *FLAGS, *flags, "--out", str(folder), "--name", f"whole{size}")
+    argv = (*FLAGS, *ranks.small(recipe), *flags)
+    result = ranks.run_recipe(recipe, size, *argv, "--out", str(folder), "--name", f"whole{size}")
     assert result.ok, str(result)
     return folder / f"whole{size}"
 
@@ -193,16 +204,20 @@ def undisturbed(folder: Path, size: int, *flags: str, recipe: str = RECIPE) -> P
 # --- together ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", DISTRIBUTED)
+@pytest.mark.parametrize("recipe", ranks.ends())
 def test_the_curve_is_that_of_one_process(recipe: str, machines: list[Machine], tmp_path: Path) -> None:
-    job = Job(tmp_path, machines[:2], *EXACT, recipe=recipe)
+    exact = EXACT
+    if ranks.workload(recipe) == "gpt":
+        exact = ("--micro-batch-size", "0", "--data", str(write_text(tmp_path / "text", SAMPLES, 30)))
+    layout = ranks.layout(recipe, 2)
+    job = Job(tmp_path, machines[:2], *exact, *layout.strategy, recipe=recipe)
     processes = [job.start(machine) for machine in job.machines]
-    wanted = undisturbed(tmp_path, 1, *EXACT, recipe=recipe)
+    wanted = undisturbed(tmp_path, 1, *exact, *ranks.layout(recipe, 1).strategy, recipe=recipe)
     assert job.wait_ended(*processes) == [0, 0], str(job)
     assert "2 processes on 2 hosts, the first machine0" in job.output(machines[0])
     assert not job.output(machines[1]), "rank 0 speaks for all"
     check_curve(job.run, wanted, rel=1e-9)
-    check_each_once(job.notes("read"))
+    check_each_once(job.notes("read"), readers=layout.size // layout.shards)
 
 
 # --- the link ---------------------------------------------------------------------------------------------
@@ -325,7 +340,7 @@ MUTANTS = {
 def test_what_each_once_would_notice(mutant: str, tmp_path: Path) -> None:
     """The same bookkeeping on one machine: 2 ranks to step 5, then 1, of a recipe with a defect."""
     path = ranks.mutate(RECIPE, tmp_path, MUTANTS[mutant])
-    argv = [*FLAGS, *EXACT, "--out", str(tmp_path / "out"), "--name", "run"]
+    argv = [*FLAGS, *ranks.small(RECIPE), *EXACT, "--out", str(tmp_path / "out"), "--name", "run"]
     for size, more in ((2, ["--stop-after", "5"]), (1, [])):
         result = ranks.spawn(train, [(str(path), str(tmp_path), argv + more)] * size)
         assert result.ok, str(result)

@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests import ranks
-from tests.conftest import write_parquet
+from tests.conftest import write_parquet, write_text
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
 SLURM = ranks.ROOT / "launch" / "slurm.sh"
 LOCAL = ranks.ROOT / "launch" / "local_slurm.sh"
-DISTRIBUTED = [recipe for recipe in ranks.RECIPES if ranks.world_sizes(recipe)[-1] > 1]
+RECIPE = "ddp_resnet"  # for what Slurm does to a job, whatever it trains
 STEPS, SAVE_EVERY = 24, 8
 FLAGS = [
     *("--max-steps", str(STEPS), "--global-batch-size", "40", "--warmup-steps", "2", "--dtype", "float64"),
@@ -80,7 +80,7 @@ class Job:
 
     def __init__(self, folder: Path, images: Path, *options: str, flags: tuple[str, ...] = (), **environ: str) -> None:
         self.folder, self.run = folder, folder / "runs" / "run"
-        recipe = slow(DISTRIBUTED[0], folder)
+        recipe = slow(RECIPE, folder)
         out = run(
             *("bash", SLURM, "-N2", *options, recipe, *FLAGS, *ranks.small(recipe.name), *flags),
             *("--data", images, "--out", folder / "runs", "--name", "run"),
@@ -153,32 +153,38 @@ def undisturbed(cluster: Path, images: Path, tmp_path_factory: pytest.TempPathFa
     return job.tensors()
 
 
-@pytest.mark.parametrize("recipe", DISTRIBUTED)
+@pytest.mark.parametrize("recipe", ranks.ends())
 def test_the_curve_is_that_of_one_process(recipe: str, cluster: Path, images: Path, tmp_path: Path) -> None:
     """With sbatch on the command line, and the recipe as it stands."""
-    flags = [*FLAGS, "--max-steps", "8", "--sync-bn", "--data", images, "--out", tmp_path]
-    passes = "20"  # of a rank; the one process has all 40 in one
-    where = ("--name", "two", "--micro-batch-size", passes)
-    run("sbatch", "--wait", "-N2", SLURM, f"recipes/{recipe}", *flags, *where, cwd=tmp_path)
+    flags = [*FLAGS, "--max-steps", "8", "--out", tmp_path]
+    if ranks.workload(recipe) == "gpt":
+        flags += ["--data", write_text(tmp_path / "text", 101, 12), *ranks.small(recipe)]
+    else:
+        flags += ["--data", images, "--sync-bn"]
+    ways = {size: [*ranks.layout(recipe, size).strategy, *ranks.layout(recipe, size).passes(40)] for size in (1, 2)}
+    run("sbatch", "--wait", "-N2", SLURM, f"recipes/{recipe}", *flags, *ways[2], "--name", "two", cwd=tmp_path)
     (log,) = tmp_path.glob("slurm-brigade-*.log")
     assert "2 processes on 2 hosts" in log.read_text()
     assert f"go on  bash {SLURM} -N2 {ranks.ROOT}/recipes/{recipe} " in log.read_text()
     assert not list(tmp_path.glob(".slurm-*"))
     words = [str(flag) for flag in flags]
-    assert ranks.run_recipe(recipe, 1, *words, "--name", "one", "--micro-batch-size", "40").ok
+    assert ranks.run_recipe(recipe, 1, *words, *ways[1], "--name", "one").ok
     for tag in ("train/loss", "train/grad_norm", "val/loss"):
         found, wanted = ranks.records(tmp_path / "two", tag), ranks.records(tmp_path / "one", tag)
         assert found.keys() == wanted.keys()
         assert found == pytest.approx(wanted, rel=1e-9), tag
 
 
-@pytest.mark.parametrize("recipe", DISTRIBUTED)
-def test_digits(recipe: str, cluster: Path, tmp_path: Path) -> None:
-    """What a newcomer does: no flags at all."""
+@pytest.mark.parametrize("recipe", {ranks.workload(recipe): recipe for recipe in ranks.ends()}.values())
+def test_no_flags(recipe: str, cluster: Path, tmp_path: Path) -> None:
+    """What a newcomer does, with one recipe of each workload."""
     out = run("bash", SLURM, "-N2", "--wait", f"recipes/{recipe}", "--out", tmp_path / "runs", cwd=tmp_path)
     (folder,) = tmp_path.glob("runs/job-*")
     assert folder.name == f"job-{re.fullmatch(r'Submitted batch job (.*)', out.strip())[1]}"
-    assert max(ranks.records(folder, "val/top1").values()) >= 0.98
+    if ranks.workload(recipe) == "gpt":  # 8 for knowing nothing, 4.5 for knowing how frequent each byte is
+        assert min(ranks.records(folder, "val/bits_per_byte").values()) <= 4.0
+    else:
+        assert max(ranks.records(folder, "val/top1").values()) >= 0.98
 
 
 def test_time_limit(cluster: Path, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
@@ -292,9 +298,9 @@ def test_crash_loop_stops(cluster: Path, images: Path, tmp_path: Path) -> None:
 
 def test_heterogeneous(cluster: Path, images: Path, tmp_path: Path) -> None:
     """Two parts that asked for different things make one world, and ranks 0 to 2 in it."""
-    flags = [*FLAGS, *ranks.small(DISTRIBUTED[0]), "--max-steps", "2", "--data", images, "--out", tmp_path / "runs"]
+    flags = [*FLAGS, *ranks.small(RECIPE), "--max-steps", "2", "--data", images, "--out", tmp_path / "runs"]
     flags += ["--global-batch-size", "42"]  # of three ranks
-    recipe = slow(DISTRIBUTED[0], tmp_path)
+    recipe = slow(RECIPE, tmp_path)
     site = "export NPROC_PER_NODE=$((2 - ${SLURM_PROCID:-0}))"
     where = site_copy(tmp_path, site)
     run("sbatch", "--wait", "-N1", "-c2", ":", "-N1", "-c1", where, recipe, *flags, cwd=tmp_path)

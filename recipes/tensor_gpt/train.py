@@ -120,7 +120,8 @@ def forward(args: Args, model: nn.Module, batch: data.Batch, dtype: torch.dtype)
 
 def make_mesh(args: Args, here: world.World) -> DeviceMesh:
     """The ranks and their axes: those that share the model by FSDP, by those that share every matrix."""
-    model = {"--num-heads": args.num_heads, "--num-kv-heads": args.num_kv_heads, "--mlp-width": args.mlp_width}
+    shape = gpt.Shape(1, args.num_layers, args.num_heads, args.width, args.num_kv_heads, args.mlp_width)
+    model = {"--num-heads": args.num_heads, "--num-kv-heads": shape.num_kv_heads, "--mlp-width": shape.mlp_width}
     for what, size in {"the number of ranks,": here.size, "--seq-len": args.seq_len, **model}.items():
         if size % args.tp:
             raise UserError(f"--tp {args.tp} does not divide {what} {size}")

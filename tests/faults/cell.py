@@ -25,16 +25,19 @@ FLAGS = {
     **{"max_steps": STEPS, "save_every": SAVE_EVERY, "keep": 9, "log_every": 1, "eval_every": 1000},
     **{"global_batch_size": BATCH, "warmup_steps": 2, "dtype": "float32", "hang_timeout": 3},
 }
+# Whose checkpoints fit on a disk of 1 MB; images have the network of inject.py.
+SMALLER = {"gpt": ("--seq-len", "16", "--num-layers", "4", "--num-heads", "4", "--width", "8", "--mlp-width", "12")}
 CURVES = ("train/loss", "train/grad_norm", "val/loss")
 TIMEOUT_S = 30.0  # for what should take a second or two, on a machine that does other things as well
 LAUNCH_S = 60.0  # with torchrun, whose processes each import torch
 
 
-def flags_of(recipe: str) -> list[str]:
-    """Those of FLAGS that the recipe knows, and what makes its model small."""
+def flags_of(recipe: str, size: int) -> list[str]:
+    """Those of FLAGS that the recipe knows, what makes its model small, and how it is dealt out over the ranks."""
     known = {name: value for name, value in FLAGS.items() if f"    {name}: " in ranks.source(recipe)}
     flags = [part for name, value in known.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    return [*flags, *ranks.small(recipe)]
+    smaller = SMALLER.get(ranks.workload(recipe), ())
+    return [*flags, *smaller, *ranks.layout(recipe, size).strategy]
 
 
 def checkpoints(run: Path) -> dict[int, Path]:
@@ -128,11 +131,12 @@ class Cell:
     ) -> ranks.Result:
         """Run with faults on real ranks; what happened when is in `events`, whose file `meanwhile` gets."""
         events = self._new_events()
-        argv = [*flags_of(self.recipe), "--out", str(self.out), "--name", name, *flags]
+        size = size or self.size
+        argv = [*flags_of(self.recipe, size), "--out", str(self.out), "--name", name, *flags]
         one = (str(self.train_py), argv, faults, str(events), mutant)
         self.began = time.time()
         meddle = (lambda _: meanwhile(events)) if meanwhile else None
-        result = ranks.spawn(inject.run, [one] * (size or self.size), TIMEOUT_S, meddle)
+        result = ranks.spawn(inject.run, [one] * size, TIMEOUT_S, meddle)
         self.read(events)
         for *_, action, rank, _step in (fault[:4] for fault in faults):
             came = [event for event in self.events if event["event"] == "fault"]
@@ -225,6 +229,7 @@ class Cell:
         *flags: str,
         faults: Sequence[inject.Fault] = (),
         options: Sequence[str] = (),
+        size: int = 0,
         meanwhile: Callable[[subprocess.Popen[str], Path], None] = lambda *_: None,
         **environ: str,
     ) -> tuple[int, str]:
@@ -238,10 +243,11 @@ class Cell:
         folder.mkdir(exist_ok=True)
         call = f"inject.run({str(self.train_py)!r}, sys.argv[1:], {[*faults]!r}, {str(events)!r})"
         folder.joinpath("train.py").write_text(f"import sys\nfrom tests.faults import inject\n\n{call}\n")
-        argv = [*flags_of(self.recipe), "--out", str(self.out), "--name", "run", *flags]
+        size = size or self.size
+        argv = [*flags_of(self.recipe, size), "--out", str(self.out), "--name", "run", *flags]
         variables = {
             **{"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            **{"NPROC_PER_NODE": str(self.size), **environ},
+            **{"NPROC_PER_NODE": str(size), **environ},
         }
         self.began = time.time()
         with output.open("w") as file:

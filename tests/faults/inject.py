@@ -10,6 +10,7 @@ import errno
 import functools
 import itertools
 import json
+import math
 import os
 import re
 import runpy
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from pydoc_data import topics
 from typing import Any
 
 import torch
@@ -27,9 +29,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from common import data, guard, manifest, metrics, sampler, saver, stop, watch, world
+from common import data, guard, keymap, manifest, metrics, sampler, saver, stop, text, watch, world
 from common.models import resnet
 
 Fault = tuple[Any, ...]
@@ -49,7 +52,7 @@ class _Here:
     first_attempt = True
     events = Path(os.devnull)
     due: list[Fault] = []  # noqa: RUF012
-    model: nn.Module
+    shared: list[nn.Parameter] = []  # noqa: RUF012
     spoilt = False
 
 
@@ -64,7 +67,7 @@ def run(path: str, argv: Sequence[str], faults: Sequence[Fault], events: str, mu
     assert all(point in POINTS and action in ACTIONS for point, action, *_ in faults)
     note("start")
     _shrink()
-    _patch()
+    _patch(drifts=any(action == "drift" for _, action, *_ in faults))
     if mutant:
         MUTANTS[mutant]()
     sys.argv = [path, *argv]
@@ -127,12 +130,12 @@ def _after(owner: Any, name: str, then: Callable[..., None]) -> None:
     setattr(owner, name, patched)
 
 
-def _patch() -> None:
+def _patch(drifts: bool) -> None:
     def begin(_: watch.Watch, step: int) -> None:
         _Here.step = step
 
-    def keep_model(_: guard.FiniteGuard, model: nn.Module, *__: Any) -> None:
-        _Here.model = model
+    def keep_shared(_: guard.FiniteGuard, model: nn.Module, *__: Any) -> None:
+        _Here.shared = _shared(model)
 
     def done(_: stop.Stop, step: int) -> None:
         note("done")
@@ -141,7 +144,8 @@ def _patch() -> None:
         return re.fullmatch(r"step_\d{8}", Path(path).name) is not None
 
     _after(watch.Watch, "step", begin)
-    _after(guard.FiniteGuard, "__init__", keep_model)
+    if drifts:
+        _after(guard.FiniteGuard, "__init__", keep_shared)
     _before(world, "start", "at the start")
     _before(watch.Watch, "__init__", "before the first step")
     _before(data._Reads, "__getitem__", "reading")
@@ -216,9 +220,28 @@ def _spoil() -> None:
     _Here.spoilt = True
 
 
+def _shared(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters of which another rank holds the same part as this one (all ranks)."""
+
+    def part(name: str, parameter: nn.Parameter) -> tuple:
+        size, offset = parameter.shape, ()
+        if isinstance(parameter, DTensor):
+            where = (parameter.device_mesh, parameter.placements)
+            size, offset = compute_local_shape_and_global_offset(parameter.shape, *where)
+        return keymap.canonical(name), tuple(size), tuple(offset)
+
+    mine = {part(*named): named[1] for named in model.named_parameters()}
+    everyone: list[list[tuple]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, list(mine))
+    return [one for key, one in mine.items() if math.prod(key[1]) and sum(key in other for other in everyone) > 1]
+
+
 def _drift() -> None:
-    """The smallest change of one number of one parameter."""
-    parameter = next(iter(_Here.model.parameters())).data
+    """The smallest change of one number of one parameter that should be the same elsewhere."""
+    if not _Here.shared:
+        note("nothing shared")
+        return
+    parameter = _Here.shared[0].data
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     first = (0,) * local.ndim
     local[first] = torch.nextafter(local[first], torch.tensor(float("inf"), dtype=local.dtype))
@@ -312,9 +335,14 @@ def _tiny_resnet(name: str, in_channels: int, num_classes: int, image_size: int)
     return nn.Sequential(convolution, nn.BatchNorm2d(8), *head)
 
 
+def _few_documents() -> dict[str, bytes]:
+    return {name: text.encode() for name, text in sorted(topics.topics.items())[:20]}
+
+
 def _shrink() -> None:
-    """A model of some hundred parameters and epochs of three steps: the faults are the same, the waiting is not."""
-    resnet.make_resnet = _tiny_resnet
+    """A small model, a small text and epochs of three steps: the faults are the same, the waiting is not."""
+    resnet.make_resnet = _tiny_resnet  # a language model's size is a matter of flags
+    text.stdlib_documents = _few_documents
     metrics.peak_flops = metrics.count_flops = lambda *_: 1e12  # measuring them takes longer than the training
     real = sampler.make_plan
 

@@ -163,7 +163,7 @@ def test_crash_loop(cell: Cell) -> None:
     """Of one, because each start of a rank takes seconds of a core."""
     cell.begin(2)
     faults = [("end of a step", "raise", -1, 3)]
-    code, out = cell.launch(faults=faults, MAX_RESTARTS="2", NPROC_PER_NODE="1")
+    code, out = cell.launch(faults=faults, size=1, MAX_RESTARTS="2")
     assert code == 1, out
     assert [event["event"] for event in cell.events].count("fault") == 3
     cell.say(out, r"^rank \d \(pid \d+\) failed first")
