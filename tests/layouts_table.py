@@ -27,7 +27,8 @@ never interrupted, to within a billionth.
 CELLS = """
 Rows: who has saved. Columns: who goes on. In a cell: moves that passed, of how many, and the largest relative
 difference of a loss or gradient norm. Its moves are between all layouts of the two kinds, and between some of them
-once more with an embedding that is also the output layer.
+once more with an embedding that is also the output layer. There is no recipe `dp_gpt`: the test puts the strategy of
+dp_resnet into ddp_gpt; without a GPU, nn.DataParallel runs the model unwrapped.
 """
 
 
