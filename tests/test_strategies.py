@@ -1,0 +1,36 @@
+"""What a rank holds, measured as benchmarks/strategies.py does it: docs/strategies.md rests on that."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import probes
+from tests import ranks
+
+NUM_RANKS = 2
+FLAGS = ["--num-layers", "2", "--width", "64", "--seq-len", "8", "--global-batch-size", "4"]
+NOT_SHARDED = {
+    "sizes = (args.dp_replicate, here.size // args.dp_replicate)": "sizes = (here.size, 1)",
+    "if args.dp_replicate > 1 else": "if True else",
+}
+
+
+def held(recipe: str | Path, folder: Path) -> list[list[int]]:
+    """Bytes of parameters, gradients and optimizer state of each rank."""
+    found = probes.in_ranks(probes.probe, recipe, NUM_RANKS, FLAGS, folder / "run")
+    return [[one[what] for what in probes.HELD] for one in found]
+
+
+def test_fsdp_holds_its_part(tmp_path: Path) -> None:
+    """DDP holds everything on each rank, FSDP 1/N of it, and a replica is found out."""
+    for name in ("ddp", "fsdp", "mutant"):
+        (tmp_path / name).mkdir()
+    whole = held("ddp_gpt", tmp_path / "ddp")
+    parameters, gradients, state = whole[0]
+    assert whole == [whole[0]] * NUM_RANKS
+    assert gradients == parameters
+    assert state == pytest.approx(2 * parameters, rel=0.01)
+    part = [size / NUM_RANKS for size in whole[0]]
+    assert held("fsdp_gpt", tmp_path / "fsdp") == [pytest.approx(part, rel=0.02)] * NUM_RANKS
+    mutant = ranks.mutate("fsdp_gpt", tmp_path / "mutant", NOT_SHARDED)
+    assert held(mutant, tmp_path / "mutant") == [pytest.approx(whole[0], rel=0.02)] * NUM_RANKS
