@@ -35,6 +35,8 @@ RANGES: dict[str, tuple[float, float]] = {
 # Time for rank 0 to print a refusal that all ranks have reached. torchrun ends everyone as soon as one rank
 # has left, so the one that speaks must be the first.
 GRACE_S = 5.0
+JOIN_S = 2.0  # for the others to find the same as rank 0, which they find together but for what joining a group takes
+REFUSED = "cli/refused"
 HELD_BACK = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -105,7 +107,16 @@ def _read_config(args_type: type, path: Path) -> list[str]:
 def _let_rank_0_speak() -> None:
     """Wait to be ended by the launcher."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
+    if dist.is_initialized():
+        dist.distributed_c10d._get_default_store().add(REFUSED, 1)
     time.sleep(GRACE_S)
+
+
+def _let_others_join() -> None:
+    """Wait until the others have found the same: one that still joins a group would print what torch says of it."""
+    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + JOIN_S
+    while store.add(REFUSED, 0) < dist.get_world_size() - 1 and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:
@@ -122,17 +133,17 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
         except BaseException as error:
             if watch.Watch.active:  # since the training began
                 watch.Watch.active.report(error)
-            # A rank that was still joining a group sees of a refusal only that rank 0 has left.
-            lost = isinstance(error, dist.DistError) and not watch.Watch.active
-            if world.rank() != 0 and (lost or isinstance(error, UserError)):
+            if not isinstance(error, UserError):
+                raise
+            if world.rank() != 0:
                 # Nearly always rank 0 has found the same and is printing it; if not, this rank must speak.
                 _let_rank_0_speak()
-                raise
-            if not isinstance(error, UserError):
                 raise
             print(f"error: {error}", file=sys.stderr)
             sys.stdout.flush()
             sys.stderr.flush()
+            if dist.is_initialized() and not watch.Watch.active:
+                _let_others_join()
             # Peers may sit in a collective, where an orderly exit would wait for them: go without a goodbye.
             os._exit(USAGE_ERROR)
 

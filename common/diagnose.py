@@ -16,7 +16,9 @@ PHASES = (
     ("collective", "torch/distributed/distributed_c10d.py", ""),
     ("optimizer", "torch/optim/", ""),
     ("backward", "torch/_tensor.py", "backward"),
+    ("backward", "torch/distributed/pipelining/_backward.py", ""),
     ("forward", "train.py", "forward"),
+    ("forward", "torch/distributed/pipelining/stage.py", "forward_one_chunk"),
 )
 Beat = dict[str, Any]
 SAVING = "checkpoint"  # name of the group in which checkpoints are written beside the training

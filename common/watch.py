@@ -82,6 +82,8 @@ class Watch:
     def report(self, error: BaseException) -> None:
         """Tell the others why this rank raises (main thread); does not return if another one is the cause."""
         self._reported = True
+        while error.__cause__ and not isinstance(error, UserError):  # torch wraps what a stage's backward pass raises
+            error = error.__cause__
         phase, stack = diagnose.phase_and_stack(traceback.walk_tb(error.__traceback__))
         what = f"{self._name()} failed in {phase}: {type(error).__name__}: {error}\n"
         finding = what + stack

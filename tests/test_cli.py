@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -160,19 +161,21 @@ def test_refusal_that_rank_0_has_not_reached_is_told_too() -> None:
     assert "UserError: this rank alone" in result.outputs[1]
 
 
-def refuse_while_another_joins() -> None:
+def refuse_while_another_joins(joins_s: float) -> None:
     @cli.entry
     def main() -> None:
-        if os.environ["RANK"] == "1":
-            raise dist.DistNetworkError("Connection reset by peer")
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            time.sleep(joins_s)
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        dist.distributed_c10d._get_default_store().set(str(dist.get_rank()), "there")  # rank 0 keeps the store
         raise UserError("--dtype float8")
 
     main()
 
 
-def test_refusal_cuts_off_ranks_that_join_a_group() -> None:
-    """They have not got as far as rank 0, and find only that it is gone."""
-    result = ranks.spawn(refuse_while_another_joins, [(), ()])
+def test_rank_0_does_not_leave_while_others_join_a_group() -> None:
+    result = ranks.spawn(refuse_while_another_joins, [(0.2,)] * 2)
     assert result.codes[0] == 2
     assert result.outputs == ["error: --dtype float8\n", ""]
 
