@@ -263,8 +263,8 @@ late, of 6m + p - 1.
 
 With real computation (2 ranks of one thread, {LAYERS} layers, width {WIDTH}, {schedules.MICROBATCHES} microbatches of
 2 sequences of {schedules.REAL[-1]} tokens), in {rounds} rounds, all schedules in each; the median step of a round, and
-its ratio to {schedules.DEFAULT}'s, median and range over rounds. Passes are not equal here: the last stage has the loss as
-well, and zero-bubble's first stage needs no gradient by its input. Ranks share the cores with whatever else runs.
+its ratio to {schedules.DEFAULT}'s, median and range over rounds. Passes are not equal here: the last stage has the loss
+as well, and zero-bubble's first stage needs no gradient by its input. Ranks share the cores with whatever else runs.
 
 | schedule | theory, % | measured, % | a step, s | ratio to {schedules.DEFAULT} |
 |---|---|---|---|---|
