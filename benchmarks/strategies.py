@@ -47,8 +47,8 @@ def options(layout: ranks.Layout) -> dict[str, str]:
 
 def owners(layout: ranks.Layout) -> list[int]:
     """Rank, in its pipeline, of each stage."""
-    there = list(range(int(options(layout)["--pp"])))
-    return there + {"interleaved": there, "zero-bubble": there[::-1]}.get(options(layout)["--schedule"], [])
+    flags = options(layout)
+    return list(range(int(flags["--pp"]))) * schedules.CHUNKS.get(flags["--schedule"], 1)
 
 
 def stage_bytes(layout: ranks.Layout) -> list[int]:
@@ -263,9 +263,8 @@ late, of 6m + p - 1.
 
 With real computation (2 ranks of one thread, {LAYERS} layers, width {WIDTH}, {schedules.MICROBATCHES} microbatches of
 2 sequences of {schedules.REAL[-1]} tokens), in {rounds} rounds, all schedules in each; the median step of a round, and
-its ratio to {schedules.DEFAULT}'s, median and range over rounds. Passes are not equal here: the last stage has the
-loss as well, and zero-bubble's first stage needs no gradient by its input. Ranks share the cores with whatever else
-runs.
+its ratio to {schedules.DEFAULT}'s, median and range over rounds. Passes are not equal here: the last stage has the loss
+as well, and zero-bubble's first stage needs no gradient by its input. Ranks share the cores with whatever else runs.
 
 | schedule | theory, % | measured, % | a step, s | ratio to {schedules.DEFAULT} |
 |---|---|---|---|---|

@@ -9,7 +9,7 @@ runs, DDP averages the gradients over the ranks, bucket by bucket, so every rank
     optimizer state    all, a replica
     batch              an equal part of its sequences
 
-One step sends: one all-reduce of the gradients, in buckets of 25 MB, in the last backward pass (earlier ones
+One step sends: one all-reduce of the gradients, in buckets of up to 25 MB, in the last backward pass (earlier ones
 of an accumulated step send nothing).
 
     python recipes/ddp_gpt/train.py                                                      # one process

@@ -9,7 +9,7 @@ DDP averages the gradients over the ranks, bucket by bucket, so every rank then 
     optimizer state    all, a replica
     batch              an equal part
 
-One step sends: one all-reduce of the gradients, in buckets of 25 MB, in the last backward pass (earlier ones
+One step sends: one all-reduce of the gradients, in buckets of up to 25 MB, in the last backward pass (earlier ones
 of an accumulated step send nothing); one broadcast of BatchNorm's running statistics from rank 0 in a forward
 pass; with --sync-bn, three small all-reduces per BatchNorm and pass.
 
