@@ -1,6 +1,7 @@
 """From stacks and heartbeats to the name of the culprit: pure functions."""
 
 import json
+import re
 import traceback
 from collections.abc import Iterable
 from types import FrameType
@@ -49,6 +50,11 @@ def waits_in(record: dict[str, Any]) -> str:
             number, name, group = entry["collective_seq_id"], entry["profiling_name"], entry["process_group"][1]
             return f"{name} {entry['input_sizes']}, number {number} of group {group}"
     return ""
+
+
+def waits_for_message(stack: str) -> str:
+    """What a stack tells of messages between two ranks, which gloo does not record; "" if it waits for none."""
+    return "a message between two ranks" if re.search(r", in (_wait_batch_p2p|recv|send)$", stack, re.M) else ""
 
 
 def describe(beat: Beat) -> str:

@@ -19,7 +19,7 @@ from tests.ranks import ROOT
 COLUMNS = "fault | recipe | ranks | runs | passes | steps lost | s to notice | s to recover | message"
 INTRO = """# What was done to the recipes, and what came of it
 
-Each row is a fault that `tests/faults` puts into a run of a recipe, with a model of some hundred parameters and three
+Each row is a fault that `tests/faults` puts into a run of a recipe, with a model of some thousand parameters and three
 steps an epoch: a pass means that it was named or noticed as it should be, and that the run then went on to the same
 losses and the same bits as one without the fault. Seconds to notice count from the fault until every other rank has
 named it, seconds to recover from the command that goes on (from the fault, where torchrun does it) to the first step
