@@ -43,17 +43,12 @@ def flight_recorder(device: torch.device, only_active: bool) -> dict[str, Any]:
     return json.loads(dump(True, only_active)) if dump else {}
 
 
-def waits_in(record: dict[str, Any]) -> str:
-    """The collective that this rank has begun and not ended; "" if there is none."""
+def waits_in(record: dict[str, Any], stack: str) -> str:
+    """The collective that this rank has begun and not ended, or a message, which gloo does not record; else ""."""
     for entry in record.get("entries", []):
         if not entry["retired"] and entry["process_group"][1] != SAVING:
             number, name, group = entry["collective_seq_id"], entry["profiling_name"], entry["process_group"][1]
             return f"{name} {entry['input_sizes']}, number {number} of group {group}"
-    return ""
-
-
-def waits_for_message(stack: str) -> str:
-    """What a stack tells of messages between two ranks, which gloo does not record; "" if it waits for none."""
     return "a message between two ranks" if re.search(r", in (_wait_batch_p2p|recv|send)$", stack, re.M) else ""
 
 

@@ -10,19 +10,15 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-PARALLEL = "module."  # what nn.DataParallel and DistributedDataParallel put before a name
-INSIDE = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what torch.compile and recomputed activations put into it
-STAGE = re.compile(r"^stages\.\d+\.")  # what a pipeline puts before it, whose stages keep the names of the whole
+# In front of a name: nn.DataParallel's and DistributedDataParallel's, torch.compile's, and a pipeline's, whose stages
+# keep the names of the whole. In the middle, around a submodule: torch.compile's, and that of recomputed activations.
+WRAPPERS = re.compile(r"^((module|_orig_mod|stages\.\d+)\.)+|(_orig_mod|_checkpoint_wrapped_module)\.")
 OPTIMIZER = "optimizer."
 
 
 def canonical(name: str) -> str:
     """Name of a tensor in the plain model: `_orig_mod.module.conv1.weight` is `conv1.weight`."""
-    for wrapper in INSIDE:  # also in the middle, around a submodule
-        name = name.replace(wrapper, "")
-    while name.startswith(PARALLEL):
-        name = name.removeprefix(PARALLEL)
-    return STAGE.sub("", name)
+    return WRAPPERS.sub("", name)
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,17 +1,16 @@
 """Text as tokens in a row: the standard library's own, or whatever `datasets.load_dataset` reads, packed once."""
 
-import fcntl
 import hashlib
 import math
 import os
 import sys
-import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
+import filelock
 import numpy as np
 import torch
 
@@ -25,7 +24,7 @@ EXCERPT = 2048  # bytes of each held-out document that the built-in validation s
 # Of the standard library: tables, and what distributions leave out.
 SKIPPED = {"distutils", "encodings", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo", "venv"}
 BATCH_ROWS = 256  # that are packed at a time
-WAIT_S = 600.0  # for a process that packs and gets no further
+WAIT_S = 3600.0  # for a process that packs: with a tokenizer, a large set takes a while
 
 
 @dataclass(frozen=True)
@@ -163,24 +162,15 @@ def _pack(rows: "Dataset", model: "Tokenizer | None", digest: str) -> Path:
     about = repr((rows._fingerprint, rows.column_names, digest))
     stem = datasets.config.HF_DATASETS_CACHE / "packed" / hashlib.sha256(about.encode()).hexdigest()[:16]
     stem.parent.mkdir(parents=True, exist_ok=True)
-    with stem.with_suffix(".lock").open("a") as lock:
-        _acquire(lock)
-        return next(stem.parent.glob(f"{stem.name}.*.tokens"), None) or _write(stem, rows, model, lock)
+    lock = filelock.FileLock(stem.with_suffix(".lock"), timeout=WAIT_S)  # which the system frees if its holder dies
+    try:
+        with lock:
+            return next(stem.parent.glob(f"{stem.name}.*.tokens"), None) or _write(stem, rows, model)
+    except filelock.Timeout as error:
+        raise UserError(f"--data is being packed for {WAIT_S:.0f} s by who holds {error.lock_file}: end it") from error
 
 
-def _acquire(lock: IO) -> None:
-    """Wait for the process that packs, for as long as it gets on; the system frees the lock of one that dies."""
-    start = time.time()
-    while True:
-        try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.1)
-        if time.time() - max(start, os.fstat(lock.fileno()).st_mtime) > WAIT_S:
-            raise UserError(f"who holds {lock.name} has got no further for {WAIT_S:.0f} s: end it")
-
-
-def _write(stem: Path, rows: "Dataset", model: "Tokenizer | None", lock: IO) -> Path:
+def _write(stem: Path, rows: "Dataset", model: "Tokenizer | None") -> Path:
     """Write under a temporary name; the final one says what is known of the tokens, so that one rename tells all."""
     # Where the lock does not reach other machines, each writes the same file, and one stays.
     partial = stem.with_suffix(f".{os.uname().nodename}.partial")
@@ -193,6 +183,5 @@ def _write(stem: Path, rows: "Dataset", model: "Tokenizer | None", lock: IO) -> 
             file.write(tokens.data)
             sha256.update(tokens.data)
             num_bytes += sum(map(len, texts))
-            os.utime(lock.fileno())  # a sign of life for those who wait
     manifest.sync(partial)
     return partial.replace(stem.with_suffix(f".{num_bytes}.{sha256.hexdigest()[:16]}.tokens"))

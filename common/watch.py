@@ -154,8 +154,7 @@ class Watch:
             self._seen, self._stalled_s, self._waits_in = seen, 0.0, None
         phase, stack = diagnose.phase_and_stack(reversed(list(traceback.walk_stack(frame))))
         if self._waits_in is None and self._stalled_s > 2 * BEAT_S:  # once for each stall: reading it takes 0.1 s
-            record = diagnose.flight_recorder(self._here.device, only_active=True)
-            self._waits_in = diagnose.waits_in(record) or diagnose.waits_for_message(stack)
+            self._waits_in = diagnose.waits_in(diagnose.flight_recorder(self._here.device, only_active=True), stack)
         beat: diagnose.Beat = {"rank": self._here.rank, "name": self._name(), "phase": phase, "stack": stack}
         beat |= {"waits_in": self._waits_in or "", "stalled_s": self._stalled_s, "time": time.time()}
         self._store.set(f"watch/{self._here.rank}", json.dumps(beat))

@@ -155,13 +155,16 @@ def record(retired: bool, number: int, group: str = "default_pg") -> dict[str, A
 
 
 def test_waits_in_the_oldest_collective_that_has_not_ended() -> None:
-    assert diagnose.waits_in({}) == "", "a torch that records nothing"
-    assert diagnose.waits_in({"entries": [record(True, 1)]}) == ""
+    assert diagnose.waits_in({}, "") == "", "a torch that records nothing"
+    stack = '  File "schedules.py", line 503, in _wait_batch_p2p\n'
+    assert diagnose.waits_in({}, stack) == "a message between two ranks"
+    assert diagnose.waits_in({"entries": [record(False, 2)]}, stack).startswith("gloo:")
+    assert diagnose.waits_in({"entries": [record(True, 1)]}, "") == ""
     entries = [record(True, 1), record(False, 2), record(False, 3)]
-    assert diagnose.waits_in({"entries": entries}) == "gloo:all_reduce [[2, 2]], number 2 of group default_pg"
+    assert diagnose.waits_in({"entries": entries}, "") == "gloo:all_reduce [[2, 2]], number 2 of group default_pg"
     saving = record(False, 1, diagnose.SAVING)
-    assert diagnose.waits_in({"entries": [saving]}) == "", "it is written beside the training"
-    assert diagnose.waits_in({"entries": [saving, *entries]}).endswith("number 2 of group default_pg")
+    assert diagnose.waits_in({"entries": [saving]}, "") == "", "it is written beside the training"
+    assert diagnose.waits_in({"entries": [saving, *entries]}, "").endswith("number 2 of group default_pg")
 
 
 def wait_for_rank_1() -> None:
@@ -177,7 +180,7 @@ def wait_for_rank_1() -> None:
             time.sleep(0.01)
 
     def look() -> list[str]:
-        return [diagnose.waits_in(diagnose.flight_recorder(CPU, only_active)) for only_active in (True, False)]
+        return [diagnose.waits_in(diagnose.flight_recorder(CPU, only_active), "") for only_active in (True, False)]
 
     dist.all_reduce(torch.ones(7), group=axis)
     look_for("")

@@ -12,7 +12,9 @@ import time
 import zlib
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
+import filelock
 import numpy as np
 import pytest
 import torch
@@ -298,27 +300,25 @@ def test_killed_while_it_packs(tmp_path: Path) -> None:
 
 def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "WAIT_S", 0.2)
-    path = tmp_path / "abc.lock"
-    path.touch()
-    began = time.time()
-    os.utime(path, (began, began + 0.5))  # the last sign of life
-    with path.open("a") as holder, path.open("a") as lock:
-        fcntl.flock(holder, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match=r"who holds .*/abc\.lock has got no further for 0 s: end it"):
-            text._acquire(lock)
-        assert time.time() - began > 0.7
-        fcntl.flock(holder, fcntl.LOCK_UN)
-        text._acquire(lock)
+    monkeypatch.setattr(text, "_write", lambda stem, *_: pytest.fail(f"{stem} is written in spite of the lock"))
+    folder, began, before = write_folder(tmp_path / "data"), time.time(), packed()
+    real = filelock.FileLock.acquire
 
+    def held(lock: filelock.FileLock, *args: Any, **kwargs: Any) -> Any:
+        if "packed" not in lock.lock_file:  # datasets has locks of its own
+            return real(lock, *args, **kwargs)
+        descriptor = os.open(lock.lock_file, os.O_RDWR | os.O_CREAT)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            return real(lock, *args, **kwargs)
+        finally:
+            os.close(descriptor)
 
-def test_packing_gives_signs_of_life(tmp_path: Path) -> None:
-    import datasets
-
-    path = tmp_path / "abc.lock"
-    with path.open("a") as lock:
-        os.utime(path, (1, 1))
-        assert len(text._write(tmp_path / "abc", datasets.Dataset.from_dict({"text": ["a"]}), None, lock).name) > 16
-    assert path.stat().st_mtime > time.time() - 60
+    monkeypatch.setattr(filelock.FileLock, "acquire", held)
+    with pytest.raises(UserError, match=r"--data is being packed for 0 s by who holds .*\.lock: end it"):
+        text.load(str(folder), 64)
+    assert time.time() - began > 0.2
+    assert {path.suffix for path in packed() - before} <= {".lock"}
 
 
 # --- refusals ---
