@@ -12,7 +12,7 @@ from torch import nn
 
 # In front of a name: nn.DataParallel's and DistributedDataParallel's, torch.compile's, and a pipeline's, whose stages
 # keep the names of the whole. In the middle, around a submodule: torch.compile's, and that of recomputed activations.
-WRAPPERS = re.compile(r"^((module|_orig_mod|stages\.\d+)\.)+|(_orig_mod|_checkpoint_wrapped_module)\.")
+WRAPPERS = re.compile(r"^((module|_orig_mod)\.)*(stages\.\d+\.)?|(_orig_mod|_checkpoint_wrapped_module)\.")
 OPTIMIZER = "optimizer."
 
 
