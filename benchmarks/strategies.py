@@ -257,9 +257,9 @@ machine only ever makes one longer. "Own" is the bubble between a rank's own fir
 
 Formulas: the step of GPipe and 1F1B is as long as m + p - 1 microbatches, of which p - 1 are bubble
 (Huang et al. 2019, https://arxiv.org/abs/1811.06965); two stages a rank halve that (Narayanan et al. 2021,
-https://arxiv.org/abs/2104.04473). ZB-V has no bubble once a rank has begun, if all three kinds of pass take the
-same time (Qi et al. 2023, https://arxiv.org/abs/2401.10241, section 6): what is left is that rank p begins p - 1 passes
-late, of 6m + p - 1.
+https://arxiv.org/abs/2104.04473). Zero-bubble (Qi et al. 2023,
+https://arxiv.org/abs/2401.10241) can do without one once a rank has begun, if all three kinds of pass take the same
+time: what is left is that rank p begins p - 1 passes late, of 6m + p - 1.
 
 With real computation (2 ranks of one thread, {LAYERS} layers, width {WIDTH}, {schedules.MICROBATCHES} microbatches of
 2 sequences of {schedules.REAL[-1]} tokens), in {rounds} rounds, all schedules in each; the median step of a round, and
