@@ -1,7 +1,6 @@
 """A decoder-only transformer of the Llama family: RMSNorm, rotary positions, SwiGLU, grouped heads, no biases.
 
-Every part can be missing, so that a strategy may deal the layers out: each then computes what it has. The names
-of the rest stay as they are.
+Every part can be missing, so that a strategy may deal the layers out: names stay, and each computes what it has.
 """
 
 import dataclasses
@@ -18,36 +17,20 @@ INIT_STD = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a model.
-
-    Attributes:
-        vocab_size: number of tokens.
-        num_layers: transformer blocks.
-        num_heads: heads of the queries.
-        num_kv_heads: heads of keys and values; 0 for as many as of the queries.
-        width: of the residual stream.
-        mlp_width: of the hidden layer in each MLP; 0 for 8/3 of `width`, rounded up to a multiple of 64.
-        tied: whether the output layer is the embedding.
-        rope_base: longest wavelength of the rotary positions, as a multiple of 2 pi tokens.
-        norm_eps: of RMSNorm.
-    """
+    """Sizes of a model."""
 
     vocab_size: int
     num_layers: int
-    num_heads: int
-    width: int
-    num_kv_heads: int = 0
-    mlp_width: int = 0
-    tied: bool = False
-    rope_base: float = 10_000.0
+    num_heads: int  # of the queries
+    width: int  # of the residual stream
+    num_kv_heads: int = 0  # heads of keys and values; 0 for as many as of the queries
+    mlp_width: int = 0  # of the hidden layer in each MLP; 0 for 8/3 of `width`, rounded up to a multiple of 64
+    tied: bool = False  # whether the output layer is the embedding
+    rope_base: float = 10_000.0  # longest wavelength of the rotary positions, as a multiple of 2 pi tokens
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        """Fill in what follows from the rest.
-
-        Raises:
-            UserError: the sizes do not divide.
-        """
+        """Fill in what follows from the rest, and refuse sizes that do not divide."""
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "mlp_width", self.mlp_width or -(-8 * self.width // (3 * 64)) * 64)
         if self.width % (2 * self.num_heads):
