@@ -79,7 +79,14 @@ def timelines(name: str, num_ranks: int, unit: float, folder: Path, *flags: str)
     # The one microbatch of the naive schedule is as large as all of the others'; two stages of a rank share its layers.
     lasts = unit * (MICROBATCHES if name == "naive" else 1) / CHUNKS.get(name, 1)
     rows = 2 if unit == 0 else 1
-    sizes = ["--num-layers", "8", "--global-batch-size", str(MICROBATCHES * rows), "--micro-batch-size", str(rows)]
+    sizes = [
+        "--num-layers",
+        "8",
+        "--global-batch-size",
+        str(MICROBATCHES * rows),
+        "--num-microbatches",
+        str(MICROBATCHES),
+    ]
     flags = (*sizes, "--pp", str(num_ranks), "--schedule", name, *flags)
     found = probes.in_ranks(record, RECIPE, num_ranks, [*flags], folder, lasts)
     steps = []

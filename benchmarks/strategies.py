@@ -131,7 +131,8 @@ def gpt_layouts() -> list[ranks.Layout]:
 def measure(layout: ranks.Layout, folder: Path, recipe: str | Path = "") -> list[dict[str, Any]]:
     """What each rank holds and calls."""
     sizes = {"num-layers": LAYERS, "width": WIDTH, "seq-len": LENGTH, "global-batch-size": BATCH}
-    sizes["micro-batch-size"] = ROWS if "--pp" in layout.flags else 0
+    if "--pp" in layout.flags:
+        sizes["num-microbatches"] = BATCH // layout.shards // ROWS
     flags = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
     return probes.in_ranks(probes.probe, recipe or layout.recipe, layout.size, [*flags, *layout.flags], folder)
 

@@ -29,7 +29,9 @@ def committed(run_dir: Path) -> list[Path]:
     return sorted((path for path in found if path.name[5:].isdigit()), reverse=True)
 
 
-def find(run_dir: Path, resume: str, terms: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
+def find(
+    run_dir: Path, resume: str, terms: dict[str, Any], model: nn.Module | None = None
+) -> tuple[Path | None, dict[str, Any]]:
     """Choose what to start from (all ranks take part; rank 0 looks, all get its choice).
 
     A run that has checkpoints continues from its newest whole one, also when `resume` is given, so that the
@@ -38,20 +40,26 @@ def find(run_dir: Path, resume: str, terms: dict[str, Any]) -> tuple[Path | None
     Args:
         run_dir: this run's folder.
         resume: the flag; "" for none.
-        terms: what the position depends on, such as the seed; a checkpoint written under others is named.
+        terms: what the position depends on, such as the seed, the same on all ranks; a checkpoint written under
+            others is named.
+        model: the plain one, which need not have its weights yet; the checkpoint must fit it.
 
     Returns:
         The checkpoint and its manifest, or (None, {}) for a run that is new.
 
     Raises:
-        UserError: there are checkpoints, and none of them is whole; or `resume` names nothing.
+        UserError: there are checkpoints, and none of them is whole; `resume` names nothing; or it is another model's;
+            or the ranks differ in their terms.
     """
+    world.check_same(data=terms)
     path, facts = world.from_rank0(lambda: _find(run_dir, resume))
     if path:
         log.say(f"continues from step {facts['step']} of {path}")
         for key, value in terms.items():
             if facts.get(key, value) != value:
                 log.say(f"note: it was written with {key} {facts[key]}, this run has {value}")
+        if model:
+            check_fits(path, model)
     return path, facts
 
 
@@ -97,14 +105,12 @@ def tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
     return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def check_fits(path: Path | None, model: nn.Module) -> None:
-    """Compare names and shapes with the plain model's, which need not have its weights yet.
+def check_fits(path: Path, model: nn.Module) -> None:
+    """Compare a checkpoint's names and shapes with the plain model's.
 
     Raises:
         UserError: the checkpoint is of another model; lists the first names that differ.
     """
-    if path is None:
-        return
     saved = {name: tuple(entry.size) for name, entry in tensors_in(path).items()}
     saved = {name: size for name, size in saved.items() if not name.startswith(keymap.OPTIMIZER)}
     differences = keymap.differences({name: tuple(t.shape) for name, t in keymap.model_tensors(model).items()}, saved)
@@ -137,9 +143,3 @@ def load(path: Path | None, tensors: dict[str, torch.Tensor]) -> None:
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
     except dcp.CheckpointException as error:  # a BaseException, which `except Exception` and @record would miss
         raise RuntimeError(str(error)) from error
-
-
-if __name__ == "__main__":
-    from common import exchange
-
-    exchange.main()

@@ -90,6 +90,13 @@ class Loader:
             self.wait_s += time.perf_counter() - start
             Loader.batches_read += 1
 
+    def step(self) -> Iterator[Batch]:
+        """The passes of the next step."""
+        for batch in self:
+            yield batch
+            if batch.last:
+                return
+
     def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Copy the next batch on a stream of its own while the current one is computed."""
         copies = torch.cuda.Stream(self._device)

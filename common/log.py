@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from common import run_dir, sampler, world
+from common import metrics, run_dir, sampler, world
 
 STOPPED = "stopped.json"  # in the run's folder: it left on request, with this step saved, and can be queued again
 
@@ -34,9 +34,16 @@ class Run:
     """
 
     def __init__(
-        self, path: Path, recipe: str, args: Any, here: world.World, plan: sampler.Plan, ideal_s: float
+        self,
+        path: Path,
+        recipe: str,
+        args: Any,
+        here: world.World,
+        plan: sampler.Plan,
+        flops: float,
+        dtype: torch.dtype,
     ) -> None:
-        """Begin, or continue after the plan's first step (all ranks).
+        """Begin, or continue after the plan's first step (all ranks), and say what runs where.
 
         Args:
             path: the folder, which `run_dir.claim` has claimed.
@@ -44,16 +51,18 @@ class Run:
             args: its dataclass of flags.
             here: this process.
             plan: from which step to which.
-            ideal_s: seconds per training sample on one rank, if it ran at the peak of its device.
+            flops: of one training sample.
+            dtype: what it is computed in.
         """
         self.path = path
         self._plan = plan
         self._step = plan.first_step
         self._here = here
+        self._sums: metrics.Sums = {}
+        self._ideal_s = flops / metrics.peak_flops(here.device, dtype)  # of a sample, on one rank
         self._born = self._since = time.perf_counter()
         self._paused_s = self._trained_s = 0.0
         self._trained_samples = self._data_wait_s = 0.0
-        self._ideal_s = ideal_s
         self._tokens = getattr(args, "seq_len", 0)  # of a sample
         if here.rank != 0:
             run_dir.redirect_output(path, here.rank)
@@ -62,21 +71,27 @@ class Run:
 
         for change in run_dir.write_config(path, recipe, args, here):
             say(change)
+        say(f"{here}\n{plan}, {dtype}")
         self._records = run_dir.open_records(path, plan.first_step)
         (path / STOPPED).unlink(missing_ok=True)
         self._tensorboard = SummaryWriter(str(path), purge_step=plan.first_step + 1)
         # disable=None: a bar on a terminal, none in a pipe or a file.
         self._bar = tqdm(total=plan.max_steps, initial=plan.first_step, unit="step", disable=None, dynamic_ncols=True)
 
-    def train(self, step: int, means: Mapping[str, float], data_wait_s: float, **more: float) -> None:
-        """Record the training steps since the last call.
+    def add(self, sums: metrics.Sums) -> None:
+        """Take this rank's sums of one step, for the next record."""
+        self._sums = metrics.add(self._sums, sums)
+
+    def train(self, step: int, data_wait_s: float, **more: float) -> None:
+        """Record the global means of the steps since the last call (all ranks).
 
         Args:
             step: steps done.
-            means: global means over these steps.
             data_wait_s: seconds that this rank has waited for data so far.
             **more: what else to show under train/, such as lr.
         """
+        shown = {**metrics.means(self._sums), **more}
+        self._sums = {}
         now = time.perf_counter()
         seconds = now - self._since - self._paused_s
         self._since, self._paused_s = now, 0.0
@@ -84,7 +99,6 @@ class Run:
         samples = self._plan.position(step) - self._plan.position(self._step)
         self._trained_samples += samples
         rate = samples / seconds
-        shown = {**means, **more}
         self._record(step, "train", shown)
         perf = {
             "samples_per_s": rate,

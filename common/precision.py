@@ -1,7 +1,5 @@
 """What is computed in, and what is stored in."""
 
-import contextlib
-
 import torch
 
 from common import UserError
@@ -28,7 +26,7 @@ def storage(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager:
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     """Compute in bfloat16 where that is safe, if it is asked for; on the meta device nothing is computed."""
     wanted = dtype == torch.bfloat16 and device.type != "meta"
-    return torch.autocast(device.type, dtype) if wanted else contextlib.nullcontext()
+    return torch.autocast(device.type if wanted else "cpu", torch.bfloat16, enabled=wanted)

@@ -50,6 +50,8 @@ class Plan:
         start: samples consumed by the steps done.
         end: samples consumed after the last step.
         global_batch_size: samples of every step but possibly the last.
+        pass_size: samples of a forward pass over all shards, at most.
+        num_shards: how many read different samples.
     """
 
     num_samples: int
@@ -59,10 +61,13 @@ class Plan:
     start: int
     end: int
     global_batch_size: int
+    pass_size: int
+    num_shards: int
 
     def __str__(self) -> str:
         """For the terminal."""
-        return f"steps {self.first_step + 1} to {self.max_steps} of {self.global_batch_size} samples"
+        steps = f"steps {self.first_step + 1} to {self.max_steps} of {self.global_batch_size} samples"
+        return f"{steps} in passes of {self.pass_size // self.num_shards} on each rank, {self.num_samples} to train on"
 
     @property
     def epoch_steps(self) -> int:
@@ -78,8 +83,8 @@ class Plan:
         epochs, offsets = np.divmod(np.arange(start, stop), self.num_samples)
         indices = np.empty_like(offsets)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            indices[here] = permutation(self.num_samples, self.run_seed, int(epoch))[offsets[here]]
+            order = permutation(self.num_samples, self.run_seed, int(epoch))
+            indices[epochs == epoch] = order[offsets[epochs == epoch]]
         return epochs, indices
 
 
@@ -111,6 +116,7 @@ def make_plan(
         UserError: a pass, or one of the last step, would leave a shard with fewer.
     """
     step, start = done.get("step", 0), done.get("samples", 0)
+    sizes = (global_batch_size, pass_size, num_shards)
     smallest = _smallest_pass(global_batch_size, pass_size)
     if smallest < least * num_shards:
         raise UserError(
@@ -119,7 +125,7 @@ def make_plan(
         )
     if max_steps:
         end = start + max(0, max_steps - step) * global_batch_size
-        return Plan(num_samples, run_seed, step, max_steps, start, end, global_batch_size)
+        return Plan(num_samples, run_seed, step, max_steps, start, end, *sizes)
     left = max(0, epochs * num_samples - start)
     steps, rest = divmod(left, global_batch_size)
     if rest and _smallest_pass(rest, pass_size) < least * num_shards:
@@ -129,7 +135,7 @@ def make_plan(
             f"--epochs {epochs} of {num_samples} samples leaves {rest} for the last step: "
             f"too few for {num_shards} ranks in passes of {pass_size}; {way_out}"
         )
-    return Plan(num_samples, run_seed, step, step + steps + (rest > 0), start, start + left, global_batch_size)
+    return Plan(num_samples, run_seed, step, step + steps + (rest > 0), start, start + left, *sizes)
 
 
 def _smallest_pass(samples: int, pass_size: int) -> int:
@@ -158,21 +164,20 @@ def passes(start: int, stop: int, pass_size: int, shard: int, num_shards: int) -
         yield _part(*_part(start, stop, num_passes, i), num_shards, shard)
 
 
-def training_requests(plan: Plan, pass_size: int, shard: int, num_shards: int) -> Iterator[Request]:
+def training_requests(plan: Plan, shard: int) -> Iterator[Request]:
     """Everything this shard reads from now to the end of the plan."""
     for step in range(plan.first_step + 1, plan.max_steps + 1):
         start, stop = plan.position(step - 1), plan.position(step)
-        bounds = list(passes(start, stop, pass_size, shard, num_shards))
+        bounds = list(passes(start, stop, plan.pass_size, shard, plan.num_shards))
         for i, (first, end) in enumerate(bounds):
             yield Request(*plan.samples(first, end), stop - start, i == len(bounds) - 1)
 
 
-def evaluation_requests(num_samples: int, pass_size: int, shard: int, num_shards: int) -> Iterator[Request]:
-    """Every sample once over all shards, in the order of the data set."""
-    bounds = list(passes(0, num_samples, pass_size, shard, num_shards))
+def evaluation_requests(plan: Plan, num_samples: int, shard: int) -> Iterator[Request]:
+    """Every sample of a held-out set once over all shards, in its order, in passes as large as the training's."""
+    bounds = list(passes(0, num_samples, plan.pass_size, shard, plan.num_shards))
     for i, (first, end) in enumerate(bounds):
-        indices = np.arange(first, end)
-        yield Request(np.zeros_like(indices), indices, num_samples, i == len(bounds) - 1)
+        yield Request(np.zeros(end - first, int), np.arange(first, end), num_samples, i == len(bounds) - 1)
 
 
 def divide_batch(global_batch_size: int, micro_batch_size: int, num_shards: int) -> int:
@@ -189,8 +194,8 @@ def divide_batch(global_batch_size: int, micro_batch_size: int, num_shards: int)
         UserError: the numbers do not divide.
     """
     if global_batch_size < num_shards or (not micro_batch_size and global_batch_size % num_shards):
+        next_one = -(-global_batch_size // num_shards) * num_shards
         raise UserError(
-            f"--global-batch-size {global_batch_size} does not divide by {num_shards} "
-            f"ranks: {-(-global_batch_size // num_shards) * num_shards} would"
+            f"--global-batch-size {global_batch_size} does not divide by {num_shards} ranks: {next_one} would"
         )
     return min(global_batch_size, micro_batch_size * num_shards or global_batch_size)

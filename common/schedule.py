@@ -36,7 +36,8 @@ def warmup_cosine(step: int, warmup_steps: int, max_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, max_steps - warmup_steps)))
 
 
-def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Use this rate for all parameters."""
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> float:
+    """Use this rate for all parameters, and return it."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+    return lr

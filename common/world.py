@@ -60,16 +60,17 @@ class World:
         return f"{self.size} process{'es' * (self.size > 1)} on {where}: {what}"
 
 
-def start(backend: str = "auto") -> World:
-    """Pick this rank's device, join the process group, and check that no two ranks share a GPU (all ranks).
+def start(backend: str = "auto", **same: Mapping[str, Any]) -> World:
+    """Pick this rank's device, join the process group, and check that the ranks can train together (all ranks).
 
     A process that no launcher started is a group of one, so that a recipe makes the same calls everywhere.
 
     Args:
         backend: auto is NCCL on GPUs and gloo on CPU; or gloo, nccl, mpi by name.
+        **same: see `check_same`.
 
     Raises:
-        UserError: the backend is not there, or there are more processes than GPUs.
+        UserError: the backend is not there, there are more processes than GPUs, or the ranks differ.
     """
     local_rank = _env("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", default=0)
     local_size = _env("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
@@ -92,6 +93,7 @@ def start(backend: str = "auto") -> World:
     world = World(dist.get_rank(), dist.get_world_size(), local_rank, local_size, socket.gethostname(), device, backend)
     _check_devices(world)
     dist.barrier()  # all have joined: from here on a refusal of one rank cannot break the joining of another
+    check_same(**same)
     return world
 
 

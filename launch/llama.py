@@ -9,8 +9,9 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from common import UserError, exchange
+from common import UserError
 from common.models import gpt
+from launch.checkpoint import Source, Tensors, beside, read, run, weights, write_start
 
 LAYER = {
     "attention_norm": "input_layernorm",
@@ -54,7 +55,7 @@ def names(shape: gpt.Shape) -> dict[str, str]:
     return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in found.items()}
 
 
-def renamed(tensors: exchange.Tensors, new: dict[str, str]) -> exchange.Tensors:
+def renamed(tensors: Tensors, new: dict[str, str]) -> Tensors:
     """The tensors under their new names, of which none may be missing, nor one be left over."""
     odd = [f"{name} is missing" for name in new.keys() - tensors.keys()]
     odd += [f"{name} has no place" for name in tensors.keys() - new.keys()]
@@ -100,7 +101,7 @@ def from_config(config: dict[str, Any]) -> gpt.Shape:
     return shape
 
 
-def export(path: exchange.Source, out: Path) -> None:
+def export(path: Source, out: Path) -> None:
     """Write the newest whole checkpoint of a GPT as a folder that transformers.LlamaForCausalLM loads.
 
     The weights do not tell the number of heads, so the run's config.json must be where the run has it.
@@ -109,8 +110,8 @@ def export(path: exchange.Source, out: Path) -> None:
         path: a run's folder, or one of its checkpoints.
         out: the folder to create.
     """
-    partial = exchange.beside(out)
-    folder, step, tensors = exchange.weights(path)
+    partial = beside(out)
+    folder, step, tensors = weights(path)
     file = folder.parent.parent / "config.json"
     try:
         args = json.loads(file.read_text())["args"]
@@ -127,25 +128,25 @@ def export(path: exchange.Source, out: Path) -> None:
     print(f"{out}: {len(tensors)} tensors of step {step} of {folder}")
 
 
-def import_(path: exchange.Source, out: Path) -> None:
+def import_(path: Source, out: Path) -> None:
     """Make a checkpoint of step 0, for --resume, from a Llama's folder of config.json and model*.safetensors.
 
     Args:
         path: the folder.
         out: the folder to create; its config.json, for --config, has the sizes of the model.
     """
-    partial = exchange.beside(out)
+    partial = beside(out)
     file = path / "config.json"
     try:
         shape = from_config(json.loads(file.read_text()))
         ours = {theirs: name for name, theirs in names(shape).items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is not the config.json of a Llama: {error!r}") from error
-    found = exchange.read(*(sorted(path.glob("model*.safetensors")) or [path / "model.safetensors"]))
+    found = read(*(sorted(path.glob("model*.safetensors")) or [path / "model.safetensors"]))
     found = {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}  # computed
     tensors = renamed(found, ours)
     flags = {key: getattr(shape, key) for key in SIZES}
-    exchange.write_start(partial, tensors, path.name)
+    write_start(partial, tensors, path.name)
     (partial / "config.json").write_text(json.dumps({"args": flags}, indent=1))
     partial.replace(out)
     told = ", ".join(f"{key} {value}" for key, value in flags.items())
@@ -154,4 +155,4 @@ def import_(path: exchange.Source, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    exchange.run({"export": export, "import": import_}, "launch.llama", __doc__)
+    run({"export": export, "import": import_}, "launch.llama", __doc__)

@@ -93,9 +93,9 @@ class Layout:
         return tuple((flag[2:].replace("-", "_"), int(size)) for flag, size in pairs if flag in SIZES)
 
     def passes(self, samples: int) -> tuple[str, ...]:
-        """The flag for passes of this many samples over all ranks."""
-        stages = self.size // self.shards if "--pp" in self.flags else 1  # a pipeline wants as many microbatches
-        return ("--micro-batch-size", str(samples // self.shards // stages))
+        """The flags for passes of this many samples over all ranks."""
+        parts = ("--num-microbatches", str(self.size // self.shards)) if "--pp" in self.flags else ()
+        return ("--micro-batch-size", str(samples // self.shards), *parts)
 
 
 def layouts(recipe: str) -> list[Layout]:

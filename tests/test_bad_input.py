@@ -151,7 +151,7 @@ def test_last_batch_too_small(recipe: str, out: Path, small_data: dict[str, Path
     layout = next((one for one in layouts if one.shards > 1), layouts[-1])
     flags = ["--data", str(small_data[ranks.workload(recipe)]), *ranks.small(recipe), *layout.flags]
     flags += ["--epochs", "1", "--max-steps", "0", "--global-batch-size", "36"]  # 469 = 13 * 36 + 1
-    flags += ["--micro-batch-size", "0"]
+    flags += layout.passes(36)
     refused(recipe, out, flags, "--epochs 1 of 469 samples leaves 1", "--max-steps 13", size=layout.size)
 
 
@@ -195,15 +195,20 @@ BAD_SIZES = {
     "tp and sequence": (2, ["--tp", "2", "--seq-len", "15"], ["--tp 2 does not divide --seq-len 15"]),
     "dp_replicate": (4, ["--dp-replicate", "3"], ["--dp-replicate 3 does not divide the 4 ranks"]),
     "pp and ranks": (4, ["--pp", "3"], ["--pp 3 does not divide the number of ranks, 4"]),
-    "pp and batch": (
-        2,
-        ["--pp", "2", "--global-batch-size", "20"],
-        ["--global-batch-size 20 is no multiple of 8: --micro-batch-size x ranks"],
+    "microbatches and batch": (
+        4,
+        ["--pp", "2", "--global-batch-size", "24"],
+        ["--num-microbatches 8 is no multiple of --pp 2 that divides a pass of 12"],
     ),
-    "pp and batch, no micro batch": (
+    "microbatches and pass": (
         2,
-        ["--pp", "2", "--global-batch-size", "7", "--micro-batch-size", "0"],
-        ["--global-batch-size 7 is no multiple of 2"],
+        ["--pp", "2", "--micro-batch-size", "6", "--num-microbatches", "4"],
+        ["--num-microbatches 4 is no multiple of --pp 2 that divides a pass of 6"],
+    ),
+    "microbatches and ranks": (
+        2,
+        ["--pp", "2", "--num-microbatches", "1"],
+        ["--num-microbatches 1 is no multiple of --pp 2 that divides a pass of 32"],
     ),
     **{
         f"layers, {name}": (

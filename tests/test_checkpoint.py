@@ -85,7 +85,6 @@ def test_other_models_are_refused_before_their_weights_are_made(saved: Path) -> 
         *(f"  {name}: only in the checkpoint" for name in checkpoint.tensors_in(saved) if name in LISTED),
         "  and 3 more",
     ]
-    checkpoint.check_fits(None, model)
 
 
 LISTED = ("half.weight", "ids", "linear.weight", "norm.num_batches_tracked")  # the first four

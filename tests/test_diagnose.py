@@ -70,7 +70,8 @@ class Reader:
 
 
 def wait_for_data(probe: Probe) -> None:
-    next(data.Loader(Reader(probe), sampler.evaluation_requests(1, 1, 0, 1), 0, CPU))
+    plan = sampler.make_plan(1, 0, 0, 1, 1, 1, 1, {})
+    next(data.Loader(Reader(probe), sampler.evaluation_requests(plan, 1, 0), 0, CPU))
 
 
 def go_back(probe: Probe) -> None:

@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def make_plan(first_step: int = 0) -> sampler.Plan:
-    return sampler.Plan(NUM_SAMPLES, SEED, first_step, 40, first_step * BATCH, 40 * BATCH, BATCH)
+    return sampler.Plan(NUM_SAMPLES, SEED, first_step, 40, first_step * BATCH, 40 * BATCH, BATCH, BATCH, 1)
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -237,7 +237,7 @@ def test_mutant_fails(mutant: str, begin: Begin, leg: Make, plain: Callable, tmp
 
 def test_drifted_copy_is_seen(begin: Begin, leg: Make, plain: Callable, tmp_path: Path) -> None:
     """A checkpoint has one embedding. Here the two copies of a tied one have drifted apart before it was saved."""
-    path = ranks.mutate("pipeline_gpt", tmp_path, {"    if model.tied_group:\n": "    if False:\n"})
+    path = ranks.mutate("pipeline_gpt", tmp_path, {"    if model.tied_group:  #": "    if False:  #"})
     begun = begin(PP, True, "--check-every", "0", mutant=path)
     last = STOP + MORE
     one = leg(DDP, tmp_path, "--resume", str(begun.run), "--stop-after", str(last), tied=True)

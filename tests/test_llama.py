@@ -15,8 +15,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from common import UserError, checkpoint, exchange, initial, manifest
+from common import UserError, checkpoint, initial, manifest
 from common.models import gpt
+from launch import checkpoint as exchange
 from launch import llama
 from tests import ranks
 from tests.states import make_saver
@@ -323,9 +324,9 @@ def commands(given: list[list[str]]) -> None:
 def test_commands(tmp_path: Path) -> None:
     run, file, start = save_run(tmp_path / "run", make_ours(SHAPES["grouped"])), tmp_path / "file", tmp_path / "start"
     given = [
-        ["common.checkpoint", "export", str(run), "--out", str(file)],
-        ["common.checkpoint", "export", str(run), "--out", str(file)],
-        ["common.checkpoint", "import", str(file), "--out", str(start)],
+        ["launch.checkpoint", "export", str(run), "--out", str(file)],
+        ["launch.checkpoint", "export", str(run), "--out", str(file)],
+        ["launch.checkpoint", "import", str(file), "--out", str(start)],
         ["launch.llama", "export", str(run), "--out", str(tmp_path / "llama")],
         ["launch.llama", "import", str(tmp_path / "llama"), "--out", str(tmp_path / "back")],
     ]

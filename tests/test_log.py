@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import log, run_dir, sampler, world
+from common import log, metrics, run_dir, sampler, world
 from tests import ranks
 
 
@@ -21,18 +21,32 @@ class Args:
     lr: float = 0.1  # rate
 
 
+@pytest.fixture(autouse=True)
+def one_teraflop(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank reaches as much at best, in a group of one."""
+    monkeypatch.setattr(metrics, "peak_flops", lambda *_: 1e12)
+
+
 def make_world(rank: int, size: int) -> world.World:
     return world.World(rank, size, rank, size, "host", torch.device("cpu"), "gloo")
 
 
 def make_run(path: Path, first_step: int = 0, max_steps: int = 20, lr: float = 0.1, rank: int = 0) -> log.Run:
     path.mkdir(exist_ok=True)
-    plan = sampler.Plan(99, 0, first_step, max_steps, first_step * 8, max_steps * 8, 8)
-    return log.Run(path, __file__, Args(lr), make_world(rank, 4), plan, ideal_s=1e-3)
+    plan = sampler.Plan(99, 0, first_step, max_steps, first_step * 8, max_steps * 8, 8, 8, 4)
+    return log.Run(path, __file__, Args(lr), make_world(rank, 4), plan, 1e9, torch.float32)
 
 
 def means(loss: float) -> dict[str, float]:
     return {"loss": loss, "top1": 1 - loss}
+
+
+def record(run: log.Run, step: int, loss: float, **more: float) -> None:
+    """Two steps of eight samples each, of these means, as far as this rank has them."""
+    for share in (0.25, 0.75):
+        sums = {key: torch.tensor(16 * share * value, dtype=torch.float64) for key, value in means(loss).items()}
+        run.add({**sums, "count": torch.tensor(8)})
+    run.train(step, **({"data_wait_s": 0.0} | more))
 
 
 def test_say_speaks_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +58,7 @@ def test_say_speaks_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 def test_records_are_exact_under_the_tags_of_the_design(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    run.train(10, means(1 / 3), data_wait_s=0.25, lr=0.1 + 0.2, grad_norm=1e-30)
+    record(run, 10, 1 / 3, data_wait_s=0.25, lr=0.1 + 0.2, grad_norm=1e-30)
     run.validation(10, means(2 / 3))
     run.finish()
     train, perf, validation = run_dir.records(tmp_path)
@@ -74,9 +88,9 @@ def test_rate_counts_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with run.paused():
         now[0] += 1
     now[0] += 2
-    run.train(10, means(0.5), data_wait_s=0.5)
+    record(run, 10, 0.5, data_wait_s=0.5)
     now[0] += 1
-    run.train(20, means(0.5), data_wait_s=0.75)
+    record(run, 20, 0.5, data_wait_s=0.75)
     run.finish()
     first, second = (record for record in run_dir.records(tmp_path) if "perf/mfu" in record)
     assert first["perf/samples_per_s"] == 20, "ten steps of 8"
@@ -91,14 +105,14 @@ def test_continues_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     """Killed after step 16, resumed from step 10: each step is recorded once, in the later run's numbers."""
     run = make_run(tmp_path)
     for step in (5, 10, 15):
-        run.train(step, means(step / 100), data_wait_s=0)
+        record(run, step, step / 100)
     run.validation(16, means(0.01))
     run.finish()
     assert "continuing" not in capsys.readouterr().out
     run = make_run(tmp_path, first_step=10, lr=0.2)
     assert "continuing with --lr 0.2 (was 0.1)" in capsys.readouterr().out
     for step in (15, 20):
-        run.train(step, means(step / 1000), data_wait_s=0)
+        record(run, step, step / 1000)
     run.finish()
     losses = {5: 0.05, 10: 0.1, 15: 0.015, 20: 0.02}
     assert ranks.records(tmp_path, "train/loss") == losses
@@ -123,7 +137,7 @@ def test_finish_says_the_best_and_how_to_go_on(
     assert re.search(r"^done +step 12 of 20 in ", said, re.MULTILINE)
     assert said.endswith("\ngo on  torchrun --nproc-per-node=4 train.py --lr 1 --name 'my run'\n")
     run = make_run(path, first_step=12)
-    run.train(20, means(0.5), data_wait_s=0)
+    record(run, 20, 0.5)
     run.validation(20, means(0.4))
     run.finish()
     said = capsys.readouterr().out
@@ -131,14 +145,14 @@ def test_finish_says_the_best_and_how_to_go_on(
     assert "--name 'my run'  (with more --epochs or --max-steps)\n" in said, "it is done"
 
 
-def use_all_on_rank_1(path: str) -> None:
-    if world.rank() == 0:
-        return
+def use_all(path: str) -> None:
+    world.start()
+    rank = world.rank()
     os.write(1, b"before\n")
-    run = make_run(Path(path), rank=1)
+    run = make_run(Path(path, str(rank)), rank=rank)
     sys.stdout.write("printed\n")
     os.write(2, b"from C\n")
-    run.train(5, means(0.5), data_wait_s=0, lr=0.1)
+    record(run, 5, 0.5, lr=0.1)
     with run.paused():
         run.validation(5, means(0.5))
     run.finish()
@@ -146,13 +160,12 @@ def use_all_on_rank_1(path: str) -> None:
 
 
 def test_other_ranks_write_nothing_but_their_log(tmp_path: Path) -> None:
-    result = ranks.spawn(use_all_on_rank_1, [(str(tmp_path),)] * 2)
+    result = ranks.spawn(use_all, [(str(tmp_path),)] * 2)
     assert result.ok, str(result)
     assert result.outputs[1] == "before\n"
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == [
-        "logs/rank_00001.log"
-    ]
-    header, *lines = (tmp_path / "logs" / "rank_00001.log").read_text().splitlines()
+    path = tmp_path / "1"
+    assert [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()] == ["logs/rank_00001.log"]
+    header, *lines = (path / "logs" / "rank_00001.log").read_text().splitlines()
     assert re.match(r"--- \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d ", header)
     assert sorted(lines) == ["from C", "printed"]
 
@@ -160,18 +173,18 @@ def test_other_ranks_write_nothing_but_their_log(tmp_path: Path) -> None:
 def test_full_disk_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What could not be recorded is told, and what comes once there is room is recorded."""
     run = make_run(tmp_path)
-    run.train(5, means(0.5), data_wait_s=0)
+    record(run, 5, 0.5)
     with run._records as good, Path("/dev/full").open("a") as full:
         run._records = full
         capsys.readouterr()
-        run.train(10, means(0.25), data_wait_s=0)
+        record(run, 10, 0.25)
         warned = re.findall(r"^warning: .*$", capsys.readouterr().out, re.MULTILINE)
         assert warned == [f"warning: step 10 is not recorded in {tmp_path}: [Errno 28] No space left on device"] * 2
         run._records = good
-        run.train(15, means(0.125), data_wait_s=0)
+        record(run, 15, 0.125)
         assert ranks.records(tmp_path, "train/loss") == {5: 0.5, 15: 0.125}
         run._records = full
-        run.train(20, means(0.1), data_wait_s=0)
+        record(run, 20, 0.1)
         run.finish()
     assert "done   step 20 of 20" in capsys.readouterr().out
 

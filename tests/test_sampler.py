@@ -3,6 +3,7 @@
 Every claim is checked for all combinations of a few awkward sizes.
 """
 
+import dataclasses
 import itertools
 import re
 from collections import Counter
@@ -35,8 +36,10 @@ def stream(num_samples: int, length: int) -> Samples:
 
 def read_steps(plan: sampler.Plan, micro: int, shards: int) -> list[list[list[Request]]]:
     """Requests of all shards as [step][pass][shard]."""
-    pass_size = sampler.divide_batch(plan.global_batch_size, micro, shards)
-    of_shards = [list(sampler.training_requests(plan, pass_size, shard, shards)) for shard in range(shards)]
+    plan = dataclasses.replace(
+        plan, pass_size=sampler.divide_batch(plan.global_batch_size, micro, shards), num_shards=shards
+    )
+    of_shards = [list(sampler.training_requests(plan, shard)) for shard in range(shards)]
     steps: list[list[list[Request]]] = [[]]
     for requests in zip(*of_shards, strict=True):  # strict: all shards make the same number of passes
         steps[-1].append(list(requests))
@@ -169,10 +172,10 @@ def test_position_stops_at_the_end() -> None:
 def test_nothing_is_left_of_a_finished_training() -> None:
     plan = sampler.make_plan(37, SEED, 1, 0, 10, 10, 2, {"step": 4, "samples": 37})
     assert (plan.first_step, plan.max_steps) == (4, 4)
-    assert not list(sampler.training_requests(plan, 10, 0, 2))
+    assert not list(sampler.training_requests(plan, 0))
     plan = sampler.make_plan(37, SEED, 0, 3, 10, 10, 2, {"step": 5, "samples": 50})
     assert plan.position(5) == 50
-    assert not list(sampler.training_requests(plan, 10, 0, 2))
+    assert not list(sampler.training_requests(plan, 0))
 
 
 def test_last_step_too_small_for_batchnorm() -> None:
@@ -206,7 +209,8 @@ def test_proposed_length_is_accepted() -> None:
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 7, 30, 64])
 def test_evaluation_counts_each_sample_once(num_samples: int) -> None:
     for shards, pass_size in itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 6, 16, 100)):
-        of_shards = [list(sampler.evaluation_requests(num_samples, pass_size, i, shards)) for i in range(shards)]
+        plan = sampler.make_plan(99, SEED, 0, 1, pass_size, pass_size, shards, {}, least=0)
+        of_shards = [list(sampler.evaluation_requests(plan, num_samples, i)) for i in range(shards)]
         read: list[int] = []
         passes = list(zip(*of_shards, strict=True))
         for i, requests in enumerate(passes):

@@ -31,6 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from common import checkpoint, cli, data, guard, images, initial, keymap, log, metrics, precision, run_dir, sampler
 from common import saver, schedule, seed, stop, sync_batchnorm, watch, world
@@ -95,7 +96,7 @@ def make_model(args: Args, train: images.Images) -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # the layout that fast convolutions read
 
 
-def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
     """SGD with momentum; no weight decay on norms and biases (Jia et al. 2018, https://arxiv.org/abs/1807.11205)."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": args.weight_decay},
@@ -104,8 +105,9 @@ def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=args.lr, momentum=args.momentum, fused=True)
 
 
-def forward(args: Args, model: nn.Module, batch: data.Batch, dtype: torch.dtype) -> metrics.Sums:
+def forward(args: Args, model: nn.Module, batch: data.Batch) -> metrics.Sums:
     """Sums over one rank's batch, of which "loss" carries the gradient."""
+    dtype = precision.pick(args.dtype, batch.inputs.device)
     wide = precision.storage(dtype)
     pixels = batch.inputs.to(wide, memory_format=torch.channels_last)  # (b, C, H, W), read and sent as bytes
     pixels = pixels.div_(127.5).sub_(1)
@@ -162,25 +164,17 @@ def clip_gradients(args: Args, model: nn.Module) -> torch.Tensor:
 
 
 def train_step(
-    args: Args,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    finite: guard.FiniteGuard,
-    batches: data.Loader,
-    num_shards: int,
-    dtype: torch.dtype,
+    args: Args, model: nn.Module, optimizer: Optimizer, finite: guard.FiniteGuard, batches: data.Loader, num_shards: int
 ) -> tuple[metrics.Sums, torch.Tensor]:
     """One optimizer step; returns this rank's sums and the global gradient norm, ()."""
     sums: metrics.Sums = {}
-    for batch in batches:
+    for batch in batches.step():
         with gradient_sync(model, batch.last):
-            batch_sums = forward(args, model, batch, dtype)
+            batch_sums = forward(args, model, batch)
             # The mean over the samples of the whole step. Gradients are averaged over the shards where they
             # are synchronised, so each shard's part counts num_shards times.
             (batch_sums["loss"] * (num_shards / batch.step_samples)).backward()
         sums = metrics.add(sums, batch_sums)
-        if batch.last:
-            break
     grad_norm = clip_gradients(args, model)
     finite.judge(grad_norm)
     optimizer.step()
@@ -189,13 +183,13 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(args: Args, model: nn.Module, batches: data.Loader, dtype: torch.dtype) -> metrics.Sums:
+def evaluate(args: Args, model: nn.Module, batches: data.Loader) -> metrics.Sums:
     """This rank's sums over its part of the validation split."""
     model.eval()
     sums: metrics.Sums = {}
     for batch in batches:
         with gradient_sync(model, batch.last):
-            sums = metrics.add(sums, forward(args, model, batch, dtype))
+            sums = metrics.add(sums, forward(args, model, batch))
     model.train()
     return sums
 
@@ -207,21 +201,18 @@ def evaluate(args: Args, model: nn.Module, batches: data.Loader, dtype: torch.dt
 def main() -> None:
     """Train from the newest checkpoint, or from the start, to the end."""
     args = cli.parse(Args)
-    here = world.start(args.backend)
-    world.check_same(flag=dataclasses.asdict(args), code=world.code_digests(__file__))
+    here = world.start(args.backend, flag=dataclasses.asdict(args), code=world.code_digests(__file__))
     mesh = make_mesh(args, here)
     shard, num_shards = data_shard(mesh)
     pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
     dtype = precision.pick(args.dtype, here.device)
     train, validation = make_data(args)
     terms = {"seed": args.seed, "data": train.digest()}  # what the order of samples means something under
-    world.check_same(data=terms)
 
     path = run_dir.choose(args.out, args.name)
     model = make_model(args, train)
-    source, done = checkpoint.find(path, args.resume, terms)
-    checkpoint.check_fits(source, model)
-    flops = metrics.count_flops(lambda m, sample: forward(args, m, sample, dtype)["loss"], model, train)
+    source, done = checkpoint.find(path, args.resume, terms, model)
+    flops = metrics.count_flops(lambda m, sample: forward(args, m, sample)["loss"], model, train)
     model = parallelize(args, model, mesh, here.device, dtype)
     if args.compile:
         model.compile()
@@ -230,40 +221,35 @@ def main() -> None:
 
     length = (args.epochs, args.max_steps, args.global_batch_size)
     plan = sampler.make_plan(len(train), args.seed, *length, pass_size, num_shards, done, guard.least_samples(model))
-    requests = sampler.training_requests(plan, pass_size, shard, num_shards)
-    batches = data.Loader(train, requests, args.workers, here.device)
+    batches = data.Loader(train, sampler.training_requests(plan, shard), args.workers, here.device)
 
     run_dir.claim(path)
     stopping = stop.Stop(args.deadline, plan.first_step)
     watching = watch.Watch(here, path, plan.first_step, args.hang_timeout)
     finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips)
     saving = saver.Saver(path, __file__, mesh, terms, args.keep, args.async_save)
-    run = log.Run(path, __file__, args, here, plan, flops / metrics.peak_flops(here.device, dtype))
-    log.say(f"{here}\n{plan} in passes of {pass_size // num_shards} on each rank, {dtype}, {len(train)} to train on")
+    run = log.Run(path, __file__, args, here, plan, flops, dtype)
 
     last_step = min(plan.max_steps, args.stop_after or plan.max_steps)
     peak_lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
-    window: metrics.Sums = {}
     for step in range(plan.first_step + 1, last_step + 1):
         watching.step(step)
         seed.everything(args.seed, seed.STEP, step, shard)
-        lr = peak_lr * schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps)
-        schedule.set_rate(optimizer, lr)
-        sums, grad_norm = train_step(args, model, optimizer, finite, batches, num_shards, dtype)
-        window = metrics.add(window, sums)
+        lr = schedule.set_rate(optimizer, peak_lr * schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps))
+        sums, grad_norm = train_step(args, model, optimizer, finite, batches, num_shards)
+        run.add(sums)
         finite.after(step)
         last = stopping.after(step) or step == last_step
         if step % args.log_every == 0 or last:
-            run.train(step, metrics.means(window), lr=lr, grad_norm=grad_norm.item(), data_wait_s=batches.wait_s)
-            window = {}
+            run.train(step, lr=lr, grad_norm=grad_norm.item(), data_wait_s=batches.wait_s)
             finite.check()
         with run.paused():
             if args.check_every and (step % args.check_every == 0 or last):
                 guard.check_replicas(model, step)
             if step % (args.eval_every or plan.epoch_steps) == 0 or step == last_step:
-                requests = sampler.evaluation_requests(len(validation), pass_size, shard, num_shards)
+                requests = sampler.evaluation_requests(plan, len(validation), shard)
                 held_out = data.Loader(validation, requests, args.workers, here.device)
-                run.validation(step, validation.figures(metrics.means(evaluate(args, model, held_out, dtype))))
+                run.validation(step, validation.figures(metrics.means(evaluate(args, model, held_out))))
             if step % (args.save_every or plan.epoch_steps) == 0 or last:
                 saving.save(step, keymap.tensors(model, optimizer), plan.position(step), last)
         if last:

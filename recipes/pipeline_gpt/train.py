@@ -1,20 +1,18 @@
 """Train a GPT that is too deep for one device: its layers are dealt out in stages, and microbatches flow through them.
 
-The --pp ranks of a pipeline hold different layers and read the same sequences; each sends what it computed on to the
-next, and gradients back. What --schedule decides is when: a rank that waits for its neighbours is in the bubble.
+The --pp ranks of a pipeline read the same sequences. --schedule decides who computes what when, and who has to wait.
 
     what                          each rank
     parameters                    its own layers, in one stage, or in two (interleaved, zero-bubble)
     gradients, optimizer state    of its own layers
-    batch                         for each pipeline an equal part, in microbatches of --micro-batch-size sequences
+    batch                         for each pipeline an equal part; a pass flows in --num-microbatches parts
 
-One step sends, between neighbours: the stream (microbatch x length x width) of each microbatch forward, and its
-gradient back. Then all-reduces: of each gradient over the pipelines, of a tied embedding's over the first and the
-last stage, of the squared norm over the stages.
+Between neighbours goes the stream (microbatch x length x width) of each microbatch, and its gradient back. Then come
+all-reduces: of a tied embedding's gradient over its two stages, of all over the pipelines, of the norm over the stages.
 
     bash launch/torchrun.sh recipes/pipeline_gpt                                         # 2 stages
     NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/pipeline_gpt --pp 2                 # 2 pipelines of 2
-    bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/pipeline_gpt --pp 8 --num-layers 32 --micro-batch-size 1
+    bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/pipeline_gpt --pp 8 --num-layers 32
 
 Measured: val/loss 1.792 nats a byte after 200 steps and 74 s of training, 2 processes, AMD EPYC, 2 cores, bfloat16,
 gloo, torch 2.15.0, 2026-11-21 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
@@ -30,8 +28,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.optim import Optimizer
 
 from common import UserError, checkpoint, cli, data, guard, initial, keymap, log, metrics, precision, run_dir, sampler
 from common import saver, schedule, seed, stop, text, watch, world
@@ -64,7 +64,7 @@ class Args:
     max_skips: int = 3  # updates in a row that may be left out because their gradient is not finite
     hang_timeout: float = 300.0  # seconds without progress after which a hang is named and ended
     global_batch_size: int = 32  # sequences per optimizer step, over all ranks
-    micro_batch_size: int = 4  # sequences that flow through the stages together; 0 for as many microbatches as --pp
+    micro_batch_size: int = 0  # most sequences per forward pass of a rank; 0 for one pass a step
     lr: float = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
     lr_reference_batch: int = 32  # sequences per step that lr is meant for
     weight_decay: float = 0.1  # on matrices, not on norms
@@ -82,6 +82,7 @@ class Args:
     tied: bool = False  # let the output layer be the embedding
     pp: int = 2  # ranks of a pipeline
     schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"  # who computes what when
+    num_microbatches: int = 8  # equal parts of a pass, which follow each other through the stages
 
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
@@ -99,7 +100,7 @@ def make_model(args: Args, train: text.Text) -> nn.Module:
         return gpt.GPT(gpt.Shape(train.vocab_size, *sizes))
 
 
-def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
     """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101); no weight decay on norms."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": args.weight_decay},
@@ -108,8 +109,9 @@ def make_optimizer(args: Args, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
 
-def forward(args: Args, model: nn.Module, batch: data.Batch, dtype: torch.dtype) -> metrics.Sums:
+def forward(args: Args, model: nn.Module, batch: data.Batch) -> metrics.Sums:
     """Sums over one rank's batch, of which "loss" carries the gradient."""
+    dtype = precision.pick(args.dtype, batch.inputs.device)
     with precision.autocast(batch.inputs.device, dtype):
         losses = model(batch.inputs, batch.targets)  # (b,), the mean over each sequence
     return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device)}
@@ -117,27 +119,26 @@ def forward(args: Args, model: nn.Module, batch: data.Batch, dtype: torch.dtype)
 
 # --- 3 Strategy -------------------------------------------------------------------------------------------
 
-SCHEDULES: dict[str, Any] = {
-    "naive": schedules.ScheduleGPipe,  # of one microbatch: one rank computes at a time
-    "gpipe": schedules.ScheduleGPipe,  # all forward, then all backward: Huang et al. 2019, arxiv.org/abs/1811.06965
-    "1f1b": schedules.Schedule1F1B,  # backward as soon as possible, to keep less: PipeDream, arxiv.org/abs/1806.03377
-    "interleaved": schedules.ScheduleInterleaved1F1B,  # two stages a rank, half the bubble: arxiv.org/abs/2104.04473
-    "zero-bubble": schedules.ScheduleInterleavedZeroBubble,  # weights' gradients fill it: arxiv.org/abs/2401.10241
+SCHEDULES: dict[str, tuple[Any, int]] = {  # and stages on a rank: two are far apart, so that the last begin sooner
+    "naive": (schedules.ScheduleGPipe, 1),  # of one microbatch: one rank computes at a time
+    "gpipe": (schedules.ScheduleGPipe, 1),  # all forward, then all backward: arxiv.org/abs/1811.06965
+    "1f1b": (schedules.Schedule1F1B, 1),  # backward as soon as it can, to keep less: arxiv.org/abs/1806.03377
+    "interleaved": (schedules.ScheduleInterleaved1F1B, 2),  # half the bubble: arxiv.org/abs/2104.04473
+    "zero-bubble": (schedules.ScheduleInterleavedZeroBubble, 2),  # weights' gradients fill it: arxiv.org/abs/2401.10241
 }
-TWO_STAGES = ("interleaved", "zero-bubble")  # on each rank, far apart in depth, so that the last ones begin sooner
 
 
 def make_mesh(args: Args, here: world.World) -> DeviceMesh:
     """The ranks and their axes: pipelines, by ranks of a pipeline."""
-    num_stages = args.pp * (1 + (args.schedule in TWO_STAGES))
+    num_stages, num_pipelines = args.pp * SCHEDULES[args.schedule][1], here.size // args.pp
     if args.num_layers < num_stages:
         raise UserError(f"--num-layers {args.num_layers} cannot fill the {num_stages} stages of {args.schedule}")
     if here.size % args.pp:
         raise UserError(f"--pp {args.pp} does not divide the number of ranks, {here.size}")
-    batch, unit = args.global_batch_size, max(1, args.micro_batch_size) * here.size
-    if batch % unit:  # the schedules want rounds of as many microbatches as ranks
-        raise UserError(f"--global-batch-size {batch} is no multiple of {unit}: --micro-batch-size x ranks")
-    return init_device_mesh(here.device.type, (here.size // args.pp, args.pp), mesh_dim_names=("dp", "pp"))
+    num, samples = args.num_microbatches, args.micro_batch_size or args.global_batch_size // num_pipelines
+    if args.schedule != "naive" and (num % args.pp or samples % num):  # they want rounds of as many as ranks
+        raise UserError(f"--num-microbatches {num} is no multiple of --pp {args.pp} that divides a pass of {samples}")
+    return init_device_mesh(here.device.type, (num_pipelines, args.pp), mesh_dim_names=("dp", "pp"))
 
 
 def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
@@ -145,54 +146,36 @@ def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
     return mesh.get_local_rank("dp"), mesh["dp"].size()
 
 
-def make_stage(model: Any, stage: int, num_stages: int) -> Any:
-    """What one stage has of the plain model: near-equal numbers of blocks, under their own names."""
-    part, last = copy.deepcopy(model), stage == num_stages - 1
-    first, end = (model.shape.num_layers * i // num_stages for i in (stage, stage + 1))
-    part.blocks = nn.ModuleDict({str(i): part.blocks[str(i)] for i in range(first, end)})
-    if stage > 0 and not (last and model.shape.tied):
-        part.embed = None
-    if not last:
-        part.norm = part.head = None
-    return part
-
-
 def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Put this rank's layers of the plain model on its device and under the strategy."""
-    group, num_stages = mesh.get_group("pp"), args.pp * (1 + (args.schedule in TWO_STAGES))
-    pipeline: Any = nn.Module()
-    pipeline.mesh, pipeline.stages, pipeline.tied_group = mesh, nn.ModuleDict(), None
+    kind, stages_here = SCHEDULES[args.schedule]
+    group, num_stages, parts = mesh.get_group("pp"), args.pp * stages_here, dict[int, Any]()
     for i in range(group.rank(), num_stages, args.pp):
-        part = initial.place(make_stage(model, i, num_stages), args.seed, device, precision.storage(dtype))
-        part.forward = torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)(part.forward)
-        pipeline.stages[str(i)] = part
-    parts = dict(pipeline.stages.items())
+        part, last = copy.deepcopy(model), i == num_stages - 1  # what stage i has of it, under the same names
+        for name in [name for name in part.blocks if int(name) * num_stages // args.num_layers != i]:
+            del part.blocks[name]
+        part.embed = part.embed if i == 0 or (last and args.tied) else None
+        part.norm, part.head = (part.norm, part.head) if last else (None, None)
+        parts[i] = initial.place(part, args.seed, device, precision.storage(dtype))
+        parts[i].forward = precision.autocast(device, dtype)(part.forward)
+    pipeline: Any = nn.Module()
+    pipeline.mesh, pipeline.tied_group = mesh, None
+    pipeline.stages = nn.ModuleDict({str(i): part for i, part in parts.items()})
+    pipeline.ends = parts.get(0), parts.get(num_stages - 1)  # first and last stage, or None
     pipeline.compile = lambda: [part.compile() for part in parts.values()]
-    pipeline.ends = parts.get("0"), parts.get(str(num_stages - 1))  # first and last stage, or None
     if args.tied and args.pp > 1:  # two ranks have the embedding
         pipeline.tied_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh[:, [0, -1]].tolist())
     elif args.tied:
         pipeline.ends[1].embed = pipeline.ends[0].embed
-    pipeline.samples = args.global_batch_size // mesh["dp"].size()
-    rows = pipeline.samples if args.schedule == "naive" else args.micro_batch_size or pipeline.samples // args.pp
-    stages = [PipelineStage(part, int(i), num_stages, device, group=group) for i, part in parts.items()]
-    pipeline.schedule = SCHEDULES[args.schedule](
-        stages if len(stages) > 1 else stages[0],
-        pipeline.samples // rows,
+    pipeline.samples = args.micro_batch_size or args.global_batch_size // mesh["dp"].size()
+    stages = [PipelineStage(part, i, num_stages, device, group=group) for i, part in parts.items()]
+    pipeline.schedule = kind(
+        stages if stages_here > 1 else stages[0],
+        args.num_microbatches if args.schedule != "naive" else 1,
         loss_fn=lambda logits, targets: gpt.sequence_losses(logits, targets).sum() * pipeline.scale,
         scale_grads=False,
     )
     return pipeline
-
-
-def sync_gradients(model: Any) -> None:
-    """Sum what the two copies of a tied embedding got, and average all gradients over the pipelines."""
-    if model.tied_group:
-        dist.all_reduce((model.ends[0] or model.ends[1]).embed.weight.grad, group=model.tied_group)
-    gradients, group = [parameter.grad for parameter in model.parameters()], model.mesh.get_group("dp")
-    for work in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:
-        work.wait()
-    torch._foreach_div_(gradients, group.size())
 
 
 def clip_gradients(args: Args, model: Any) -> torch.Tensor:
@@ -207,55 +190,44 @@ def clip_gradients(args: Args, model: Any) -> torch.Tensor:
 # --- 4 Step -----------------------------------------------------------------------------------------------
 
 
+def flow(model: Any, batch: data.Batch, scale: float) -> metrics.Sums:
+    """Send one pass through the stages, and in training its gradient back; the sums are where the last stage is."""
+    fill = (0, 0, 0, model.samples - len(batch.inputs))  # up, by empty samples, whose loss is 0
+    inputs, targets = F.pad(batch.inputs, fill), F.pad(batch.targets, fill, value=-100)
+    model.scale, losses = scale, list[torch.Tensor]()  # of each microbatch
+    run = model.schedule.step if model.training else model.schedule.eval
+    run(*([inputs] if model.ends[0] else []), target=targets, losses=losses)
+    loss = torch.stack(losses).sum() / scale if losses else torch.zeros((), device=inputs.device)
+    return {"loss": loss, "count": loss.new_full((), len(batch.inputs) * bool(losses))}
+
+
 def train_step(
-    args: Args,
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    finite: guard.FiniteGuard,
-    batches: data.Loader,
-    num_shards: int,
-    dtype: torch.dtype,
+    args: Args, model: Any, optimizer: Optimizer, finite: guard.FiniteGuard, batches: data.Loader, num_shards: int
 ) -> tuple[metrics.Sums, torch.Tensor]:
     """One optimizer step; returns this rank's sums and the global gradient norm, ()."""
-    passes = [next(batches)]
-    while not passes[-1].last:
-        passes.append(next(batches))
-    inputs, targets = torch.cat([batch.inputs for batch in passes]), torch.cat([batch.targets for batch in passes])
-    # A training in epochs can end with a smaller step: empty samples fill it up, whose loss is 0.
-    missing = model.samples - len(inputs)
-    inputs = nn.functional.pad(inputs, (0, 0, 0, missing))
-    targets = nn.functional.pad(targets, (0, 0, 0, missing), value=-100)
-    # The mean over the samples of the whole step. Gradients are averaged over the shards where they
-    # are synchronised, so each shard's part counts num_shards times.
-    model.scale = num_shards / passes[0].step_samples
-    losses: list[torch.Tensor] = []  # of each microbatch, where the last stage is
-    model.schedule.step(*([inputs] if model.ends[0] else []), target=targets, losses=losses, return_outputs=False)
-    sync_gradients(model)
+    sums: metrics.Sums = {}
+    for batch in batches.step():
+        # The mean over the samples of the whole step: the gradients of the pipelines will be added up.
+        sums = metrics.add(sums, flow(model, batch, 1 / batch.step_samples))
+    if model.tied_group:  # the embedding got a gradient at both ends of the pipeline
+        dist.all_reduce((model.ends[0] or model.ends[1]).embed.weight.grad, group=model.tied_group)
+    group = model.mesh.get_group("dp")
+    for work in [dist.all_reduce(p.grad, group=group, async_op=True) for p in model.parameters()]:
+        work.wait()
     grad_norm = clip_gradients(args, model)
     finite.judge(grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    loss = torch.stack([*losses, torch.zeros_like(grad_norm)]).sum() / model.scale
-    return {"loss": loss, "count": loss.new_full((), (len(inputs) - missing) * bool(losses))}, grad_norm
+    return sums, grad_norm
 
 
 @torch.no_grad()
-def evaluate(args: Args, model: Any, batches: data.Loader, dtype: torch.dtype) -> metrics.Sums:
-    """This rank's sums over its part of the validation split: only those of the last stage are not 0."""
+def evaluate(args: Args, model: nn.Module, batches: data.Loader) -> metrics.Sums:
+    """This rank's sums over its part of the validation split."""
     model.eval()
-    group, last = model.mesh.get_group("pp"), args.pp * (1 + (args.schedule in TWO_STAGES)) - 1
     sums: metrics.Sums = {}
     for batch in batches:
-        x = batch.inputs
-        for i, part in ((int(name), part) for name, part in model.stages.items()):
-            if i > 0 and args.pp > 1:
-                x = torch.empty(*batch.inputs.shape, args.width, dtype=precision.storage(dtype), device=x.device)
-                dist.recv(x, group=group, group_src=(i - 1) % args.pp)
-            x = part(x)
-            if i < last and args.pp > 1:
-                dist.send(x, group=group, group_dst=(i + 1) % args.pp)
-        losses = gpt.sequence_losses(x, batch.targets) if model.ends[1] else x.new_zeros(0)
-        sums = metrics.add(sums, {"loss": losses.sum(), "count": torch.full((), len(losses), device=x.device)})
+        sums = metrics.add(sums, flow(model, batch, 1.0))
     model.train()
     return sums
 
@@ -267,21 +239,18 @@ def evaluate(args: Args, model: Any, batches: data.Loader, dtype: torch.dtype) -
 def main() -> None:
     """Train from the newest checkpoint, or from the start, to the end."""
     args = cli.parse(Args)
-    here = world.start(args.backend)
-    world.check_same(flag=dataclasses.asdict(args), code=world.code_digests(__file__))
+    here = world.start(args.backend, flag=dataclasses.asdict(args), code=world.code_digests(__file__))
     mesh = make_mesh(args, here)
     shard, num_shards = data_shard(mesh)
     pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
     dtype = precision.pick(args.dtype, here.device)
     train, validation = make_data(args)
     terms = {"seed": args.seed, "data": train.digest()}  # what the order of samples means something under
-    world.check_same(data=terms)
 
     path = run_dir.choose(args.out, args.name)
     model = make_model(args, train)
-    source, done = checkpoint.find(path, args.resume, terms)
-    checkpoint.check_fits(source, model)
-    flops = metrics.count_flops(lambda m, sample: forward(args, m, sample, dtype)["loss"], model, train)
+    source, done = checkpoint.find(path, args.resume, terms, model)
+    flops = metrics.count_flops(lambda m, sample: forward(args, m, sample)["loss"], model, train)
     model = parallelize(args, model, mesh, here.device, dtype)
     if args.compile:
         model.compile()
@@ -290,40 +259,35 @@ def main() -> None:
 
     length = (args.epochs, args.max_steps, args.global_batch_size)
     plan = sampler.make_plan(len(train), args.seed, *length, pass_size, num_shards, done, guard.least_samples(model))
-    requests = sampler.training_requests(plan, pass_size, shard, num_shards)
-    batches = data.Loader(train, requests, args.workers, here.device)
+    batches = data.Loader(train, sampler.training_requests(plan, shard), args.workers, here.device)
 
     run_dir.claim(path)
     stopping = stop.Stop(args.deadline, plan.first_step)
     watching = watch.Watch(here, path, plan.first_step, args.hang_timeout)
     finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips)
     saving = saver.Saver(path, __file__, mesh, terms, args.keep, args.async_save)
-    run = log.Run(path, __file__, args, here, plan, flops / metrics.peak_flops(here.device, dtype))
-    log.say(f"{here}\n{plan} in passes of {pass_size // num_shards} on each rank, {dtype}, {len(train)} to train on")
+    run = log.Run(path, __file__, args, here, plan, flops, dtype)
 
     last_step = min(plan.max_steps, args.stop_after or plan.max_steps)
     peak_lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
-    window: metrics.Sums = {}
     for step in range(plan.first_step + 1, last_step + 1):
         watching.step(step)
         seed.everything(args.seed, seed.STEP, step, shard)
-        lr = peak_lr * schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps)
-        schedule.set_rate(optimizer, lr)
-        sums, grad_norm = train_step(args, model, optimizer, finite, batches, num_shards, dtype)
-        window = metrics.add(window, sums)
+        lr = schedule.set_rate(optimizer, peak_lr * schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps))
+        sums, grad_norm = train_step(args, model, optimizer, finite, batches, num_shards)
+        run.add(sums)
         finite.after(step)
         last = stopping.after(step) or step == last_step
         if step % args.log_every == 0 or last:
-            run.train(step, metrics.means(window), lr=lr, grad_norm=grad_norm.item(), data_wait_s=batches.wait_s)
-            window = {}
+            run.train(step, lr=lr, grad_norm=grad_norm.item(), data_wait_s=batches.wait_s)
             finite.check()
         with run.paused():
             if args.check_every and (step % args.check_every == 0 or last):
                 guard.check_replicas(model, step)
             if step % (args.eval_every or plan.epoch_steps) == 0 or step == last_step:
-                requests = sampler.evaluation_requests(len(validation), pass_size, shard, num_shards)
+                requests = sampler.evaluation_requests(plan, len(validation), shard)
                 held_out = data.Loader(validation, requests, args.workers, here.device)
-                run.validation(step, validation.figures(metrics.means(evaluate(args, model, held_out, dtype))))
+                run.validation(step, validation.figures(metrics.means(evaluate(args, model, held_out))))
             if step % (args.save_every or plan.epoch_steps) == 0 or last:
                 saving.save(step, keymap.tensors(model, optimizer), plan.position(step), last)
         if last:

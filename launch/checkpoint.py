@@ -1,4 +1,4 @@
-"""The command `python -m common.checkpoint`: what is in a checkpoint, is it whole, one safetensors file out or in."""
+"""The command `python -m launch.checkpoint`: what is in a checkpoint, is it whole, one safetensors file out or in."""
 
 import json
 import os
@@ -115,7 +115,7 @@ def write_start(run_dir: Path, tensors: Tensors, source: str) -> None:
 
 def main() -> None:
     """Run one of the four commands."""
-    run({"inspect": inspect, "verify": verify, "export": export, "import": import_}, "common.checkpoint", __doc__)
+    run({"inspect": inspect, "verify": verify, "export": export, "import": import_}, "launch.checkpoint", __doc__)
 
 
 def run(commands: dict[str, Any], module: str, about: str | None) -> None:
@@ -126,3 +126,7 @@ def run(commands: dict[str, Any], module: str, about: str | None) -> None:
         tyro.extras.subcommand_cli_from_dict(commands, prog=f"python -m {module}", description=about)
     except UserError as error:
         sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
