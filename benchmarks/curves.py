@@ -22,7 +22,7 @@ from matplotlib import pyplot as plt
 from tests import ranks
 from tests.ranks import ROOT, Layout
 
-STEPS, BATCH = 48, 120  # 120 divides by 1, 2, 3 and 4, and into microbatches for as many stages
+STEPS, BATCH = 48, 120  # 120 divides by 1, 2, 3 and 4
 # One pass a step: BatchNorm sees the same samples on any number of ranks. The second model is small: it runs often.
 WORKLOADS = {
     "resnet": ("ResNet-18 on digits", ()),
@@ -43,7 +43,7 @@ def losses(layout: Layout, out: Path) -> list[float]:
     _, model = WORKLOADS[ranks.workload(layout.recipe)]
     sync_bn = ["--sync-bn"] if "sync_bn" in ranks.source(layout.recipe) else []
     flags = ["--max-steps", str(STEPS), "--global-batch-size", str(BATCH), "--lr-reference-batch", str(BATCH)]
-    flags += ["--dtype", "float64", "--log-every", "1", "--micro-batch-size", "0", *layout.flags, *model, *sync_bn]
+    flags += ["--dtype", "float64", "--log-every", "1", *layout.flags, *layout.passes(BATCH), *model, *sync_bn]
     command = ["bash", str(ROOT / "launch/torchrun.sh"), f"recipes/{layout.recipe}", *flags]
     command += ["--eval-every", str(10 * STEPS), "--save-every", str(STEPS), "--out", str(out), "--name", str(layout)]
     subprocess.run(

@@ -194,8 +194,6 @@ def divide_batch(global_batch_size: int, micro_batch_size: int, num_shards: int)
         UserError: the numbers do not divide.
     """
     if global_batch_size < num_shards or (not micro_batch_size and global_batch_size % num_shards):
-        next_one = -(-global_batch_size // num_shards) * num_shards
-        raise UserError(
-            f"--global-batch-size {global_batch_size} does not divide by {num_shards} ranks: {next_one} would"
-        )
+        whole = -(-global_batch_size // num_shards) * num_shards
+        raise UserError(f"--global-batch-size {global_batch_size} does not divide by {num_shards} ranks: {whole} would")
     return min(global_batch_size, micro_batch_size * num_shards or global_batch_size)

@@ -214,8 +214,9 @@ MUTANTS = {
     ),
     "the optimizer's state is not loaded": (FSDP, LOAD, "checkpoint.load(source, keymap.model_tensors(model))"),
     "a stage counts its layers from its own 0": (
-        *(PP, "nn.ModuleDict({str(i): part.blocks[str(i)]"),
-        "nn.ModuleDict({str(i - first): part.blocks[str(i)]",
+        *(PP, "        part.embed = "),
+        "        part.blocks = nn.ModuleDict({str(j): b for j, b in enumerate(part.blocks.values())})\n"
+        "        part.embed = ",
     ),
 }
 

@@ -36,8 +36,8 @@ def flags_of(recipe: str, size: int) -> list[str]:
     """Those of FLAGS that the recipe knows, what makes its model small, and how it is dealt out over the ranks."""
     known = {name: value for name, value in FLAGS.items() if f"    {name}: " in ranks.source(recipe)}
     flags = [part for name, value in known.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    smaller = SMALLER.get(ranks.workload(recipe), ())
-    return [*flags, *smaller, *ranks.layout(recipe, size).strategy]
+    layout = ranks.layout(recipe, size)
+    return [*flags, *SMALLER.get(ranks.workload(recipe), ()), *layout.strategy, *layout.passes(BATCH)]
 
 
 def checkpoints(run: Path) -> dict[int, Path]:
