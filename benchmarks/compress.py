@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.curves import ROOT, cpu_name
 from tests import machines, ranks
+from tests.ranks import ROOT, cpu_name
 
 RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 FIRST, LAST = 4, 8  # steps that are measured: with --warmup-steps 2, powersgd compresses from the third on

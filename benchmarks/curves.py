@@ -6,9 +6,7 @@ left between the curves.
 """
 
 import datetime
-import json
 import os
-import platform
 import subprocess
 import tempfile
 from pathlib import Path
@@ -20,7 +18,7 @@ import torch
 from matplotlib import pyplot as plt
 
 from tests import ranks
-from tests.ranks import ROOT, Layout
+from tests.ranks import ROOT, Layout, cpu_name
 
 STEPS, BATCH = 48, 120  # 120 divides by 1, 2, 3 and 4
 # One pass a step: BatchNorm sees the same samples on any number of ranks. The second model is small: it runs often.
@@ -49,16 +47,7 @@ def losses(layout: Layout, out: Path) -> list[float]:
     subprocess.run(
         command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"NPROC_PER_NODE": str(layout.size)}
     )
-    records = [json.loads(line) for line in (out / str(layout) / "metrics.jsonl").read_text().splitlines()]
-    return [record["train/loss"] for record in records if "train/loss" in record]
-
-
-def cpu_name() -> str:
-    """Name of this machine's processor."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
+    return list(ranks.records(out / str(layout), "train/loss").values())
 
 
 def draw(top: plt.Axes, bottom: plt.Axes, title: str, curves: dict[Layout, list[float]]) -> None:

@@ -4,7 +4,6 @@ Writes docs/language.md: how long each takes, and when it is better than a bigra
 """
 
 import datetime
-import json
 import os
 import platform
 import subprocess
@@ -15,9 +14,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.bigram import bigram_loss
-from benchmarks.curves import cpu_name
 from common import text
 from tests import ranks
+from tests.ranks import cpu_name
 
 EVAL_EVERY = 50
 
@@ -34,9 +33,8 @@ def train(recipe: str, out: Path) -> tuple[float, float, list[tuple[int, float]]
         env=os.environ | {"NPROC_PER_NODE": "2"},
     ).stdout
     took = time.perf_counter() - start
-    records = [json.loads(line) for line in (out / recipe / "metrics.jsonl").read_text().splitlines()]
     training = float(told.split(" s of it training")[0].rpartition(", ")[2])
-    return took, training, [(line["step"], line["val/loss"]) for line in records if "val/loss" in line]
+    return took, training, list(ranks.records(out / recipe, "val/loss").items())
 
 
 def main() -> None:

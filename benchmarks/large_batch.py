@@ -18,8 +18,8 @@ mpl.use("Agg")
 import torch
 from matplotlib import pyplot as plt
 
-from benchmarks.curves import ROOT, cpu_name
 from tests import ranks
+from tests.ranks import ROOT, cpu_name
 
 EPOCHS, SAMPLES, WARMUP_EPOCHS = 10, 1433, 2
 LR, REFERENCE = 0.2, 256  # the recipe's defaults

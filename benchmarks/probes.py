@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.curves import ROOT
 from tests import ranks
+from tests.ranks import ROOT
 
 STEP = 3  # that `probe` looks at: DDP has formed its buckets, stages know their shapes
 KINDS = {  # operators of torch.distributed, and which of their tensors is the whole one

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from benchmarks import probes, schedules
-from benchmarks.curves import ROOT, cpu_name
 from common.models import gpt
 from tests import ranks
+from tests.ranks import ROOT, cpu_name
 
 LAYERS, WIDTH, LENGTH, BATCH, ROWS = 8, 256, 64, 16, 2  # ROWS: sequences of a pipeline's microbatch
 SMALL = 100  # elements; a call with less is only counted
@@ -36,7 +36,7 @@ def model_bytes(*names: str) -> int:
     return sum(4 * p.numel() for name, p in model.named_parameters() if any(part in name for part in names))
 
 
-P, BLOCK, ENDS, NORMS = model_bytes(""), model_bytes("blocks.0."), model_bytes("embed", "head"), model_bytes("norm")
+P, BLOCK, NORMS = model_bytes(""), model_bytes("blocks.0."), model_bytes("norm")
 Term = tuple[str, float]  # a formula in words, and its bytes
 
 
@@ -120,11 +120,9 @@ def gpt_layouts() -> list[ranks.Layout]:
     found = []
     for recipe in ranks.RECIPES:
         for one in ranks.layouts(recipe) if ranks.workload(recipe) == "gpt" else []:
-            pairs = list(zip(one.flags[::2], one.flags[1::2], strict=True))
-            flags = tuple(part for pair in pairs if pair[0] not in ranks.SIZES for part in pair)
             again = one.shards > 1 and options(one).get("--schedule", schedules.DEFAULT) != schedules.DEFAULT
             if one.size in (2, 4) and not again and options(one).get("--pp") != "1":
-                found.append(ranks.Layout(recipe, one.size, flags, one.shards))
+                found.append(ranks.Layout(recipe, one.size, one.strategy, one.shards))
     return found
 
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.curves import ROOT, cpu_name
 from common import guard, keymap, run_dir, sampler, saver, stop, watch, world
 from common.models.resnet import make_resnet
 from tests import ranks
+from tests.ranks import ROOT, cpu_name
 
 CALLS, SAVES, IDLE_STEPS, STEP_S = 200, 7, 100, 0.1
 

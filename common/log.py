@@ -56,7 +56,7 @@ class Run:
         """
         self.path = path
         self._plan = plan
-        self._step = plan.first_step
+        self._step = self._counted = plan.first_step  # the last one shown, the last one in a rate
         self._here = here
         self._sums: metrics.Sums = {}
         self._ideal_s = flops / metrics.peak_flops(here.device, dtype)  # of a sample, on one rank
@@ -96,7 +96,8 @@ class Run:
         seconds = now - self._since - self._paused_s
         self._since, self._paused_s = now, 0.0
         self._trained_s += seconds
-        samples = self._plan.position(step) - self._plan.position(self._step)
+        samples = self._plan.position(step) - self._plan.position(self._counted)
+        self._counted = step
         self._trained_samples += samples
         rate = samples / seconds
         self._record(step, "train", shown)

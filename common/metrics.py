@@ -13,8 +13,11 @@ from common.data import Batch, BatchReader
 
 Sums = dict[str, torch.Tensor]
 
-# Dense bfloat16 peak of one GPU in FLOP/s without sparsity, from NVIDIA's data sheets.
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12, "V100": 125e12}
+# Dense bfloat16 peak of one GPU in FLOP/s without sparsity, from NVIDIA's data sheets; the first that is in its name.
+PEAK_FLOPS = {
+    **{"A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12},
+    **{"H200 NVL": 835e12, "H200": 989e12, "B200": 2250e12, "L40S": 362e12},
+}
 
 
 def add(total: Sums, sums: Sums) -> Sums:

@@ -8,6 +8,7 @@ torchrun.
 import json
 import multiprocessing
 import os
+import platform
 import re
 import runpy
 import socket
@@ -48,6 +49,12 @@ class Result:
         return "\n".join(
             f"[rank {i}: {code}]\n{text}" for i, (code, text) in enumerate(zip(self.codes, self.outputs, strict=True))
         )
+
+
+def cpu_name() -> str:
+    """Model of this machine's processor, for what is written beside a measurement."""
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return names[0] if names else platform.machine()
 
 
 def source(recipe: str) -> str:
@@ -94,8 +101,10 @@ class Layout:
 
     def passes(self, samples: int) -> tuple[str, ...]:
         """The flags for passes of this many samples over all ranks."""
-        parts = ("--num-microbatches", str(self.size // self.shards)) if "--pp" in self.flags else ()
-        return ("--micro-batch-size", str(samples // self.shards), *parts)
+        part, stages = samples // self.shards, self.size // self.shards
+        # Several rounds of microbatches of several samples, where there are enough.
+        rounds = max((n for n in range(stages, part, stages) if part % n == 0), default=part)
+        return ("--micro-batch-size", str(part), *(("--num-microbatches", str(rounds)) if "--pp" in self.flags else ()))
 
 
 def layouts(recipe: str) -> list[Layout]:

@@ -183,7 +183,7 @@ BAD_SIZES = {
         ["--num-kv-heads", "4", "--num-heads", "6"],
         ["--num-heads 6 must be a multiple of --num-kv-heads 4"],
     ),
-    "tp and ranks": (4, ["--tp", "3"], ["--tp 3 does not divide the number of ranks, 4"]),
+    "tp and ranks": (4, ["--tp", "3"], ["--tp 3 does not divide the ranks (NPROC_PER_NODE), 4"]),
     "tp and heads": (2, ["--tp", "2", "--num-heads", "3"], ["--tp 2 does not divide --num-heads 3"]),
     "tp and kv heads": (2, ["--tp", "2", "--num-kv-heads", "1"], ["--tp 2 does not divide --num-kv-heads 1"]),
     "tp and mlp": (2, ["--tp", "2", "--mlp-width", "45"], ["--tp 2 does not divide --mlp-width 45"]),
@@ -198,23 +198,29 @@ BAD_SIZES = {
     "microbatches and batch": (
         4,
         ["--pp", "2", "--global-batch-size", "24"],
-        ["--num-microbatches 8 is no multiple of --pp 2 that divides a pass of 12"],
+        ["--num-microbatches 8 must be a multiple of --pp 2 that divides a pass, 12"],
     ),
     "microbatches and pass": (
         2,
         ["--pp", "2", "--micro-batch-size", "6", "--num-microbatches", "4"],
-        ["--num-microbatches 4 is no multiple of --pp 2 that divides a pass of 6"],
+        ["--num-microbatches 4 must be a multiple of --pp 2 that divides a pass, 6"],
     ),
+    "one rank, two stages": (
+        1,
+        ["--pp", "1", "--schedule", "interleaved"],
+        ["--pp 1 is no pipeline: --schedule interleaved wants 2 ranks or more"],
+    ),
+    "no microbatches": (2, ["--num-microbatches", "0"], ["--num-microbatches 0"]),
     "microbatches and ranks": (
         2,
         ["--pp", "2", "--num-microbatches", "1"],
-        ["--num-microbatches 1 is no multiple of --pp 2 that divides a pass of 32"],
+        ["--num-microbatches 1 must be a multiple of --pp 2 that divides a pass, 32"],
     ),
     **{
         f"layers, {name}": (
             2,
             ["--schedule", name, "--pp", "2", "--num-layers", str(stages - 1)],
-            [f"--num-layers {stages - 1} cannot fill the {stages} stages of {name}"],
+            [f"--num-layers {stages - 1} cannot fill {stages} stages: {name}"],
         )
         for name, stages in {"naive": 2, "gpipe": 2, "1f1b": 2, "interleaved": 4, "zero-bubble": 4}.items()
     },

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from tests import ranks, short_resnet  # noqa: F401 (--model resnet6)
 # 2, 3 and 4. Augmentation, weight decay, warm-up, and clipping at a norm that every step exceeds.
 SAMPLES, BATCH, PASS, STEPS = 469, 24, 12, 20
 CLIP, WARMUP, DECAY, SMOOTHING = 0.25, 5, 5e-4, 0.1
+ROUGH = 0.02  # how far bfloat16 may be off, in 20 steps
 RATES = {"resnet": 0.1, "gpt": 0.005}  # Adam's step is as long as its rate, however small the gradient
 FLAGS = [
     *("--epochs", "1", "--max-steps", "0", "--global-batch-size", str(BATCH), "--max-grad-norm", str(CLIP)),
@@ -27,11 +28,17 @@ FLAGS = [
 ]
 
 
-def plain_resnet_loop(
-    folder: str, dtype: torch.dtype, name: str = "resnet6", steps: int = STEPS
-) -> tuple[list[float], list[float]]:
-    """Loss and gradient norm of each step, as one would write it for one process."""
-    train, _ = images.load(folder, run_seed=0, flip=False)
+class Curve(NamedTuple):
+    """What a training leaves behind."""
+
+    losses: list[float]  # of each step
+    norms: list[float]  # of the gradient
+    held_out: float  # loss on the validation split, after the last step
+
+
+def plain_resnet_loop(folder: str, dtype: torch.dtype, name: str = "resnet6", steps: int = STEPS) -> Curve:
+    """The training, as one would write it for one process."""
+    train, validation = images.load(folder, run_seed=0, flip=False)
     seed.everything(0, seed.INIT)
     model = make_resnet(name, 1, 10, 8).to(dtype)
     decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -51,14 +58,18 @@ def plain_resnet_loop(
         loss.backward()
         norms.append(clip_and_step(model, optimizer, step, RATES["resnet"]))
         losses.append(loss.item())
-    return losses, norms
+    every = np.arange(len(validation))
+    pixels, labels = validation.read(np.zeros_like(every), every)
+    model.eval()
+    logits = model(pixels.to(dtype) / 127.5 - 1)
+    return Curve(losses, norms, F.cross_entropy(logits, labels, label_smoothing=SMOOTHING).item())
 
 
 def plain_gpt_loop(
     folder: str, dtype: torch.dtype, sizes: tuple[tuple[str, int], ...] = (), tied: bool = False
-) -> tuple[list[float], list[float]]:
+) -> Curve:
     """The same for a language model."""
-    train, _ = text.load(folder, 16)
+    train, validation = text.load(folder, 16)
     with torch.device("meta"):
         shape = {"num_layers": 3, "num_heads": 4, "width": 40, "mlp_width": 44} | dict(sizes)
         model = gpt.GPT(gpt.Shape(256, **shape, tied=tied))
@@ -77,7 +88,9 @@ def plain_gpt_loop(
         loss.backward()
         norms.append(clip_and_step(model, optimizer, step, RATES["gpt"]))
         losses.append(loss.item())
-    return losses, norms
+    every = np.arange(len(validation))
+    tokens, targets = validation.read(np.zeros_like(every), every)
+    return Curve(losses, norms, F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item())
 
 
 def clip_and_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, rate: float) -> float:
@@ -98,12 +111,12 @@ PLAIN_LOOPS = {"resnet": plain_resnet_loop, "gpt": plain_gpt_loop}
 
 
 @pytest.fixture(scope="session")
-def plain() -> dict[tuple, tuple[list[float], list[float]]]:
+def plain() -> dict[tuple, Curve]:
     """Curves of the plain loops, each computed once."""
     return {}
 
 
-def plain_curve(plain: dict, recipe: str, dtype: str, folder: Path, *how: Any) -> tuple[list[float], list[float]]:
+def plain_curve(plain: dict, recipe: str, dtype: str, folder: Path, *how: Any) -> Curve:
     workload = ranks.workload(recipe)
     if (workload, dtype, *how) not in plain:
         plain[workload, dtype, *how] = PLAIN_LOOPS[workload](str(folder), getattr(torch, dtype), *how)
@@ -111,14 +124,14 @@ def plain_curve(plain: dict, recipe: str, dtype: str, folder: Path, *how: Any) -
 
 
 def curves(layout: ranks.Layout, out: Path, *flags: str, mutant: Path | None = None) -> list[dict[int, float]]:
-    """Loss and gradient norm by step of a run of a recipe, or of a mutant of one."""
+    """Loss, gradient norm and validation loss by step of a run of a recipe, or of a mutant of one."""
     sync = ("--sync-bn",) if "sync_bn" in ranks.source(layout.recipe) else ()
     rate = ("--lr", str(2 * RATES[ranks.workload(layout.recipe)]))
     flags = (*ranks.small(layout.recipe), *rate, *layout.flags, *layout.passes(PASS), *sync, *flags)
     where = ("--out", str(out), "--name", "run")
     result = ranks.run_recipe(mutant or layout.recipe, layout.size, *FLAGS, *where, *flags)
     assert result.ok, str(result)
-    return [ranks.records(out / "run", tag) for tag in ("train/loss", "train/grad_norm")]
+    return [ranks.records(out / "run", tag) for tag in ("train/loss", "train/grad_norm", "val/loss")]
 
 
 def worst(found: dict[int, float], wanted: list[float], steps: int = STEPS) -> float:
@@ -146,27 +159,61 @@ def test_float64(layout: ranks.Layout, tied: tuple, plain: dict, small_data: dic
     folder = small_data[ranks.workload(layout.recipe)]
     flags = ("--data", str(folder), "--dtype", "float64")
     how = (layout.sizes, *tied) if layout.sizes or tied else ()
-    losses, norms = plain_curve(plain, layout.recipe, "float64", folder, *how)
-    assert len(losses) == STEPS
-    assert min(norms) > CLIP, "clipping must have an effect"
+    wanted = plain_curve(plain, layout.recipe, "float64", folder, *how)
+    assert len(wanted.losses) == STEPS
+    assert min(wanted.norms) > CLIP, "clipping must have an effect"
     found = curves(layout, tmp_path, *flags, *("--tied" for _ in tied))
-    assert worst(found[0], losses) < 1e-9
-    assert worst(found[1], norms) < 1e-9
+    assert worst(found[0], wanted.losses) < 1e-9
+    assert worst(found[1], wanted.norms) < 1e-9
+    assert found[2] == {STEPS: pytest.approx(wanted.held_out, rel=1e-9)}
 
 
 @pytest.mark.parametrize("recipe", ranks.RECIPES)
 def test_float32(recipe: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
     folder = small_data[ranks.workload(recipe)]
     layout = ranks.layout(recipe, 2)
-    losses, _ = plain_curve(plain, recipe, "float32", folder, *([layout.sizes] if layout.sizes else []))
+    wanted = plain_curve(plain, recipe, "float32", folder, *([layout.sizes] if layout.sizes else []))
     found = curves(layout, tmp_path, "--data", str(folder), "--dtype", "float32")
-    assert worst(found[0], losses) < 1e-4
+    assert worst(found[0], wanted.losses) < 1e-4
+    assert found[2] == {STEPS: pytest.approx(wanted.held_out, rel=1e-4)}
+
+
+@pytest.mark.parametrize("recipe", ranks.RECIPES)
+def test_bfloat16(recipe: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
+    """What `--dtype auto` takes where the hardware has it: computed with 8 bits, but stored and added up with more."""
+    folder = small_data[ranks.workload(recipe)]
+    layout = ranks.layout(recipe, 2)
+    wanted = plain_curve(plain, recipe, "float32", folder, *([layout.sizes] if layout.sizes else []))
+    found = curves(layout, tmp_path, "--data", str(folder), "--dtype", "bfloat16")
+    assert worst(found[0], wanted.losses) < ROUGH
+    assert found[2] == {STEPS: pytest.approx(wanted.held_out, rel=ROUGH)}
+
+
+def pairs() -> Iterator[Any]:
+    """The layouts on two ranks, or on the most that there can be; of one recipe the first in every run of the tests."""
+    for layout in (layout for recipe in ranks.RECIPES for layout in ranks.layouts(recipe)):
+        first = ranks.layout(layout.recipe, 2)
+        if layout.size == first.size and layout.shards == first.shards:
+            yield pytest.param(layout, id=str(layout), marks=() if layout == first else pytest.mark.layouts)
+
+
+@pytest.mark.parametrize("layout", list(pairs()))
+def test_compiled(layout: ranks.Layout, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
+    """With --compile: traced, forward and backward, but not translated to C++, which would take half a minute each."""
+    folder = small_data[ranks.workload(layout.recipe)]
+    wanted = plain_curve(plain, layout.recipe, "float64", folder, *([layout.sizes] if layout.sizes else []))
+    call = f"{'part' if 'part.compile()' in ranks.source(layout.recipe) else 'model'}.compile("
+    path = ranks.mutate(layout.recipe, tmp_path, {f"{call})": f'{call}backend="aot_eager")'})
+    flags = ("--data", str(folder), "--dtype", "float64", "--stop-after", "3", "--compile")
+    found = curves(layout, tmp_path, *flags, mutant=path)
+    assert worst(found[0], wanted.losses, steps=3) < 1e-9
+    assert worst(found[1], wanted.norms, steps=3) < 1e-9
 
 
 @pytest.mark.parametrize("recipe", [name for name in ranks.RECIPES if name.endswith("_resnet")])
 def test_default_model(recipe: str, plain: dict, small_digits: Path, tmp_path: Path) -> None:
     """The tests above train a small network; here is the one that people get, for a few steps."""
-    losses, norms = plain_curve(plain, recipe, "float32", small_digits, "resnet18", 4)
+    losses, norms, _ = plain_curve(plain, recipe, "float32", small_digits, "resnet18", 4)
     flags = ("--data", str(small_digits), "--dtype", "float32", "--model", "resnet18", "--stop-after", "4")
     found = curves(ranks.layout(recipe, 2), tmp_path, *flags)
     assert worst(found[0], losses, steps=4) < 1e-4
@@ -224,8 +271,8 @@ def test_mutant_fails(mutant: str, plain: dict, small_data: dict[str, Path], tmp
     """The proof above can fail: each of these defects is far outside the looser tolerance."""
     recipe, size, how, defect = MUTANTS[mutant]
     folder = small_data[ranks.workload(recipe)]
-    losses, norms = plain_curve(plain, recipe, "float32", folder, *([(), True] if "--tied" in how else []))
-    layout = ranks.Layout(recipe, size, how, ranks.layout(recipe, size).shards if "--pp" in how else size)
+    losses, norms, _ = plain_curve(plain, recipe, "float32", folder, *([(), True] if "--tied" in how else []))
+    layout = ranks.Layout(recipe, size, how, size // int(how[1]) if {"--pp", "--tp"} & {*how} else size)
     flags = ("--data", str(folder), "--dtype", "float32", "--stop-after", "4", "--check-every", "0")
     found = curves(layout, tmp_path, *flags, mutant=ranks.mutate(recipe, tmp_path, defect))
     # Clipping hides a gradient that is only scaled from the losses, not from its norm.

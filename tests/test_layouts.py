@@ -17,7 +17,7 @@ from common import keymap
 from common.models import gpt
 from tests import legs, ranks
 from tests.ranks import Layout
-from tests.test_equivalence import BATCH, FLAGS, RATES, STEPS, plain_gpt_loop
+from tests.test_equivalence import BATCH, FLAGS, RATES, STEPS, Curve, plain_gpt_loop
 
 STOP, MORE = 5, 5  # steps until the checkpoint, and after it
 TOLERANCE = 1e-9
@@ -81,8 +81,8 @@ def leg(dp_gpt: Path, small_text: Path) -> Make:
 
 
 @pytest.fixture(scope="module")
-def plain(small_text: Path) -> Callable[[bool], tuple[list[float], list[float]]]:
-    """Losses and gradient norms of the plain loop, whose embedding is tied or not."""
+def plain(small_text: Path) -> Callable[[bool], Curve]:
+    """What the plain loop leaves, whose embedding is tied or not."""
     return functools.cache(lambda tied: plain_gpt_loop(str(small_text), torch.float64, SIZES, tied))
 
 
@@ -127,10 +127,10 @@ def changed(before: dict[str, set[str]], after: dict[str, set[str]], tied: bool)
     return [name for name in every if len(before.get(name, ())) != 1 or before[name] != after.get(name)]
 
 
-def worst(out: Path, wanted: tuple[list[float], list[float]], first: int, last: int) -> float:
+def worst(out: Path, wanted: Curve, first: int, last: int) -> float:
     """Largest relative difference of a leg's losses and norms, steps `first` to `last`, from the plain ones."""
     found = 0.0
-    for tag, values in zip(("train/loss", "train/grad_norm"), wanted, strict=True):
+    for tag, values in (("train/loss", wanted.losses), ("train/grad_norm", wanted.norms)):
         curve = ranks.records(out / "run", tag)
         assert list(curve) == list(range(first, last + 1)), "every step is recorded once"
         found = max(found, *(abs(curve[step] / values[step - 1] - 1) for step in curve))

@@ -308,7 +308,7 @@ def test_what_cannot_be_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-# --- the plain files of `python -m common.checkpoint` ---
+# --- the plain files of `python -m launch.checkpoint` ---
 
 
 def commands(given: list[list[str]]) -> None:

@@ -90,6 +90,7 @@ def test_rate_counts_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     now[0] += 2
     record(run, 10, 0.5, data_wait_s=0.5)
     now[0] += 1
+    run.validation(12, means(0.5))
     record(run, 20, 0.5, data_wait_s=0.75)
     run.finish()
     first, second = (record for record in run_dir.records(tmp_path) if "perf/mfu" in record)

@@ -145,5 +145,5 @@ class GPT(nn.Module):
 
 def sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy of each sequence in nats, (B,), of logits (B, T, V); a target of -100 counts as 0."""
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.view(targets.shape).mean(1)
+    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide, targets.flatten(), reduction="none").view(targets.shape).mean(1)

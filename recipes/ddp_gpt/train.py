@@ -91,7 +91,7 @@ def make_data(args: Args) -> tuple[text.Text, text.Text]:
 
 
 def make_model(args: Args, train: text.Text) -> nn.Module:
-    """The plain model on the meta device: names and shapes, no weights yet, so its size is no matter."""
+    """The plain model on the meta device: names and shapes, no weights yet, whatever its size."""
     sizes = (args.num_layers, args.num_heads, args.width, args.num_kv_heads, args.mlp_width, args.tied)
     with torch.device("meta"):
         return gpt.GPT(gpt.Shape(train.vocab_size, *sizes))
@@ -190,7 +190,7 @@ def main() -> None:
     pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
     dtype = precision.pick(args.dtype, here.device)
     train, validation = make_data(args)
-    terms = {"seed": args.seed, "data": train.digest()}  # what the order of samples means something under
+    terms = {"seed": args.seed, "data": train.digest()}  # a position in the data is valid for these alone
 
     path = run_dir.choose(args.out, args.name)
     model = make_model(args, train)

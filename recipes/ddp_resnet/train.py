@@ -198,7 +198,7 @@ def main() -> None:
     pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
     dtype = precision.pick(args.dtype, here.device)
     train, validation = make_data(args)
-    terms = {"seed": args.seed, "data": train.digest()}  # what the order of samples means something under
+    terms = {"seed": args.seed, "data": train.digest()}  # a position in the data is valid for these alone
 
     path = run_dir.choose(args.out, args.name)
     model = make_model(args, train)

@@ -6,7 +6,7 @@ stays within a group, such as a machine, and only gradients travel between them.
 
     what                          each rank, of N (HSDP: of the N / R in its group)
     parameters                    1/N of each, and all of the block or two that it computes with
-    gradients, optimizer state    1/N
+    gradients, optimizer state    1/N; but of an accumulated step all gradients, until its last pass
     batch                         an equal part of its sequences
 
 A pass all-gathers each block's parameters, forward and (but for --no-reshard-after-forward) again backward; a step's
@@ -96,7 +96,7 @@ def make_data(args: Args) -> tuple[text.Text, text.Text]:
 
 
 def make_model(args: Args, train: text.Text) -> nn.Module:
-    """The plain model on the meta device: names and shapes, no weights yet, so its size is no matter."""
+    """The plain model on the meta device: names and shapes, no weights yet, whatever its size."""
     sizes = (args.num_layers, args.num_heads, args.width, args.num_kv_heads, args.mlp_width, args.tied)
     with torch.device("meta"):
         return gpt.GPT(gpt.Shape(train.vocab_size, *sizes))
@@ -209,7 +209,7 @@ def main() -> None:
     pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
     dtype = precision.pick(args.dtype, here.device)
     train, validation = make_data(args)
-    terms = {"seed": args.seed, "data": train.digest()}  # what the order of samples means something under
+    terms = {"seed": args.seed, "data": train.digest()}  # a position in the data is valid for these alone
 
     path = run_dir.choose(args.out, args.name)
     model = make_model(args, train)

@@ -1,14 +1,13 @@
 """Train a GPT that is too deep for one device: its layers are dealt out in stages, and microbatches flow through them.
 
-The --pp ranks of a pipeline read the same sequences. --schedule decides who computes what when, and who has to wait.
-
     what                          each rank
     parameters                    its own layers, in one stage, or in two (interleaved, zero-bubble)
     gradients, optimizer state    of its own layers
-    batch                         for each pipeline an equal part; a pass flows in --num-microbatches parts
+    batch                         an equal part for the --pp ranks of a pipeline, in --num-microbatches parts
 
-Between neighbours goes the stream (microbatch x length x width) of each microbatch, and its gradient back. Then come
-all-reduces: of a tied embedding's gradient over its two stages, of all over the pipelines, of the norm over the stages.
+--schedule decides who computes what when, and who has to wait. Between neighbours goes the stream (microbatch x length
+x width) of each microbatch, and its gradient back. Then come all-reduces: of a tied embedding's gradient over its two
+stages, of all gradients over the pipelines, of the norm over the stages.
 
     bash launch/torchrun.sh recipes/pipeline_gpt                                         # 2 stages
     NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/pipeline_gpt --pp 2                 # 2 pipelines of 2
@@ -94,7 +93,7 @@ def make_data(args: Args) -> tuple[text.Text, text.Text]:
 
 
 def make_model(args: Args, train: text.Text) -> nn.Module:
-    """The plain model on the meta device: names and shapes, no weights yet, so its size is no matter."""
+    """The plain model on the meta device: names and shapes, no weights yet, whatever its size."""
     sizes = (args.num_layers, args.num_heads, args.width, args.num_kv_heads, args.mlp_width, args.tied)
     with torch.device("meta"):
         return gpt.GPT(gpt.Shape(train.vocab_size, *sizes))
@@ -119,7 +118,7 @@ def forward(args: Args, model: nn.Module, batch: data.Batch) -> metrics.Sums:
 
 # --- 3 Strategy -------------------------------------------------------------------------------------------
 
-SCHEDULES: dict[str, tuple[Any, int]] = {  # and stages on a rank: two are far apart, so that the last begin sooner
+SCHEDULES: dict[str, tuple[Any, int]] = {  # and stages of a rank: with two it has i and i + pp, and can begin sooner
     "naive": (schedules.ScheduleGPipe, 1),  # of one microbatch: one rank computes at a time
     "gpipe": (schedules.ScheduleGPipe, 1),  # all forward, then all backward: arxiv.org/abs/1811.06965
     "1f1b": (schedules.Schedule1F1B, 1),  # backward as soon as it can, to keep less: arxiv.org/abs/1806.03377
@@ -130,15 +129,17 @@ SCHEDULES: dict[str, tuple[Any, int]] = {  # and stages on a rank: two are far a
 
 def make_mesh(args: Args, here: world.World) -> DeviceMesh:
     """The ranks and their axes: pipelines, by ranks of a pipeline."""
-    num_stages, num_pipelines = args.pp * SCHEDULES[args.schedule][1], here.size // args.pp
-    if args.num_layers < num_stages:
-        raise UserError(f"--num-layers {args.num_layers} cannot fill the {num_stages} stages of {args.schedule}")
+    stages_here, num = SCHEDULES[args.schedule][1], args.num_microbatches
+    if args.num_layers < args.pp * stages_here:
+        raise UserError(f"--num-layers {args.num_layers} cannot fill {args.pp * stages_here} stages: {args.schedule}")
+    if args.pp < stages_here:
+        raise UserError(f"--pp {args.pp} is no pipeline: --schedule {args.schedule} wants 2 ranks or more")
     if here.size % args.pp:
-        raise UserError(f"--pp {args.pp} does not divide the number of ranks, {here.size}")
-    num, samples = args.num_microbatches, args.micro_batch_size or args.global_batch_size // num_pipelines
-    if args.schedule != "naive" and (num % args.pp or samples % num):  # they want rounds of as many as ranks
-        raise UserError(f"--num-microbatches {num} is no multiple of --pp {args.pp} that divides a pass of {samples}")
-    return init_device_mesh(here.device.type, (num_pipelines, args.pp), mesh_dim_names=("dp", "pp"))
+        raise UserError(f"--pp {args.pp} does not divide the number of ranks, {here.size}: see NPROC_PER_NODE")
+    samples = args.micro_batch_size or args.global_batch_size // (here.size // args.pp)
+    if args.schedule != "naive" and (num % args.pp or samples % num):
+        raise UserError(f"--num-microbatches {num} must be a multiple of --pp {args.pp} that divides a pass, {samples}")
+    return init_device_mesh(here.device.type, (here.size // args.pp, args.pp), mesh_dim_names=("dp", "pp"))
 
 
 def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
@@ -165,8 +166,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device, 
     pipeline.compile = lambda: [part.compile() for part in parts.values()]
     if args.tied and args.pp > 1:  # two ranks have the embedding
         pipeline.tied_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh[:, [0, -1]].tolist())
-    elif args.tied:
-        pipeline.ends[1].embed = pipeline.ends[0].embed
+    torch._functorch.config.donated_buffer = False  # zero-bubble goes back through a compiled graph twice
     pipeline.samples = args.micro_batch_size or args.global_batch_size // mesh["dp"].size()
     stages = [PipelineStage(part, i, num_stages, device, group=group) for i, part in parts.items()]
     pipeline.schedule = kind(
@@ -198,7 +198,7 @@ def flow(model: Any, batch: data.Batch, scale: float) -> metrics.Sums:
     run = model.schedule.step if model.training else model.schedule.eval
     run(*([inputs] if model.ends[0] else []), target=targets, losses=losses)
     loss = torch.stack(losses).sum() / scale if losses else torch.zeros((), device=inputs.device)
-    return {"loss": loss, "count": loss.new_full((), len(batch.inputs) * bool(losses))}
+    return {"loss": loss, "count": torch.full((), len(batch.inputs) * bool(losses), device=loss.device)}
 
 
 def train_step(
@@ -245,7 +245,7 @@ def main() -> None:
     pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
     dtype = precision.pick(args.dtype, here.device)
     train, validation = make_data(args)
-    terms = {"seed": args.seed, "data": train.digest()}  # what the order of samples means something under
+    terms = {"seed": args.seed, "data": train.digest()}  # a position in the data is valid for these alone
 
     path = run_dir.choose(args.out, args.name)
     model = make_model(args, train)

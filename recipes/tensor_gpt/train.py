@@ -5,7 +5,7 @@ the matrices each keeps a part of every sequence (sequence parallel), and the lo
 
     what                          each rank, of N in N / tp groups
     parameters                    1/N of each matrix: a slice (1/tp), split over the groups by FSDP
-    gradients, optimizer state    1/N
+    gradients, optimizer state    1/N; but of an accumulated step 1/tp of the gradients, until its last pass
     batch                         for each group an equal part of its sequences
 
 In a group each block all-gathers its input twice and reduce-scatters its output twice, forward and again backward:
@@ -96,7 +96,7 @@ def make_data(args: Args) -> tuple[text.Text, text.Text]:
 
 
 def make_model(args: Args, train: text.Text) -> nn.Module:
-    """The plain model on the meta device: names and shapes, no weights yet, so its size is no matter."""
+    """The plain model on the meta device: names and shapes, no weights yet, whatever its size."""
     sizes = (args.num_layers, args.num_heads, args.width, args.num_kv_heads, args.mlp_width, args.tied)
     with torch.device("meta"):
         return gpt.GPT(gpt.Shape(train.vocab_size, *sizes))
@@ -126,7 +126,7 @@ def make_mesh(args: Args, here: world.World) -> DeviceMesh:
     """The ranks and their axes: those that share the model by FSDP, by those that share every matrix."""
     shape = gpt.Shape(1, args.num_layers, args.num_heads, args.width, args.num_kv_heads, args.mlp_width)
     model = {"--num-heads": args.num_heads, "--num-kv-heads": shape.num_kv_heads, "--mlp-width": shape.mlp_width}
-    for what, size in {"the number of ranks,": here.size, "--seq-len": args.seq_len, **model}.items():
+    for what, size in {"the ranks (NPROC_PER_NODE),": here.size, "--seq-len": args.seq_len, **model}.items():
         if size % args.tp:
             raise UserError(f"--tp {args.tp} does not divide {what} {size}")
     mesh = init_device_mesh(here.device.type, (here.size // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
@@ -177,6 +177,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device, 
     compute = torch.bfloat16 if dtype == torch.bfloat16 else None  # gathered in it; gradients are added up in float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.storage(dtype))
     axes = mesh["dp"]
+    model.compile = lambda: [part.compile() for part in model.modules() if isinstance(part, (gpt.Attention, gpt.Mlp))]
     for block in model.blocks.values():
         fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=args.reshard_after_forward)
     fully_shard(model, mesh=axes, mp_policy=policy, reshard_after_forward=False)  # what is left: used first and last
@@ -244,7 +245,7 @@ def main() -> None:
     pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
     dtype = precision.pick(args.dtype, here.device)
     train, validation = make_data(args)
-    terms = {"seed": args.seed, "data": train.digest()}  # what the order of samples means something under
+    terms = {"seed": args.seed, "data": train.digest()}  # a position in the data is valid for these alone
 
     path = run_dir.choose(args.out, args.name)
     model = make_model(args, train)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.ranks import ROOT
+from tests.ranks import ROOT, cpu_name
 
 COLUMNS = "fault | recipe | ranks | runs | passes | steps lost | s to notice | s to recover | message"
 INTRO = """# What was done to the recipes, and what came of it
@@ -83,12 +83,6 @@ def plain(message: str) -> str:
     line = re.sub(rf"process \d+ on {re.escape(platform.node())}", "process N on H", line)
     line = line.replace(f"on {platform.node()}:", "on H:").replace("|", "\\|")
     return line if len(line) <= 160 else f"{line[:157]}..."
-
-
-def cpu_name() -> str:
-    """Model of this machine's processor."""
-    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return names[0] if names else platform.machine()
 
 
 if __name__ == "__main__":
