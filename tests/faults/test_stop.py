@@ -115,8 +115,8 @@ def test_in_a_save(how: str, cell: Cell) -> None:
 
 @pytest.mark.fault("stop: --deadline")
 def test_deadline(cell: Cell) -> None:
-    """A tenth of a second, and the second step takes half of one."""
-    result = cell.start("--deadline", "0.002", faults=[("end of a step", "sleep a little", -1, 2)])
+    """A tenth of a second, and the first step takes half of one."""
+    result = cell.start("--deadline", "0.002", faults=[("end of a step", "sleep a little", -1, 1)])
     assert result.ok, str(result)
     assert check_left(cell, result.outputs[0], "--deadline") < STEPS
     cell.resume()
