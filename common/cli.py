@@ -134,17 +134,20 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
         except SystemExit:
             raise
         except BaseException as error:
+            if isinstance(error, UserError) and world.rank() == 0:
+                print(
+                    f"error: {error}", file=sys.stderr
+                )  # first: once another rank has left, the launcher ends this one
+                sys.stdout.flush()
+                sys.stderr.flush()
             if watch.Watch.active:  # since the training began
                 watch.Watch.active.report(error)
             if not isinstance(error, UserError):
                 raise
             if world.rank() != 0:
-                # Nearly always rank 0 has found the same and is printing it; if not, this rank must speak.
+                # Nearly always rank 0 has found the same and has printed it; if not, this rank must speak.
                 _let_rank_0_speak()
                 raise
-            print(f"error: {error}", file=sys.stderr)
-            sys.stdout.flush()
-            sys.stderr.flush()
             if dist.is_initialized() and not watch.Watch.active:
                 _let_others_join()
             # Peers may sit in a collective, where an orderly exit would wait for them: go without a goodbye.
