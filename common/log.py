@@ -88,7 +88,7 @@ class Run:
         Args:
             step: steps done.
             data_wait_s: seconds that this rank has waited for data so far.
-            **more: what else to show under train/, such as lr.
+            **more: what else to show under train/, such as lr; a name with a group of its own, rl/return, keeps it.
         """
         shown = {**metrics.means(self._sums), **more}
         self._sums = {}
@@ -160,10 +160,11 @@ class Run:
         if self._here.rank != 0:
             return
         try:
-            self._records.write(json.dumps({"step": step} | {f"{group}/{key}": v for key, v in values.items()}) + "\n")
+            tagged = {key if "/" in key else f"{group}/{key}": value for key, value in values.items()}
+            self._records.write(json.dumps({"step": step} | tagged) + "\n")
             self._records.flush()
-            for key, value in values.items():
-                self._tensorboard.add_scalar(f"{group}/{key}", value, step)
+            for tag, value in tagged.items():
+                self._tensorboard.add_scalar(tag, value, step)
         except OSError as error:  # a full disk is no reason to end a training
             say(f"warning: step {step} is not recorded in {self.path}: {error}")
 
