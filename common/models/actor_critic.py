@@ -66,7 +66,7 @@ def _perceptron(num_features: int, width: int, batch_norm: bool) -> nn.Sequentia
     layers: list[nn.Module] = []
     for size in (num_features, width):
         layers.append(nn.Linear(size, width, bias=not batch_norm))
-        layers += [nn.BatchNorm1d(width, momentum=MOMENTUM)] * batch_norm
+        layers += [nn.BatchNorm1d(width, momentum=None)] * batch_norm
         layers.append(nn.Tanh())
     return nn.Sequential(*layers)
 
@@ -77,7 +77,7 @@ def _convolutions(observation: Shape, width: int, batch_norm: bool) -> nn.Sequen
     channels, height, _ = observation
     for size, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
         layers.append(nn.Conv2d(channels, size, kernel, stride, bias=not batch_norm))
-        layers += [nn.BatchNorm2d(size, momentum=MOMENTUM)] * batch_norm
+        layers += [nn.BatchNorm2d(size, momentum=None)] * batch_norm
         layers.append(nn.ReLU())
         channels, height = size, (height - kernel) // stride + 1
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * height * height, width), nn.ReLU())

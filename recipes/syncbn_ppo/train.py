@@ -161,9 +161,9 @@ def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh, device: torch.de
     """Put the plain model on its device and under the strategy."""
     model = initial.place(model, args.seed, device, precision.storage(dtype))
     model = sync_batchnorm.convert(model, mesh.get_group("dp")).train(False)
-    # Running statistics are equal on all ranks already, and DDP need not send them.
-    group = mesh.get_group("dp")
-    return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, broadcast_buffers=False)
+    model = DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
+    model.broadcast_buffers = False  # running statistics are the same on all ranks already
+    return model
 
 
 def clip_gradients(args: Args, model: nn.Module) -> torch.Tensor:
