@@ -1,11 +1,12 @@
 """gymnasium environments whose episodes can be told again, on any number of ranks.
 
 An episode is a function of (seed, stream, environment, episode) and of its actions: the generators of an
-environment are seeded at each reset, so no state of theirs has to be saved, or can be: a checkpoint holds the
-number of the episode and the actions since it began, and a resumed run plays them again.
+environment are seeded at each reset. So a checkpoint holds the number of the episode and the actions since it
+began, which every kind of environment has, and a resumed run plays them again.
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,17 +15,14 @@ import torch.distributed as dist
 
 from common import UserError, seed
 
+Act = Callable[[np.ndarray], np.ndarray]  # observations (n, ...) to actions (n,) or (n, num_outputs)
+
 
 def make(name: str, **how: Any) -> Any:
     """One environment; a game of Atari comes with the preprocessing of Machado et al. 2018 (arxiv.org/abs/1709.06009).
 
-    Args:
-        name: its id.
-        **how: further arguments of gymnasium.make, such as render_mode.
-
     Raises:
-        UserError: gymnasium, or what the environment needs beside it, is not installed; there is no such environment;
-            or its observations, actions or length are not of a kind that can be used.
+        UserError: it is not known, not installed, or not of a kind that can be used.
     """
     atari = name.startswith("ALE/")
     try:
@@ -59,6 +57,24 @@ def make(name: str, **how: Any) -> Any:
     return env
 
 
+def share(num_envs: int, rollout_steps: int, batch: int, shard: int, num_shards: int) -> tuple[np.ndarray, int]:
+    """Numbers of the environments of this shard, a run of them, and the samples of a rollout, in whole batches.
+
+    Raises:
+        UserError: the numbers do not divide.
+    """
+    samples = num_envs * rollout_steps
+    if num_envs % num_shards:
+        better = -(-num_envs // num_shards) * num_shards
+        raise UserError(f"--num-envs {num_envs} does not divide by {num_shards} ranks: {better} would")
+    if batch % num_envs or samples % batch:
+        raise UserError(
+            f"--global-batch-size {batch} must be a multiple of --num-envs {num_envs} and divide the {samples} samples "
+            f"of --rollout-steps {rollout_steps}: {samples} would do"
+        )
+    return np.arange(num_envs).reshape(num_shards, -1)[shard], samples
+
+
 class Environments:
     """Some environments, stepped together.
 
@@ -77,12 +93,13 @@ class Environments:
         # Reset by hand: an automatic reset takes the next step, which is then of no episode and no sample.
         factories = [lambda: make(name)] * len(index)
         self._vector = SyncVectorEnv(factories, autoreset_mode=AutoresetMode.DISABLED)
-        self._space, num = self._vector.single_action_space, len(index)
+        first: Any = self._vector.envs[0]
+        self._space, num = first.action_space, len(index)
         self.index, self._keys = index, keys
         self.continuous = bool(self._space.shape)
         self.num_outputs = int(self._space.shape[0] if self.continuous else self._space.n)
-        limit = self._vector.envs[0].spec.max_episode_steps
         self._episodes, self._lengths, self._returns = np.zeros(num, int), np.zeros(num, int), np.zeros(num)
+        limit = first.spec.max_episode_steps
         self._actions = np.zeros((num, limit, *self._space.shape), np.float32)  # since the episodes began
         self.ended = np.zeros(3)
         self.wait_s = 0.0
@@ -100,8 +117,8 @@ class Environments:
             actions: (n,), or (n, num_outputs) if continuous, of which what is out of bounds is cut off.
 
         Returns:
-            What the step led to, (n, ...), not the first of a new episode; rewards (n,); whether the episode ended, and
-            whether it did so by its own rules, not by the limit of steps, both (n,).
+            (n,) rewards, whether the episode ended, and whether it did so by its own rules, not by the limit of steps;
+            and what the step led to, (n, ...).
         """
         began = time.perf_counter()
         if self.continuous:
@@ -116,7 +133,7 @@ class Environments:
             self._episodes[done] += 1
             self._begin(done)
         self.wait_s += time.perf_counter() - began
-        return led_to, rewards, done, terminated
+        return rewards, done, terminated, led_to
 
     def take_ended(self) -> dict[str, float]:
         """Mean return and length of the episodes of all ranks that have ended since the last call (all ranks)."""
@@ -126,10 +143,7 @@ class Environments:
         return {"rl/return": float(sums[0] / sums[2]), "rl/length": float(sums[1] / sums[2])} if sums[2] else {}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Where the environments of all ranks are, by number: of no number of ranks (all ranks).
-
-        Every rank has as many environments, and ranks have them in order.
-        """
+        """Where the environments of all ranks are, by number, whatever the number of ranks (all ranks)."""
         mine = {"episodes": self._episodes, "lengths": self._lengths, "actions": self._actions}
         mine |= {"observations": self.observations}
         found = {}
@@ -156,6 +170,31 @@ class Environments:
                 self._returns[i] += reward
         if not np.array_equal(self.observations, parts["rollout.observations"]):
             raise UserError(
-                "--resume: the environment does not play an episode again from its seed and actions as it was: "
-                "it is of another version, or cannot be continued; give another --name to start over"
+                "an environment does not play an episode again as it was: it is of another version, or it cannot be "
+                "continued at all; give another --name to start over"
             )
+
+
+def play_once(name: str, index: np.ndarray, act: Act, *keys: int) -> dict[str, torch.Tensor]:
+    """Sums of returns and lengths of the first episode in each of these environments, and their count."""
+    envs = Environments(name, index, *keys)
+    going, returns, lengths = np.ones(len(index), bool), 0.0, 0
+    while going.any():
+        rewards, done, *_ = envs.step(act(envs.observations))
+        returns, lengths = returns + rewards[going].sum(), lengths + going.sum()
+        going &= ~done
+    return {"return": torch.tensor(returns), "length": torch.tensor(lengths), "count": torch.tensor(len(index))}
+
+
+def film(name: str, act: Act, *keys: int) -> np.ndarray:
+    """Up to 32 frames, (N, H, W, 3), of what `play_once` plays in environment 0."""
+    env, frames, done = make(name, render_mode="rgb_array"), [], False
+    seen, _ = env.reset(seed=int(seed.mix(*keys, 0, 0) % np.uint64(2**31)))
+    try:
+        while not done:
+            frames.append(env.render())
+            seen, _, terminated, truncated, _ = env.step(act(np.asarray(seen)[None])[0])
+            done = terminated or truncated
+    except ImportError as error:  # gymnasium's, which names what to install
+        raise UserError(f"--film: {error}") from error
+    return np.stack(frames[:: -(-len(frames) // 32)])

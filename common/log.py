@@ -6,7 +6,7 @@ import resource
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,11 @@ class Run:
         """Record an evaluation: global means."""
         self._record(step, "val", means)
         self._show(step, {f"val/{key}": value for key, value in means.items()})
+
+    def frames(self, step: int, tag: str, make: Callable[[], Any]) -> None:
+        """Show images, (N, H, W, 3) of bytes, in TensorBoard; only rank 0 makes them."""
+        if self._here.rank == 0:
+            self._tensorboard.add_images(tag, make(), step, dataformats="NHWC")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

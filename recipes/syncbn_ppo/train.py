@@ -1,7 +1,7 @@
 """Train a policy by PPO with DistributedDataParallel and SyncBatchNorm: each rank plays in environments of its own.
 
-Every rank holds the whole policy and its part of the environments. It plays them for some steps, and takes from
-each minibatch the samples that come from them; gradients, advantages and BatchNorm's statistics are over all ranks.
+Every rank holds the whole policy and a part of the environments, and has the samples of each minibatch that come
+from these. Gradients, advantages and BatchNorm's statistics are over all ranks.
 
     what               each rank
     parameters         all, a replica; BatchNorm's running statistics as well
@@ -20,9 +20,10 @@ Base: none.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import UserError, checkpoint, cli, environments, guard, initial, keymap, log, metrics, precision, run_dir
+from common import checkpoint, cli, environments, guard, initial, keymap, log, metrics, precision, run_dir
 from common import sampler, saver, schedule, seed, stop, sync_batchnorm, watch, world
 from common.models import actor_critic
 
@@ -64,7 +65,7 @@ class Args:
     lr: float = 1e-3  # peak learning rate of Adam
     warmup_steps: int = 0  # updates of linear warm-up
     max_grad_norm: float = 0.5  # clip the global gradient norm to this; 0 for never
-    dtype: str = "float32"  # auto (bfloat16 where the hardware has it), float32, bfloat16 or float64
+    dtype: Literal["float32", "float64"] = "float32"  # coarser, the ratio of two probabilities would be noise
     compile: bool = False  # torch.compile the model
     width: int = 64  # of the hidden layers
     batch_norm: bool = True  # SyncBatchNorm after each hidden layer
@@ -78,6 +79,7 @@ class Args:
     value_weight: float = 0.5  # of the value function's loss
     entropy_weight: float = 0.01  # of the policy's entropy, which is to be large
     eval_episodes: int = 100  # greedy episodes of an evaluation, over all ranks
+    film: bool = False  # show one of them in TensorBoard
 
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
@@ -105,12 +107,6 @@ def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
     return torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-5, fused=True)
 
 
-def to_input(model: nn.Module, observations: np.ndarray) -> torch.Tensor:
-    """Observations in the type and on the device of the model; bytes become numbers up to 1."""
-    like = next(model.parameters())
-    return torch.from_numpy(observations).to(like) / (255 if observations.dtype == np.uint8 else 1)
-
-
 def forward(args: Args, model: nn.Module, batch: Samples) -> metrics.Sums:
     """Sums over one rank's part of a minibatch, of which "loss" carries the gradient (Schulman et al. 2017, eq. 9)."""
     outputs, values = model(batch.observations)
@@ -121,22 +117,18 @@ def forward(args: Args, model: nn.Module, batch: Samples) -> metrics.Sums:
     policy_loss = -torch.min(ratio * batch.advantages, clipped * batch.advantages).sum()
     value_loss = 0.5 * (values - batch.returns).square().sum()
     entropy = actions.entropy().sum()
+    kl = (ratio - 1 - log_ratio).sum()  # never negative, and of little variance: http://joschu.net/blog/kl-approx.html
     return {
         "loss": policy_loss + args.value_weight * value_loss - args.entropy_weight * entropy,
-        "policy_loss": policy_loss,
-        "value_loss": value_loss,
-        "entropy": entropy,
-        "kl": (ratio - 1 - log_ratio).sum(),  # Schulman 2020, http://joschu.net/blog/kl-approx.html
+        **{"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy, "kl": kl},
         "clip_fraction": (ratio != clipped).sum(),
         "count": torch.full((), len(values), device=values.device),
     }
 
 
 def estimate_advantages(args: Args, rewards: Any, values: Any, next_values: Any, done: Any, terminated: Any) -> Any:
-    """Generalised advantages (Schulman et al. 2016, https://arxiv.org/abs/1506.02438), everything (T, n).
-
-    An episode that was cut off would have gone on, so it counts the value of where it was; one that ended does not.
-    """
+    """Generalised advantages (Schulman et al. 2016, https://arxiv.org/abs/1506.02438); everything is (T, n)."""
+    # An episode that the limit of steps cut off counts the value of where it was; one that was over does not.
     errors = rewards + args.gamma * next_values * ~terminated - values
     advantages, last = torch.zeros_like(errors), torch.zeros_like(errors[0])
     for t in reversed(range(len(errors))):
@@ -166,20 +158,13 @@ def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh, device: torch.de
     return model
 
 
-def clip_gradients(args: Args, model: nn.Module) -> torch.Tensor:
-    """Clip to the global gradient norm, (), and return it; every rank holds all of the gradients."""
-    return nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
-
-
 def normalise(values: torch.Tensor) -> torch.Tensor:
     """Shift and scale to mean 0 and deviation 1 over all ranks, which hold equally many (all ranks)."""
     count = values.numel() * dist.get_world_size()
-    mean, square = values.sum(), torch.zeros_like(values[0, 0])
-    dist.all_reduce(mean)
-    centred = values - mean / count
-    square = centred.square().sum()
-    dist.all_reduce(square)
-    return centred / ((square / count).sqrt() + 1e-8)
+    dist.all_reduce(total := values.sum())
+    centred = values - total / count
+    dist.all_reduce(squares := centred.square().sum())
+    return centred / ((squares / count).sqrt() + 1e-8)
 
 
 # --- 4 Step -----------------------------------------------------------------------------------------------
@@ -188,30 +173,22 @@ def normalise(values: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def play(args: Args, model: Any, envs: environments.Environments, step: int) -> Samples:
     """Act for `rollout_steps` in this rank's environments; what is drawn depends on (seed, step, environment) alone."""
+    model = model.module  # without gradients there is nothing to send
     times = np.arange(args.rollout_steps) + (step - 1) * args.rollout_steps
     noise = seed.uniform(args.seed, seed.ACTION, times[:, None, None], envs.index[:, None], np.arange(envs.num_outputs))
-    rows = []
-    for drawn in noise:
-        seen = envs.observations
-        chosen = actor_critic.choose(model.module.policy(to_input(model, seen)), envs.continuous, drawn)
-        rows.append((seen, chosen, *envs.step(chosen)))
-    seen, chosen, led_to, rewards, done, terminated = (np.stack(column) for column in zip(*rows, strict=True))
-    inputs, actions = to_input(model, seen), torch.from_numpy(chosen).to(next(model.parameters()).device)
-    outputs, values = model.module(inputs.flatten(0, 1))
-    next_values = model.module(to_input(model, led_to).flatten(0, 1))[1]
-    log_probs = actor_critic.distribution(outputs, envs.continuous).log_prob(actions.flatten(0, 1))
-    device, shape = values.device, rewards.shape
-    ends = (torch.from_numpy(one).to(device) for one in (done, terminated))
-    rewards, values = torch.from_numpy(rewards).to(values), values.view(shape)
-    advantages = estimate_advantages(args, rewards, values, next_values.view(shape), *ends)
-    return Samples(inputs, actions, log_probs.view(shape), normalise(advantages), advantages + values)
+    rows = [(envs.observations, act := model.act(envs.observations, drawn), *envs.step(act)) for drawn in noise]
+    columns = [np.stack(column) for column in zip(*rows, strict=True)]
+    seen, led_to = model.inputs(columns[0]), model.inputs(columns[-1])
+    actions, rewards, done, terminated = (torch.from_numpy(column).to(seen.device) for column in columns[1:-1])
+    outputs, values = (part.unflatten(0, rewards.shape) for part in model(seen.flatten(0, 1)))
+    next_values = model(led_to.flatten(0, 1))[1].view_as(values)
+    advantages = estimate_advantages(args, rewards.to(values), values, next_values, done, terminated)
+    log_probs = actor_critic.distribution(outputs, envs.continuous).log_prob(actions)
+    return Samples(seen, actions, log_probs, normalise(advantages), advantages + values)
 
 
 def minibatches(args: Args, rollout: Samples, index: np.ndarray, epoch: int) -> Iterator[Samples]:
-    """This rank's parts of an epoch's minibatches, each of as many steps of every environment, in an order of its own.
-
-    So they are the same on any number of ranks, and no rank waits for one that has more samples.
-    """
+    """This rank's parts of an epoch's minibatches, which are equal: each takes as many steps of every environment."""
     keys = seed.mix(args.seed, seed.ORDER, epoch, index, np.arange(args.rollout_steps)[:, None])
     order = torch.from_numpy(keys.argsort(axis=0, kind="stable"))  # (T, n)
     for times in order.split(args.global_batch_size // args.num_envs):
@@ -219,18 +196,18 @@ def minibatches(args: Args, rollout: Samples, index: np.ndarray, epoch: int) -> 
 
 
 def train_step(
-    args: Args, model: Any, optimizer: Optimizer, finite: guard.FiniteGuard, rollout: Samples, index: np.ndarray, step: int
+    args: Args, model: Any, optimizer: Optimizer, finite: guard.FiniteGuard, envs: environments.Environments, step: int
 ) -> tuple[metrics.Sums, torch.Tensor]:
-    """One update; returns this rank's sums over all its passes, and the mean global gradient norm, ()."""
-    sums: metrics.Sums = {}
-    norms = []
+    """One update; returns this rank's sums over all minibatches, and the mean of their global gradient norms, ()."""
+    rollout = play(args, model, envs, step)
+    sums, norms = dict[str, torch.Tensor](), []
     for epoch in range(args.update_epochs):
         epoch_sums: metrics.Sums = {}
-        for batch in minibatches(args, rollout, index, (step - 1) * args.update_epochs + epoch):
+        for batch in minibatches(args, rollout, envs.index, (step - 1) * args.update_epochs + epoch):
             batch_sums = forward(args, model, batch)
-            # The mean over all samples of the minibatch. DDP averages over the ranks, so each one's counts that often.
+            # The mean over the samples of all ranks; DDP averages over the ranks, so each one's part counts that often.
             (batch_sums["loss"] * (dist.get_world_size() / args.global_batch_size)).backward()
-            norms.append(clip_gradients(args, model))
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf")))
             finite.judge(norms[-1])
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -238,8 +215,7 @@ def train_step(
         sums = metrics.add(sums, epoch_sums)
         if args.target_kl and metrics.means(epoch_sums)["kl"] > args.target_kl:  # of all ranks, so that all stop
             break
-    # The running statistics change here, before the next actions, and nowhere else: the ratio compares two policies
-    # that normalise alike, and the first is the one that acted.
+    # Here alone the running statistics change: until now the policy normalised as when it acted.
     with torch.no_grad():
         model.train(args.batch_norm).module(rollout.observations.flatten(0, 1))
         model.train(False)
@@ -247,23 +223,11 @@ def train_step(
     return sums, torch.stack(norms).mean()
 
 
-@torch.no_grad()
 def evaluate(args: Args, model: Any, shard: int, num_shards: int) -> metrics.Sums:
-    """This rank's sums over its part of the greedy episodes."""
+    """This rank's sums over its part of the episodes, in which the likeliest action is taken."""
     model.eval()
-    envs = environments.Environments(
-        args.env, np.array_split(np.arange(args.eval_episodes), num_shards)[shard], args.seed, seed.HOLD_OUT
-    )
-    under_way = np.ones(len(envs.index), bool)
-    returns, lengths = np.zeros(len(envs.index)), np.zeros(len(envs.index))
-    while under_way.any():
-        chosen = actor_critic.choose(model.module.policy(to_input(model, envs.observations)), envs.continuous)
-        _, rewards, done, _ = envs.step(chosen)
-        returns += rewards * under_way
-        lengths += under_way
-        under_way &= ~done
-    sums = {"return": returns.sum(), "length": lengths.sum(), "count": len(returns)}
-    return {key: torch.tensor(value, dtype=torch.float64) for key, value in sums.items()}
+    index = np.array_split(np.arange(args.eval_episodes), num_shards)[shard]
+    return environments.play_once(args.env, index, model.module.act, args.seed, seed.HOLD_OUT)
 
 
 # --- 5 Main -----------------------------------------------------------------------------------------------
@@ -277,7 +241,7 @@ def main() -> None:
     mesh = make_mesh(args, here)
     shard, num_shards = data_shard(mesh)
     dtype = precision.pick(args.dtype, here.device)
-    index = np.array_split(np.arange(args.num_envs), num_shards)[shard]
+    index, samples = environments.share(args.num_envs, args.rollout_steps, args.global_batch_size, shard, num_shards)
     envs = environments.Environments(args.env, index, args.seed, seed.EPISODE)
     terms = {"seed": args.seed, "env": args.env}
 
@@ -292,7 +256,6 @@ def main() -> None:
     checkpoint.load(source, state)
     envs.restore(state)
 
-    samples = args.num_envs * args.rollout_steps  # of an update
     plan = sampler.make_plan(samples, args.seed, 0, args.max_steps, samples, samples, num_shards, done)
 
     run_dir.claim(path)
@@ -306,8 +269,7 @@ def main() -> None:
     for step in range(plan.first_step + 1, last_step + 1):
         watching.step(step)
         lr = schedule.set_rate(optimizer, args.lr * schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps))
-        rollout = play(args, model, envs, step)
-        sums, grad_norm = train_step(args, model, optimizer, finite, rollout, envs.index, step)
+        sums, grad_norm = train_step(args, model, optimizer, finite, envs, step)
         run.add(sums)
         finite.after(step)
         last = stopping.after(step) or step == last_step
@@ -319,6 +281,9 @@ def main() -> None:
                 guard.check_replicas(model, step)
             if step % args.eval_every == 0 or step == last_step:
                 run.validation(step, metrics.means(evaluate(args, model, shard, num_shards)))
+                if args.film:
+                    frames = functools.partial(environments.film, args.env, model.module.act, args.seed, seed.HOLD_OUT)
+                    run.frames(step, "val/film", frames)
             if step % args.save_every == 0 or last:
                 saving.save(step, keymap.tensors(model, optimizer) | envs.tensors(), plan.position(step), last)
         if last:
