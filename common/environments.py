@@ -177,7 +177,7 @@ class Environments:
 
 def play_once(name: str, index: np.ndarray, act: Act, *keys: int) -> dict[str, torch.Tensor]:
     """Sums of returns and lengths of the first episode in each of these environments, and their count."""
-    envs = Environments(name, index, *keys)
+    envs: Any = Environments(name, index, *keys) if len(index) else None
     going, returns, lengths = np.ones(len(index), bool), 0.0, 0
     while going.any():
         rewards, done, *_ = envs.step(act(envs.observations))

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import checkpoint, cli, environments, guard, initial, keymap, log, metrics, precision, run_dir
+from common import UserError, checkpoint, cli, environments, guard, initial, keymap, log, metrics, precision, run_dir
 from common import sampler, saver, schedule, seed, stop, sync_batchnorm, watch, world
 from common.models import actor_critic
 
@@ -237,6 +237,8 @@ def evaluate(args: Args, model: Any, shard: int, num_shards: int) -> metrics.Sum
 def main() -> None:
     """Train from the newest checkpoint, or from the start, to the end."""
     args = cli.parse(Args)
+    if not args.max_steps:
+        raise UserError("--max-steps 0: a training needs a length, in updates")
     here = world.start(args.backend, flag=dataclasses.asdict(args), code=world.code_digests(__file__))
     mesh = make_mesh(args, here)
     shard, num_shards = data_shard(mesh)

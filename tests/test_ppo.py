@@ -1,0 +1,363 @@
+"""PPO over ranks is the PPO of one process, and its parts are what their formulas say."""
+
+import math
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from common import UserError, environments, seed
+from common.models import actor_critic
+from tests import ranks
+
+PPO = "syncbn_ppo"
+STEPS = 10
+FLAGS = ("--max-steps", str(STEPS), "--log-every", "1", "--eval-every", str(STEPS), "--eval-episodes", "3")
+CURVES = ("train/loss", "train/policy_loss", "train/value_loss", "train/kl", "train/grad_norm")
+PLAYED = ("rl/return", "rl/length", "val/return")
+CONTINUOUS = ("--env", "Pendulum-v1", "--num-envs", "4", "--rollout-steps", "120", "--global-batch-size", "80")
+
+
+def train(recipe: str | Path, size: int, out: Path, *flags: str) -> dict[str, dict[int, float]]:
+    result = ranks.run_recipe(recipe, size, *FLAGS, "--out", str(out), "--name", str(size), *flags)
+    assert result.ok, str(result)
+    return {tag: ranks.records(out / str(size), tag) for tag in CURVES + PLAYED}
+
+
+def worst(found: dict[int, float], wanted: dict[int, float]) -> float:
+    """Largest relative difference of two curves."""
+    assert found.keys() == wanted.keys()
+    return max((abs(found[step] - value) / abs(value) for step, value in wanted.items()), default=0.0)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, float]]:
+    """The training of one process, with 8 environments."""
+    curves = train(PPO, 1, tmp_path_factory.mktemp("alone"), "--dtype", "float64")
+    assert list(curves["train/loss"]) == list(range(1, STEPS + 1))
+    assert len(curves["rl/return"]) == STEPS
+    return curves
+
+
+# --- any number of ranks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_float64(size: int, alone: dict[str, dict[int, float]], tmp_path: Path) -> None:
+    found = train(PPO, size, tmp_path, "--dtype", "float64")
+    for tag in CURVES + PLAYED:
+        assert worst(found[tag], alone[tag]) < 1e-9, tag
+
+
+def test_continuous_actions(tmp_path: Path) -> None:
+    """Whose episodes are cut off, after 200 steps, and do not end."""
+    flags = (*CONTINUOUS, "--dtype", "float64", "--max-steps", "4", "--target-kl", "0.001")
+    one, two = (train(PPO, size, tmp_path, *flags) for size in (1, 2))
+    assert len(one["rl/return"]) == 2, "episodes end in two of the updates"
+    for tag in CURVES + PLAYED:
+        assert worst(two[tag], one[tag]) < 1e-9, tag
+
+
+MUTANTS = {
+    "every rank has the environments of rank 0": {
+        "args.global_batch_size, shard, num": "args.global_batch_size, 0, num"
+    },
+    "advantages are normalised on each rank": {
+        "dist.all_reduce(total := values.sum())": "total = values.sum() * 2",
+        "dist.all_reduce(squares := centred.square().sum())": "squares = centred.square().sum() * 2",
+    },
+    "BatchNorm sees the rank's own samples": {'sync_batchnorm.convert(model, mesh.get_group("dp"))': "model"},
+    "the mean is taken over the rank's own samples": {"(dist.get_world_size() / args.g": "(1 / args.g"},
+    "the same noise on every rank": {"envs.index[:, None], np": "envs.index[:, None] % 4, np"},
+    "minibatches are drawn on each rank": {"epoch, index, np.": "epoch, index % 4, np."},
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_fails(mutant: str, alone: dict[str, dict[int, float]], tmp_path: Path) -> None:
+    path = ranks.mutate(PPO, tmp_path, MUTANTS[mutant])
+    found = train(path, 2, tmp_path, "--dtype", "float64", "--stop-after", "3", "--check-every", "0")
+    assert max(worst(found[tag], {step: alone[tag][step] for step in found[tag]}) for tag in CURVES) > 1e-4
+
+
+# --- a run that is handed on ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [(), CONTINUOUS], ids=["CartPole", "Pendulum"])
+def test_resume_is_bitwise(how: tuple[str, ...], tmp_path: Path) -> None:
+    """Also where the environments are in mid-episode."""
+    flags = (*how, "--max-steps", "4", "--save-every", "1", "--keep", "9")
+    whole = train(PPO, 2, tmp_path / "whole", *flags)
+    for stop in ("1", "3", "0"):
+        parts = train(PPO, 2, tmp_path / "parts", *flags, "--stop-after", stop)
+    for tag in (*CURVES, "rl/return", "rl/length"):
+        assert parts[tag] == whole[tag], tag
+    assert parts["val/return"][4] == whole["val/return"][4]
+
+
+def test_mutant_that_forgets_where_it_was(tmp_path: Path) -> None:
+    path = ranks.mutate(PPO, tmp_path, {"    envs.restore(state)\n": ""})
+    flags = ("--max-steps", "3", "--save-every", "1")
+    whole = train(PPO, 1, tmp_path / "whole", *flags)
+    for stop in ("1", "0"):
+        parts = train(path, 1, tmp_path / "parts", *flags, "--stop-after", stop)
+    assert parts["train/loss"][1] == whole["train/loss"][1]
+    assert parts["train/loss"][2] != whole["train/loss"][2]
+
+
+class Forgetful(gymnasium.Wrapper):
+    """An environment with a number that no seed sets."""
+
+    made = 0
+
+    def __init__(self, env: gymnasium.Env) -> None:
+        super().__init__(env)
+        Forgetful.made += 1
+        self.offset = np.float32(Forgetful.made)
+
+    def reset(self, **how: Any) -> tuple[Any, dict[str, Any]]:
+        seen, info = self.env.reset(**how)
+        return seen + self.offset, info
+
+
+def test_environment_that_cannot_be_played_again(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = environments.make
+    monkeypatch.setattr(environments, "make", lambda name: Forgetful(real(name)))
+    one, other = (environments.Environments("CartPole-v1", np.arange(2), 0) for _ in range(2))
+    with pytest.raises(UserError, match="does not play an episode again"):
+        other.restore(one.tensors())
+
+
+# --- its parts --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recipe() -> SimpleNamespace:
+    """What the recipe's file defines."""
+    return SimpleNamespace(**runpy.run_path(str(ranks.ROOT / "recipes" / PPO / "train.py")))
+
+
+Step = tuple[float, bool, bool, np.ndarray, np.ndarray]
+
+
+def episodes_by_hand(name: str, index: int, actions: np.ndarray) -> list[Step]:
+    """Reward, done, terminated, what the step led to and what comes next, with one environment and no vector."""
+    env = gymnasium.make(name)
+    rows, episode = [], 0
+
+    def begin() -> np.ndarray:
+        return env.reset(seed=int(seed.mix(7, seed.EPISODE, index, episode)) % 2**31)[0]
+
+    begin()
+    for action in actions:
+        led_to, reward, terminated, truncated, _ = env.step(action)
+        following = led_to
+        if terminated or truncated:
+            episode += 1
+            following = begin()
+        rows.append((float(reward), terminated or truncated, terminated, led_to, following))
+    return rows
+
+
+@pytest.mark.parametrize(("name", "steps"), [("CartPole-v1", 80), ("Pendulum-v1", 401), ("MountainCar-v0", 202)])
+def test_steps_are_those_of_a_hand_written_loop(name: str, steps: int, group: None) -> None:
+    """No step is lost to a reset, and the step that ends an episode leads to where that one ended."""
+    envs = environments.Environments(name, np.arange(3, 6), 7, seed.EPISODE)
+    shape = (steps, 3, envs.num_outputs)
+    noise = seed.uniform(np.arange(math.prod(shape)).reshape(shape))
+    actions = (4 * noise - 2).astype(np.float32) if envs.continuous else noise.argmax(-1)
+    by_hand = [episodes_by_hand(name, 3 + i, actions[:, i]) for i in range(3)]
+    ended: list[tuple[float, int]] = []
+    for t in range(steps):
+        rewards, done, terminated, led_to = envs.step(actions[t])
+        for i in range(3):
+            wanted = by_hand[i][t]
+            assert (rewards[i], done[i], terminated[i]) == wanted[:3]
+            assert np.array_equal(led_to[i], wanted[3])
+            assert np.array_equal(envs.observations[i], wanted[4])
+    for rows in by_hand:
+        ends = [t + 1 for t, row in enumerate(rows) if row[1]]
+        for first, end in zip([0, *ends], ends, strict=False):
+            ended.append((sum(row[0] for row in rows[first:end]), end - first))
+    assert len(ended) >= 3
+    means = envs.take_ended()
+    assert means["rl/return"] == pytest.approx(np.mean([one[0] for one in ended]))
+    assert means["rl/length"] == pytest.approx(np.mean([one[1] for one in ended]))
+    assert envs.take_ended() == {}
+
+
+def test_advantages_are_those_of_the_formula(recipe: SimpleNamespace) -> None:
+    """Sums of discounted errors to the end of the episode, written out (equations 11 to 16 of Schulman et al. 2016)."""
+    args = recipe.Args(gamma=0.9, gae_lambda=0.8)
+    torch.manual_seed(0)
+    rewards, values, next_values = torch.randn(3, 40, 5, dtype=torch.float64)
+    done = torch.rand(40, 5) < 0.2
+    terminated = done & (torch.rand(40, 5) < 0.5)
+    assert (done & ~terminated).any()
+    found = recipe.estimate_advantages(args, rewards, values, next_values, done, terminated)
+    for i in range(5):
+        for t in range(40):
+            wanted, weight = 0.0, 1.0
+            for later in range(t, 40):
+                following = 0.0 if terminated[later, i] else next_values[later, i]
+                wanted += weight * (rewards[later, i] + 0.9 * following - values[later, i])
+                weight *= 0.9 * 0.8
+                if done[later, i]:
+                    break
+            assert found[t, i].item() == pytest.approx(float(wanted), rel=1e-12)
+
+
+def make(recipe: SimpleNamespace, **how: Any) -> tuple[Any, Any, environments.Environments]:
+    args = recipe.Args(**{"rollout_steps": 64, "num_envs": 4, "global_batch_size": 64, "dtype": "float64"} | how)
+    envs = environments.Environments(args.env, np.arange(args.num_envs), args.seed, seed.EPISODE)
+    mesh = recipe.make_mesh(args, SimpleNamespace(device=torch.device("cpu"), size=1))
+    model = recipe.parallelize(args, recipe.make_model(args, envs), mesh, torch.device("cpu"), torch.float64)
+    return args, model, envs
+
+
+class Unguarded:
+    """In the place of FiniteGuard."""
+
+    def judge(self, _: torch.Tensor) -> None: ...
+
+
+@pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
+def test_ratio_is_1_until_the_first_update(env: str, recipe: SimpleNamespace, group: None) -> None:
+    """Also once the running statistics are those of data; with the statistics of a minibatch it would not be."""
+    args, model, envs = make(recipe, env=env)
+    optimizer = recipe.make_optimizer(args, model)
+    for step in (1, 2):
+        rollout = recipe.play(args, model, envs, step)
+        assert rollout.advantages.mean().abs() < 1e-12
+        assert rollout.advantages.square().mean() == pytest.approx(1.0)
+        batches = list(recipe.minibatches(args, rollout, envs.index, step))
+        assert sorted(batch.returns.sum().item() for batch in batches) != [batches[0].returns.sum().item()] * 4
+        assert sum(batch.returns.sum() for batch in batches).item() == pytest.approx(rollout.returns.sum().item())
+        for batch in batches:
+            sums = recipe.forward(args, model, batch)
+            assert sums["kl"].abs() < 1e-12
+            assert sums["clip_fraction"] == 0
+            assert sums["policy_loss"].item() == pytest.approx(-batch.advantages.sum().item(), abs=1e-9)
+            assert sums["count"] == 64
+        recipe.train_step(args, model, optimizer, Unguarded(), environments.Environments(env, envs.index, 1), step)
+    model.train()
+    assert recipe.forward(args, model, batches[0])["kl"] > 1e-5
+
+
+def test_running_statistics_are_those_of_the_rollouts(recipe: SimpleNamespace, group: None) -> None:
+    """The mean over the updates, each of which counts once, after its last minibatch."""
+    args, model, envs = make(recipe)
+    optimizer = recipe.make_optimizer(args, model)
+    layer = model.module.actor[0][0]
+    means = []
+    for step in (1, 2, 3):
+        again = environments.Environments(args.env, envs.index, args.seed, seed.EPISODE)
+        again.restore(envs.tensors())
+        seen = recipe.play(args, model, again, step).observations
+        recipe.train_step(args, model, optimizer, Unguarded(), envs, step)
+        with torch.no_grad():
+            means.append(layer(seen.flatten(0, 1)).mean(0))
+        norm = model.module.actor[0][1]
+        assert norm.num_batches_tracked == step
+        assert not norm.training
+        assert torch.allclose(norm.running_mean, torch.stack(means).mean(0), rtol=1e-9, atol=1e-12)
+
+
+def test_actions_are_drawn_from_the_softmax_and_the_normal_distribution() -> None:
+    """As often as they should, with noise that is uniform."""
+    noise = seed.uniform(np.arange(20_000)[:, None], np.arange(3))
+    model = actor_critic.ActorCritic((2,), 3, False, 8, False)
+    nn.init.zeros_(model.actor[-1].weight)
+    model.actor[-1].bias.data = torch.tensor([0.5, 0.3, 0.2]).log()
+    seen = np.zeros((20_000, 2), np.float32)
+    assert np.bincount(model.act(seen, noise)) / 20_000 == pytest.approx([0.5, 0.3, 0.2], abs=0.02)
+    assert (model.act(seen) == 0).all()
+
+    model = actor_critic.ActorCritic((2,), 3, True, 8, False)
+    nn.init.zeros_(model.actor[-1].weight)
+    model.actor[-1].bias.data = torch.tensor([0.5, 0.3, 0.2])
+    model.log_std.data = torch.tensor([0.1, 0.2, 0.3]).log()
+    drawn = model.act(seen, noise)
+    assert drawn.mean(0) == pytest.approx([0.5, 0.3, 0.2], abs=0.01)
+    assert drawn.std(0) == pytest.approx([0.1, 0.2, 0.3], rel=0.03)
+    assert model.act(seen[:1])[0] == pytest.approx([0.5, 0.3, 0.2])
+
+
+def test_images() -> None:
+    """The network of Atari has two heads and the numbers of parameters of its paper."""
+    model = actor_critic.ActorCritic((4, 84, 84), 6, False, 512, True)
+    frames = np.random.default_rng(0).integers(0, 255, (3, 4, 84, 84), dtype=np.uint8)
+    logits, values = model(model.inputs(frames))
+    assert logits.shape == (3, 6)
+    assert values.shape == (3,)
+    assert model.inputs(frames).max() <= 1
+    assert sum(isinstance(module, nn.BatchNorm2d) for module in model.modules()) == 3
+    convolutions = [module.weight.numel() for module in model.modules() if isinstance(module, nn.Conv2d)]
+    assert convolutions == [32 * 4 * 64, 64 * 32 * 16, 64 * 64 * 9]
+
+
+def test_film(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pygame")
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    frames = environments.film("CartPole-v1", lambda seen: np.zeros(len(seen), int), 0, seed.HOLD_OUT)
+    assert frames.dtype == np.uint8
+    assert frames.shape[1:] == (400, 600, 3)
+    assert 5 < len(frames) <= 32
+    assert not (frames[0] == frames[-1]).all()
+
+
+# --- bad input --------------------------------------------------------------------------------------------
+
+
+def hide(path: str, argv: list[str], *names: str) -> None:
+    """Run the recipe where these packages are not installed."""
+    for name in names:
+        sys.modules[name] = None  # type: ignore[assignment]
+    sys.argv = [path, *argv]
+    runpy.run_path(path, run_name="__main__")
+
+
+REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {  # flags, what is hidden, messages
+    "unknown": (("--env", "CartPoole-v1"), (), ("--env CartPoole-v1", "doesn't exist")),
+    "no such version": (("--env", "CartPole-v9"), (), ("--env CartPole-v9", "v1")),
+    "no id": (("--env", "not an id!"), (), ("--env not an id!",)),
+    "no such module": (("--env", "nowhere:Thing-v0"), (), ("--env nowhere:Thing-v0",)),
+    "gymnasium": ((), ("gymnasium",), ("--env CartPole-v1 needs pip install 'gymnasium",)),
+    "Atari": (("--env", "ALE/Pong-v5"), ("ale_py",), ("needs pip install 'gymnasium[atari]' opencv-python-headless",)),
+    "Box2D": (("--env", "LunarLander-v3"), ("Box2D",), ("--env LunarLander-v3", 'pip install "gymnasium[box2d]"')),
+    "table of states": (("--env", "FrozenLake-v1"), (), ("--env FrozenLake-v1 has observations Discrete(16)",)),
+    "environments": (("--num-envs", "9"), (), ("--num-envs 9 does not divide by 2 ranks: 10 would",)),
+    "batch": (("--global-batch-size", "100"), (), ("--global-batch-size 100 must be a multiple of --num-envs 8",)),
+    "batch and rollout": (
+        ("--rollout-steps", "100"),
+        (),
+        ("256 must", "divide the 800 samples of --rollout-steps 100"),
+    ),
+    "discount": (("--gamma", "1.5"), (), ("--gamma 1.5 is out of range",)),
+    "no steps": (("--max-steps", "0"), (), ("--max-steps 0",)),
+    "dtype": (("--dtype", "bfloat16"), (), ("--dtype", "bfloat16")),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rank 0, in a message of ours, before anything is written."""
+    monkeypatch.setattr(ranks, "GRACE_S", 0.2)
+    flags, hidden, messages = REFUSED[case]
+    path = str(ranks.ROOT / "recipes" / PPO / "train.py")
+    argv = ["--out", str(tmp_path / "out"), *flags]
+    result = ranks.spawn(hide, [(path, argv, *hidden)] * 2, timeout_s=40.0)
+    assert result.codes[0] == 2, str(result)
+    assert all(result.codes), str(result)
+    for message in messages:
+        assert message in result.outputs[0], str(result)
+    assert "Traceback" not in str(result), str(result)
+    assert "".join(result.outputs).count(messages[-1]) == 1, str(result)
+    assert not (tmp_path / "out").exists()
