@@ -51,7 +51,7 @@ class Run:
             args: its dataclass of flags.
             here: this process.
             plan: from which step to which.
-            flops: of one training sample.
+            flops: of one training sample; 0 where they are not counted.
             dtype: what it is computed in.
         """
         self.path = path
@@ -59,7 +59,7 @@ class Run:
         self._step = self._counted = plan.first_step  # the last one shown, the last one in a rate
         self._here = here
         self._sums: metrics.Sums = {}
-        self._ideal_s = flops / metrics.peak_flops(here.device, dtype)  # of a sample, on one rank
+        self._ideal_s = flops and flops / metrics.peak_flops(here.device, dtype)  # of a sample, on one rank
         self._born = self._since = time.perf_counter()
         self._paused_s = self._trained_s = 0.0
         self._trained_samples = self._data_wait_s = 0.0
@@ -104,7 +104,7 @@ class Run:
         perf = {
             "samples_per_s": rate,
             **({"tokens_per_s": rate * self._tokens} if self._tokens else {}),
-            "mfu": rate * self._ideal_s / self._here.size,
+            **({"mfu": rate * self._ideal_s / self._here.size} if self._ideal_s else {}),
             "memory_gib": memory_gib(self._here.device),
             "data_wait_s": data_wait_s - self._data_wait_s,
         }
