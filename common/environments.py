@@ -34,7 +34,7 @@ def make(name: str, **how: Any) -> Any:
             import cv2  # noqa: F401 (AtariPreprocessing needs it)
 
             gymnasium.register_envs(ale_py)
-            how |= {"frameskip": 1}  # skipping is the wrapper's
+            how |= {"frameskip": 1, "max_episode_steps": 108_000}  # half an hour; skipping is the wrapper's
     except ModuleNotFoundError as error:
         extra = "'gymnasium[atari]' opencv-python-headless" if atari else "'gymnasium>=1.2'"
         raise UserError(f"--env {name} needs pip install {extra} ({error})") from error

@@ -12,14 +12,18 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from common import UserError, environments, seed
 from common.models import actor_critic
 from tests import ranks
 
 PPO = "syncbn_ppo"
-STEPS = 10
-FLAGS = ("--max-steps", str(STEPS), "--log-every", "1", "--eval-every", str(STEPS), "--eval-episodes", "3")
+STEPS, TARGET_KL = 10, 0.006  # which some updates reach before their last epoch
+FLAGS = (
+    *("--target-kl", str(TARGET_KL)),
+    *("--max-steps", str(STEPS), "--log-every", "1", "--eval-every", str(STEPS), "--eval-episodes", "3"),
+)
 CURVES = ("train/loss", "train/policy_loss", "train/value_loss", "train/kl", "train/grad_norm")
 PLAYED = ("rl/return", "rl/length", "val/return")
 CONTINUOUS = ("--env", "Pendulum-v1", "--num-envs", "4", "--rollout-steps", "120", "--global-batch-size", "80")
@@ -38,18 +42,110 @@ def worst(found: dict[int, float], wanted: dict[int, float]) -> float:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, float]]:
-    """The training of one process, with 8 environments."""
-    curves = train(PPO, 1, tmp_path_factory.mktemp("alone"), "--dtype", "float64")
-    assert list(curves["train/loss"]) == list(range(1, STEPS + 1))
-    assert len(curves["rl/return"]) == STEPS
+def alone() -> dict[str, dict[int, float]]:
+    """The training as one would write it for one process: 8 environments, one after the other, a sample at a time."""
+    seed.everything(0, seed.INIT)
+    model = actor_critic.ActorCritic((4,), 2, False, 64, True).double().eval()
+    optimizer = torch.optim.Adam(model.parameters(), eps=1e-5)
+    envs = [gymnasium.make("CartPole-v1") for _ in range(8)]
+    episodes, rewarded = [0] * 8, [0.0] * 8
+    seen = [begin(env, 0, i, 0) for i, env in enumerate(envs)]
+    curves: dict[str, dict[int, float]] = {tag: {} for tag in (*CURVES, *PLAYED)}
+    for update in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * 0.5 * (1 + math.cos(math.pi * update / STEPS))
+        samples: list[list[Any]] = [[] for _ in envs]
+        ended = []
+        for t in range(128 * update, 128 * (update + 1)):
+            for i, env in enumerate(envs):
+                logits, value = predict(model, seen[i])
+                uniform = torch.from_numpy(seed.uniform(0, seed.ACTION, t, i, np.arange(2)))
+                action = int((logits - (-uniform.log()).log()).argmax())
+                led_to, reward, terminated, truncated, _ = env.step(action)
+                following = 0.0 if terminated else predict(model, led_to)[1]
+                samples[i].append(
+                    (seen[i], action, logits.log_softmax(0)[action], value, reward, following, terminated or truncated)
+                )
+                rewarded[i] += float(reward)
+                seen[i] = led_to
+                if terminated or truncated:
+                    ended.append(rewarded[i])
+                    episodes[i], rewarded[i] = episodes[i] + 1, 0.0
+                    seen[i] = begin(env, 0, i, episodes[i])
+        curves["rl/return"][update + 1] = curves["rl/length"][update + 1] = float(np.mean(ended))
+        sums = learn(model, optimizer, samples, update)
+        curves |= {tag: curves[tag] | {update + 1: sums[tag]} for tag in CURVES}
+    returns = []
+    for i in range(3):
+        observation, done, total = begin(envs[0], 0, i, 0, seed.HOLD_OUT), False, 0.0
+        while not done:
+            action = int(predict(model, observation)[0].argmax())
+            observation, reward, terminated, truncated, _ = envs[0].step(action)
+            done, total = terminated or truncated, total + float(reward)
+        returns.append(total)
+    curves["val/return"] = {STEPS: float(np.mean(returns))}
     return curves
+
+
+def begin(env: gymnasium.Env, run_seed: int, index: int, episode: int, stream: int = seed.EPISODE) -> np.ndarray:
+    return env.reset(seed=int(seed.mix(run_seed, stream, index, episode)) % 2**31)[0]
+
+
+@torch.no_grad()
+def predict(model: nn.Module, observation: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    logits, values = model(torch.from_numpy(observation).double()[None])
+    return logits[0], values[0]
+
+
+def learn(
+    model: nn.Module, optimizer: torch.optim.Optimizer, samples: list[list[Any]], update: int
+) -> dict[str, float]:
+    """Eight epochs of four minibatches, less if the policy moves far; means over the minibatches."""
+    advantages, targets = torch.zeros(2, 8, 128, dtype=torch.float64)
+    for i, steps in enumerate(samples):
+        following = 0.0
+        for t in reversed(range(128)):
+            *_, value, reward, next_value, done = steps[t]
+            following = reward + 0.99 * next_value - value + (0.0 if done else 0.99 * 0.95 * following)
+            advantages[i, t], targets[i, t] = following, following + value
+    advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+    found: dict[str, list[float]] = {tag: [] for tag in CURVES}
+    for epoch in range(8 * update, 8 * (update + 1)):
+        orders = [sorted(range(128), key=lambda t, i=i: int(seed.mix(0, seed.ORDER, epoch, i, t))) for i in range(8)]
+        for first in (0, 32, 64, 96):
+            places = [(i, t) for i in range(8) for t in orders[i][first : first + 32]]
+            rows = [samples[i][t] for i, t in places]
+            logits, values = model(torch.from_numpy(np.stack([row[0] for row in rows])).double())
+            advantage, target = (torch.stack([one[i, t] for i, t in places]) for one in (advantages, targets))
+            log_probs = logits.log_softmax(1)
+            log_ratio = torch.stack([log_probs[k, row[1]] - row[2] for k, row in enumerate(rows)])
+            ratio = log_ratio.exp()
+            policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+            value_loss = 0.5 * F.mse_loss(values, target)
+            entropy = -(log_probs.exp() * log_probs).sum(1).mean()
+            loss = policy_loss + 0.5 * value_loss - 0.01 * entropy
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).norm()
+            for parameter in model.parameters():
+                parameter.grad *= min(1.0, 0.5 / (norm.item() + 1e-6))
+            optimizer.step()
+            kl = (ratio - 1 - log_ratio).mean()
+            for tag, value in zip(CURVES, (loss, policy_loss, value_loss, kl, norm), strict=True):
+                found[tag].append(value.item())
+        if np.mean(found["train/kl"][-4:]) > TARGET_KL:
+            break
+    model.train()
+    with torch.no_grad():
+        model(torch.from_numpy(np.stack([row[0] for rows in samples for row in rows])).double())
+    model.eval()
+    return {tag: float(np.mean(values)) for tag, values in found.items()}
 
 
 # --- any number of ranks ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_float64(size: int, alone: dict[str, dict[int, float]], tmp_path: Path) -> None:
     found = train(PPO, size, tmp_path, "--dtype", "float64")
     for tag in CURVES + PLAYED:
@@ -76,6 +172,10 @@ MUTANTS = {
     "BatchNorm sees the rank's own samples": {'sync_batchnorm.convert(model, mesh.get_group("dp"))': "model"},
     "the mean is taken over the rank's own samples": {"(dist.get_world_size() / args.g": "(1 / args.g"},
     "the same noise on every rank": {"envs.index[:, None], np": "envs.index[:, None] % 4, np"},
+    "no update ends early": {"if args.target_kl and ": "if False and "},
+    "running statistics are those of one minibatch": {
+        "module(rollout.observations.flatten(0, 1))": "module(batch.observations)"
+    },
     "minibatches are drawn on each rank": {"epoch, index, np.": "epoch, index % 4, np."},
 }
 
@@ -151,17 +251,13 @@ def episodes_by_hand(name: str, index: int, actions: np.ndarray) -> list[Step]:
     """Reward, done, terminated, what the step led to and what comes next, with one environment and no vector."""
     env = gymnasium.make(name)
     rows, episode = [], 0
-
-    def begin() -> np.ndarray:
-        return env.reset(seed=int(seed.mix(7, seed.EPISODE, index, episode)) % 2**31)[0]
-
-    begin()
+    begin(env, 7, index, 0)
     for action in actions:
         led_to, reward, terminated, truncated, _ = env.step(action)
         following = led_to
         if terminated or truncated:
             episode += 1
-            following = begin()
+            following = begin(env, 7, index, episode)
         rows.append((float(reward), terminated or truncated, terminated, led_to, following))
     return rows
 
