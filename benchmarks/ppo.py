@@ -160,7 +160,7 @@ def main() -> None:
     """Measure, draw, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--updates", type=int, default=80)
+    parser.add_argument("--updates", type=int, default=120)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

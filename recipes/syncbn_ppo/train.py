@@ -50,7 +50,7 @@ class Args:
     env: str = "CartPole-v1"  # id of a gymnasium environment with vectors or, as in ALE/Pong-v5, images
     seed: int = 0  # decides initial weights, episodes, actions and the order of samples
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
-    max_steps: int = 80  # length of the training in updates
+    max_steps: int = 120  # length of the training in updates
     stop_after: int = 0  # leave, saved, once this update is done; 0 for never
     deadline: float = 0.0  # leave, saved, after this many minutes; 0 for never
     log_every: int = 5  # updates between lines of the log
@@ -72,7 +72,7 @@ class Args:
     num_envs: int = 8  # environments, over all ranks
     rollout_steps: int = 128  # steps of each environment per update
     update_epochs: int = 8  # times that an update goes through its samples
-    target_kl: float = 0.03  # an epoch whose policy has moved further is the update's last; 0 for no limit
+    target_kl: float = 0.01  # an epoch whose policy has moved further is the update's last; 0 for no limit
     clip: float = 0.2  # the ratio of new to old probability counts up to 1 plus or minus this
     gamma: float = 0.99  # discount of a step
     gae_lambda: float = 0.95  # weight of longer returns in an advantage
