@@ -144,10 +144,8 @@ class Environments:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where the environments of all ranks are, by number, whatever the number of ranks (all ranks)."""
-        mine = {"episodes": self._episodes, "lengths": self._lengths, "actions": self._actions}
-        mine |= {"observations": self.observations}
-        found = {}
-        for name, array in mine.items():
+        found, mine = {}, {"episodes": self._episodes, "lengths": self._lengths, "actions": self._actions}
+        for name, array in (mine | {"observations": self.observations}).items():
             local = torch.from_numpy(array)
             whole = local.new_empty(dist.get_world_size() * len(local), *local.shape[1:])
             dist.all_gather_into_tensor(whole, local)
@@ -155,7 +153,7 @@ class Environments:
         return found
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Play the episodes again, from their beginning to where `tensors` has them.
+        """Play the episodes again, from their beginning to where `tensors` has them (all ranks).
 
         Raises:
             UserError: that does not lead to the same observations.
@@ -168,7 +166,9 @@ class Environments:
             for action in self._actions[i, : self._lengths[i]].astype(self._space.dtype):
                 self.observations[i], reward, *_ = env.step(action)
                 self._returns[i] += reward
-        if not np.array_equal(self.observations, parts["rollout.observations"]):
+        same = torch.tensor(np.array_equal(self.observations, parts["rollout.observations"])).long()
+        dist.all_reduce(same, dist.ReduceOp.MIN)
+        if not same:
             raise UserError(
                 "an environment does not play an episode again as it was: it is of another version, or it cannot be "
                 "continued at all; give another --name to start over"
@@ -188,13 +188,12 @@ def play_once(name: str, index: np.ndarray, act: Act, *keys: int) -> dict[str, t
 
 def film(name: str, act: Act, *keys: int) -> np.ndarray:
     """Up to 32 frames, (N, H, W, 3), of what `play_once` plays in environment 0."""
-    env, frames, done = make(name, render_mode="rgb_array"), [], False
+    env, frames, ends = make(name, render_mode="rgb_array"), [], [False]
     seen, _ = env.reset(seed=int(seed.mix(*keys, 0, 0) % np.uint64(2**31)))
     try:
-        while not done:
+        while not any(ends):
             frames.append(env.render())
-            seen, _, terminated, truncated, _ = env.step(act(np.asarray(seen)[None])[0])
-            done = terminated or truncated
+            seen, _, *ends, _ = env.step(act(np.asarray(seen)[None])[0])
     except ImportError as error:  # gymnasium's, which names what to install
         raise UserError(f"--film: {error}") from error
     return np.stack(frames[:: -(-len(frames) // 32)])

@@ -160,9 +160,9 @@ def workload(recipe: str) -> str:
 
 
 def ends() -> list[str]:
-    """Recipes of several ranks that no other one builds on: they send what their bases do, and more."""
+    """Recipes of several ranks and a data set that no other one builds on: they send what their bases do, and more."""
     bases = {base for recipe in RECIPES for base in re.findall(r"^Base: recipes/(\w+)\.", source(recipe), re.MULTILINE)}
-    return [recipe for recipe in RECIPES if recipe not in bases and world_sizes(recipe)[-1] > 1]
+    return [recipe for recipe in SUPERVISED if recipe not in bases and world_sizes(recipe)[-1] > 1]
 
 
 def small(recipe: str) -> tuple[str, ...]:
