@@ -154,7 +154,7 @@ def test_float64(size: int, alone: dict[str, dict[int, float]], tmp_path: Path) 
 
 def test_continuous_actions(tmp_path: Path) -> None:
     """Whose episodes are cut off, after 200 steps, and do not end."""
-    flags = (*CONTINUOUS, "--dtype", "float64", "--max-steps", "4", "--target-kl", "0.001")
+    flags = (*CONTINUOUS, "--dtype", "float64", "--max-steps", "4", "--target-kl", "0.001", "--eval-every", "0")
     one, two = (train(PPO, size, tmp_path, *flags) for size in (1, 2))
     assert len(one["rl/return"]) == 2, "episodes end in two of the updates"
     for tag in CURVES + PLAYED:
@@ -185,6 +185,15 @@ def test_mutant_fails(mutant: str, alone: dict[str, dict[int, float]], tmp_path:
     path = ranks.mutate(PPO, tmp_path, MUTANTS[mutant])
     found = train(path, 2, tmp_path, "--dtype", "float64", "--stop-after", "3", "--check-every", "0")
     assert max(worst(found[tag], {step: alone[tag][step] for step in found[tag]}) for tag in CURVES) > 1e-4
+
+
+def test_mutant_whose_ranks_stop_by_themselves(alone: dict[str, dict[int, float]], tmp_path: Path) -> None:
+    """One goes on to the next epoch, and the other does not: they wait for each other, or the numbers differ."""
+    path = ranks.mutate(PPO, tmp_path, {'metrics.means(epoch_sums)["kl"]': '(epoch_sums["kl"] / epoch_sums["count"])'})
+    flags = ("--dtype", "float64", "--hang-timeout", "2", "--out", str(tmp_path), "--name", "run")
+    result = ranks.run_recipe(path, 2, *FLAGS, *flags, timeout_s=40.0)
+    found = ranks.records(tmp_path / "run", "train/loss")
+    assert not result.ok or worst(found, alone["train/loss"]) > 1e-4
 
 
 # --- a run that is handed on ------------------------------------------------------------------------------
@@ -399,14 +408,19 @@ def test_images() -> None:
     assert convolutions == [32 * 4 * 64, 64 * 32 * 16, 64 * 64 * 9]
 
 
-def test_film(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("pygame")
-    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+def test_film(tmp_path: Path) -> None:
+    """Up to 32 frames of an episode, which TensorBoard has after an evaluation."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     frames = environments.film("CartPole-v1", lambda seen: np.zeros(len(seen), int), 0, seed.HOLD_OUT)
     assert frames.dtype == np.uint8
     assert frames.shape[1:] == (400, 600, 3)
     assert 5 < len(frames) <= 32
     assert not (frames[0] == frames[-1]).all()
+    train(PPO, 2, tmp_path, *ranks.small(PPO), "--max-steps", "1", "--film")
+    events = EventAccumulator(str(tmp_path / "2"))
+    events.Reload()
+    assert [event.step for event in events.Images("val/film")] == [1] * len(events.Images("val/film"))
 
 
 # --- bad input --------------------------------------------------------------------------------------------

@@ -16,6 +16,9 @@ of the gradients per minibatch; one of the epoch's sums, for the stop that all a
     bash launch/torchrun.sh recipes/syncbn_ppo                                # one per GPU, else 2 on the CPU
     bash launch/slurm.sh -N2 --gpus-per-node=4 recipes/syncbn_ppo --num-envs 64
 
+Measured: a greedy return of 500 over 100 episodes of CartPole-v1 after 120 updates, with each of 10 seeds, 35 to 54 s
+by the second command (AMD EPYC, 2 cores, busy, gloo, torch 2.15.0, 2026-11-21). Several GPUs and NCCL: not run.
+
 Base: none.
 """
 
@@ -54,8 +57,8 @@ class Args:
     stop_after: int = 0  # leave, saved, once this update is done; 0 for never
     deadline: float = 0.0  # leave, saved, after this many minutes; 0 for never
     log_every: int = 5  # updates between lines of the log
-    eval_every: int = 20  # updates between evaluations
-    save_every: int = 20  # updates between checkpoints
+    eval_every: int = 20  # updates between evaluations; 0 for one at the end
+    save_every: int = 20  # updates between checkpoints; 0 for one at the end
     keep: int = 2  # newest checkpoints that stay on the disk
     async_save: bool = False  # write checkpoints while the training goes on
     check_every: int = 100  # updates between comparisons of the replicas; 0 for never
@@ -217,7 +220,7 @@ def train_step(
             break
     # Here alone the running statistics change: until now the policy normalised as when it acted.
     with torch.no_grad():
-        model.train(args.batch_norm).module(rollout.observations.flatten(0, 1))
+        model.train().module(rollout.observations.flatten(0, 1))
         model.train(False)
     finite.judge(torch.stack(norms).sum())
     return sums, torch.stack(norms).mean()
@@ -257,7 +260,6 @@ def main() -> None:
     state = keymap.tensors(model, optimizer) | envs.tensors()
     checkpoint.load(source, state)
     envs.restore(state)
-
     plan = sampler.make_plan(samples, args.seed, 0, args.max_steps, samples, samples, num_shards, done)
 
     run_dir.claim(path)
@@ -281,12 +283,12 @@ def main() -> None:
         with run.paused():
             if args.check_every and (step % args.check_every == 0 or last):
                 guard.check_replicas(model, step)
-            if step % args.eval_every == 0 or step == last_step:
+            if step % (args.eval_every or plan.max_steps) == 0 or step == last_step:
                 run.validation(step, metrics.means(evaluate(args, model, shard, num_shards)))
                 if args.film:
                     frames = functools.partial(environments.film, args.env, model.module.act, args.seed, seed.HOLD_OUT)
                     run.frames(step, "val/film", frames)
-            if step % args.save_every == 0 or last:
+            if step % (args.save_every or plan.max_steps) == 0 or last:
                 saving.save(step, keymap.tensors(model, optimizer) | envs.tensors(), plan.position(step), last)
         if last:
             break
