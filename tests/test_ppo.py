@@ -152,6 +152,14 @@ def test_float64(size: int, alone: dict[str, dict[int, float]], tmp_path: Path) 
         assert worst(found[tag], alone[tag]) < 1e-9, tag
 
 
+def test_compiled(alone: dict[str, dict[int, float]], tmp_path: Path) -> None:
+    """Traced, but not translated to C++, which would take half a minute."""
+    path = ranks.mutate(PPO, tmp_path, {"model.compile()": 'model.compile(backend="aot_eager")'})
+    found = train(path, 2, tmp_path, "--dtype", "float64", "--stop-after", "2", "--compile")
+    for tag in CURVES:
+        assert worst(found[tag], {step: alone[tag][step] for step in (1, 2)}) < 1e-9, tag
+
+
 def test_continuous_actions(tmp_path: Path) -> None:
     """Whose episodes are cut off, after 200 steps, and do not end."""
     flags = (*CONTINUOUS, "--dtype", "float64", "--max-steps", "4", "--target-kl", "0.001", "--eval-every", "0")
