@@ -112,7 +112,7 @@ def check_fits(path: Path, model: nn.Module) -> None:
         UserError: the checkpoint is of another model; lists the first names that differ.
     """
     saved = {name: tuple(entry.size) for name, entry in tensors_in(path).items()}
-    saved = {name: size for name, size in saved.items() if not name.startswith(keymap.OPTIMIZER)}
+    saved = {name: size for name, size in saved.items() if not name.startswith(keymap.NO_WEIGHTS)}
     differences = keymap.differences({name: tuple(t.shape) for name, t in keymap.model_tensors(model).items()}, saved)
     if differences:
         raise UserError(f"--resume: {path} is of another model:\n  " + "\n  ".join(differences))
@@ -131,7 +131,7 @@ def load(path: Path | None, tensors: dict[str, torch.Tensor]) -> None:
     if path is None:
         return
     saved = {name: tuple(entry.size) for name, entry in tensors_in(path).items()}
-    weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(keymap.OPTIMIZER)}
+    weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(keymap.NO_WEIGHTS)}
     if len(weights) < len(tensors) and not any(name.startswith(keymap.OPTIMIZER) for name in saved):
         log.say(f"{path} holds weights only: the optimizer starts anew")
         tensors = weights

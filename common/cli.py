@@ -32,7 +32,8 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
         ("num_layers", "num_heads", "width", "dp_replicate", "tp", "pp", "num_microbatches"), (1, math.inf)
     ),
-    **dict.fromkeys(("momentum", "label_smoothing"), (0, 1)),
+    **dict.fromkeys(("num_envs", "rollout_steps", "update_epochs"), (1, math.inf)),
+    **dict.fromkeys(("momentum", "label_smoothing", "gamma", "gae_lambda"), (0, 1)),
     "hang_timeout": (1, math.inf),
 }
 # Time for rank 0 to print a refusal that all ranks have reached. torchrun ends everyone as soon as one rank

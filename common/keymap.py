@@ -14,6 +14,7 @@ from torch import nn
 # keep the names of the whole. In the middle, around a submodule: torch.compile's, and that of recomputed activations.
 WRAPPERS = re.compile(r"^((module|_orig_mod)\.)*(stages\.\d+\.)?|(_orig_mod|_checkpoint_wrapped_module)\.")
 OPTIMIZER = "optimizer."
+NO_WEIGHTS = (OPTIMIZER, "rollout.")  # the second: where the environments are that training data comes from
 
 
 def canonical(name: str) -> str:

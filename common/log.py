@@ -6,7 +6,7 @@ import resource
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class Run:
             args: its dataclass of flags.
             here: this process.
             plan: from which step to which.
-            flops: of one training sample.
+            flops: of one training sample; 0 where they are not counted.
             dtype: what it is computed in.
         """
         self.path = path
@@ -59,7 +59,7 @@ class Run:
         self._step = self._counted = plan.first_step  # the last one shown, the last one in a rate
         self._here = here
         self._sums: metrics.Sums = {}
-        self._ideal_s = flops / metrics.peak_flops(here.device, dtype)  # of a sample, on one rank
+        self._ideal_s = flops and flops / metrics.peak_flops(here.device, dtype)  # of a sample, on one rank
         self._born = self._since = time.perf_counter()
         self._paused_s = self._trained_s = 0.0
         self._trained_samples = self._data_wait_s = 0.0
@@ -88,7 +88,7 @@ class Run:
         Args:
             step: steps done.
             data_wait_s: seconds that this rank has waited for data so far.
-            **more: what else to show under train/, such as lr.
+            **more: what else to show under train/, such as lr; a name with a group of its own, rl/return, keeps it.
         """
         shown = {**metrics.means(self._sums), **more}
         self._sums = {}
@@ -104,7 +104,7 @@ class Run:
         perf = {
             "samples_per_s": rate,
             **({"tokens_per_s": rate * self._tokens} if self._tokens else {}),
-            "mfu": rate * self._ideal_s / self._here.size,
+            **({"mfu": rate * self._ideal_s / self._here.size} if self._ideal_s else {}),
             "memory_gib": memory_gib(self._here.device),
             "data_wait_s": data_wait_s - self._data_wait_s,
         }
@@ -116,6 +116,11 @@ class Run:
         """Record an evaluation: global means."""
         self._record(step, "val", means)
         self._show(step, {f"val/{key}": value for key, value in means.items()})
+
+    def frames(self, step: int, tag: str, make: Callable[[], Any]) -> None:
+        """Show images, (N, H, W, 3) of bytes, in TensorBoard; only rank 0 makes them."""
+        if self._here.rank == 0:
+            self._tensorboard.add_images(tag, make(), step, dataformats="NHWC")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -160,10 +165,11 @@ class Run:
         if self._here.rank != 0:
             return
         try:
-            self._records.write(json.dumps({"step": step} | {f"{group}/{key}": v for key, v in values.items()}) + "\n")
+            tagged = {key if "/" in key else f"{group}/{key}": value for key, value in values.items()}
+            self._records.write(json.dumps({"step": step} | tagged) + "\n")
             self._records.flush()
-            for key, value in values.items():
-                self._tensorboard.add_scalar(f"{group}/{key}", value, step)
+            for tag, value in tagged.items():
+                self._tensorboard.add_scalar(tag, value, step)
         except OSError as error:  # a full disk is no reason to end a training
             say(f"warning: step {step} is not recorded in {self.path}: {error}")
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 # One purpose, one stream: the first number mixed in after the seed.
-INIT, ORDER, AUGMENT, STEP, HOLD_OUT = range(5)
+INIT, ORDER, AUGMENT, STEP, HOLD_OUT, EPISODE, ACTION = range(7)
 
 
 def mix(*keys: int | np.ndarray) -> np.ndarray:

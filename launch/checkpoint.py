@@ -28,8 +28,8 @@ def inspect(path: Source) -> None:
     for key, value in facts.items():
         print(f"  {key:10} {json.dumps(value)}")
     tensors = checkpoint.tensors_in(folder)
-    weights = {name: entry for name, entry in tensors.items() if not name.startswith(keymap.OPTIMIZER)}
-    print(f"  {'tensors':10} {len(weights)} of the model, {len(tensors) - len(weights)} of the optimizer")
+    weights = {name: entry for name, entry in tensors.items() if not name.startswith(keymap.NO_WEIGHTS)}
+    print(f"  {'tensors':10} {len(weights)} of the model, {len(tensors) - len(weights)} others")
     for name, entry in tensors.items():
         print(f"    {name:60} {str(entry.properties.dtype).removeprefix('torch.'):9} {tuple(entry.size)}")
 
@@ -86,7 +86,7 @@ def weights(path: Path) -> tuple[Path, int, Tensors]:
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in checkpoint.tensors_in(folder).items()
-        if not name.startswith(keymap.OPTIMIZER)
+        if not name.startswith(keymap.NO_WEIGHTS)
     }
     dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
     return folder, facts["step"], tensors

@@ -31,6 +31,10 @@ GRACE_S = 0.5  # torchrun, too, ends the others when one rank has failed
 SMALL = {
     "resnet": ("--model", "resnet6"),
     "gpt": ("--seq-len", "16", "--num-layers", "3", "--num-heads", "4", "--width", "40", "--mlp-width", "44"),
+    "ppo": (
+        *("--num-envs", "12", "--rollout-steps", "16", "--global-batch-size", "96", "--width", "8"),
+        *("--update-epochs", "2", "--eval-episodes", "3"),
+    ),
 }
 
 
@@ -59,6 +63,13 @@ def cpu_name() -> str:
 
 def source(recipe: str) -> str:
     return (ROOT / "recipes" / recipe / "train.py").read_text()
+
+
+def has_flag(recipe: str, flag: str) -> bool:
+    return re.search(rf"^    {flag.lstrip('-').replace('-', '_')}: .* = ", source(recipe), re.MULTILINE) is not None
+
+
+SUPERVISED = [recipe for recipe in RECIPES if has_flag(recipe, "--data")]  # which train on a set of samples
 
 
 def world_sizes(recipe: str, most: int = 4) -> list[int]:
@@ -100,7 +111,9 @@ class Layout:
         return tuple((flag[2:].replace("-", "_"), int(size)) for flag, size in pairs if flag in SIZES)
 
     def passes(self, samples: int) -> tuple[str, ...]:
-        """The flags for passes of this many samples over all ranks."""
+        """The flags for passes of this many samples over all ranks, where a batch can be cut into passes."""
+        if self.recipe not in SUPERVISED:
+            return ()
         part, stages = samples // self.shards, self.size // self.shards
         # Several rounds of microbatches of several samples, where there are enough.
         rounds = max((n for n in range(stages, part, stages) if part % n == 0), default=part)
@@ -147,9 +160,9 @@ def workload(recipe: str) -> str:
 
 
 def ends() -> list[str]:
-    """Recipes of several ranks that no other one builds on: they send what their bases do, and more."""
+    """Recipes of several ranks and a data set that no other one builds on: they send what their bases do, and more."""
     bases = {base for recipe in RECIPES for base in re.findall(r"^Base: recipes/(\w+)\.", source(recipe), re.MULTILINE)}
-    return [recipe for recipe in RECIPES if recipe not in bases and world_sizes(recipe)[-1] > 1]
+    return [recipe for recipe in SUPERVISED if recipe not in bases and world_sizes(recipe)[-1] > 1]
 
 
 def small(recipe: str) -> tuple[str, ...]:

@@ -55,13 +55,19 @@ def run(recipe: str | Path, world_size: int, out: Path, tiny: Tiny, *flags: str)
     name = recipe if isinstance(recipe, str) else recipe.parent.name
     # Over different ranks the numbers are the same only if BatchNorm sees the same samples.
     sync = ["--sync-bn"] if "sync_bn" in ranks.source(name) and "float64" in flags else []
-    where = ("--data", str(tiny[ranks.workload(name)]), "--out", str(out.parent), "--name", out.name)
+    data = ("--data", str(tiny[ranks.workload(name)])) if name in ranks.SUPERVISED else ()
+    where = (*data, "--out", str(out.parent), "--name", out.name)
     layout = ranks.layout(name, world_size)
     depth = ("--num-layers", "5") if "--pp" in layout.flags else ()  # the same for any number of stages
     how = (*ranks.small(name), *layout.flags, *depth, *layout.passes(PASS))
     result = ranks.run_recipe(recipe, world_size, *FLAGS, *how, *sync, *where, *flags)
     assert result.ok, str(result)
-    return {tag: ranks.records(out, tag) for tag in ("train/loss", "train/grad_norm", "train/lr", "val/loss")}
+    return {tag: ranks.records(out, tag) for tag in ("train/loss", "train/grad_norm", "train/lr", judged_by(name))}
+
+
+def judged_by(recipe: str) -> str:
+    """What an evaluation of a recipe gives."""
+    return "val/loss" if recipe in ranks.SUPERVISED else "val/return"
 
 
 def same_tensors(one: Path, other: Path) -> bool:
@@ -82,7 +88,7 @@ def test_same_ranks_bitwise(recipe: str, whole: Whole, tiny: Tiny, tmp_path: Pat
     for stop in ("2", "4", "0"):
         parts = run(recipe, world_size, tmp_path / "parts", tiny, "--dtype", "float32", "--stop-after", stop)
     # The parts were evaluated at each stop, too; running statistics of BatchNorm are included.
-    parts["val/loss"] = {STEPS: parts["val/loss"][STEPS]}
+    parts[judged_by(recipe)] = {STEPS: parts[judged_by(recipe)][STEPS]}
     assert parts == curves
     assert list(curves["train/loss"]) == list(range(1, STEPS + 1))
     assert same_tensors(tmp_path / "parts", out)

@@ -110,6 +110,6 @@ def test_mutant_without_verification(cell: Cell) -> None:
     flip_data(checkpoints(cell.run)[4])
     result = cell.start(mutant="nothing is verified")
     assert "continues from step 4 of" in result.outputs[0]
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, KeyError)):  # or no last checkpoint, if the number makes no sense at all
         cell.check_exact()
     cell.say(result.outputs[0], "continues from step 4 of")

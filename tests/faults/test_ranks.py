@@ -61,7 +61,7 @@ def hang() -> Hang:
             begun[cell.recipe] = {}
             for name, (least, fault) in HANGS.items():
                 one = dataclasses.replace(cell, folder=cell.folder / name.lower())
-                if cell.size >= least:
+                if cell.size >= least and (name != "data" or ranks.has_flag(cell.recipe, "--data")):
                     one.folder.mkdir()
                     after = end_frozen if name == "SIGSTOP" else None
                     begun[cell.recipe][name] = (one, pool.submit(one.start, faults=[fault], meanwhile=after))
@@ -99,6 +99,8 @@ def test_killed_and_restarted(cell: Cell) -> None:
 @pytest.mark.fault("rank: raises, {phase}")
 @pytest.mark.parametrize("phase", [pytest.param(one, marks=[pytest.mark.rest] * (one != "backward")) for one in PHASES])
 def test_raises(phase: str, cell: Cell) -> None:
+    if phase == "data":
+        cell.needs("--data")
     check_raises(cell, cell.size - 1, phase)
 
 
@@ -126,6 +128,7 @@ def test_frozen(hang: Hang, cell: Cell) -> None:
 
 @pytest.mark.fault("rank: hangs, in the data")
 def test_sleeps_in_the_data(hang: Hang, cell: Cell) -> None:
+    cell.needs("--data")
     result, last = hang("data", cell), cell.size - 1
     finding = f"no progress for 3 s: {who(last, 4)}: data"
     cell.check_named(result, HANG_S, finding, r'data\.py", line \d+, in __next__')

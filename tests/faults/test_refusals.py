@@ -114,6 +114,7 @@ def canary(tmp_path: Path) -> Path:
 @pytest.mark.fault("refused: malicious pickle, --data folder of {kind}")
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.rest) for kind in MORE_KINDS)])
 def test_pickle_as_data(kind: str, canary: Path, cell: Cell) -> None:
+    cell.needs("--data")
     folder = plant(cell.folder / "data", canary, kind)
     result = cell.start("--data", str(folder))
     refused(cell, result, rf"error: --data {folder}")
@@ -137,6 +138,8 @@ def test_pickle_to_resume(what: str, canary: Path, cell: Cell) -> None:
 @pytest.mark.fault("refused: malicious pickle, {flag}")
 @pytest.mark.parametrize("flag", ["--config", "--out", "--out --name", "--data"])
 def test_pickle_as_a_file(flag: str, canary: Path, cell: Cell) -> None:
+    if flag == "--data":
+        cell.needs(flag)
     file = plant(cell.folder / "evil", canary, "pkl") / "train.pkl"
     if flag == "--out --name":
         result = cell.start("--out", str(file.parent), "--name", file.name)

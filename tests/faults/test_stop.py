@@ -60,6 +60,7 @@ def test_stop_after(cell: Cell) -> None:
 
 @pytest.mark.fault("stop: mutant, the position saved is that of the step before")
 def test_mutant_shifted_position(cell: Cell) -> None:
+    cell.needs("--data")  # else nothing depends on the position
     assert cell.start("--stop-after", "2", mutant="the position is that of the step before").ok
     with pytest.raises(AssertionError):
         cell.resume()
@@ -81,6 +82,7 @@ def test_other_signals(name: str, cell: Cell) -> None:
 @pytest.mark.fault("stop: SIGTERM with 2 loader workers")
 def test_loader_workers(cell: Cell) -> None:
     """The signal hits them too, as torchrun sends it to whole process groups."""
+    cell.needs("--workers")
     flags = ("--workers", "2")
     assert leave_and_go_on(cell, ("end of a step", "signal the process group", -1, 2, "SIGTERM"), *flags) < STEPS
     cell.check_exact()
@@ -139,6 +141,7 @@ def test_second_signal_quits_at_once(cell: Cell) -> None:
 @pytest.mark.fault("stop: SIGUSR1 to the launcher, with 2 loader workers")
 def test_launcher(cell: Cell) -> None:
     """The real thing: torchrun signals its whole process group, loader workers included."""
+    cell.needs("--workers")
     told = cell.folder / "told"
 
     def meanwhile(process: subprocess.Popen[str], events: Path) -> None:

@@ -1,0 +1,199 @@
+"""gymnasium environments whose episodes can be told again, on any number of ranks.
+
+An episode is a function of (seed, stream, environment, episode) and of its actions: the generators of an
+environment are seeded at each reset. So a checkpoint holds the number of the episode and the actions since it
+began, which every kind of environment has, and a resumed run plays them again.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from common import UserError, seed
+
+Act = Callable[[np.ndarray], np.ndarray]  # observations (n, ...) to actions (n,) or (n, num_outputs)
+
+
+def make(name: str, **how: Any) -> Any:
+    """One environment; a game of Atari comes with the preprocessing of Machado et al. 2018 (arxiv.org/abs/1709.06009).
+
+    Raises:
+        UserError: it is not known, not installed, or not of a kind that can be used.
+    """
+    atari = name.startswith("ALE/")
+    try:
+        import gymnasium
+        from gymnasium import spaces, wrappers
+
+        if atari:
+            import ale_py
+            import cv2  # noqa: F401 (AtariPreprocessing needs it)
+
+            gymnasium.register_envs(ale_py)
+            how |= {"frameskip": 1, "max_episode_steps": 108_000}  # half an hour; skipping is the wrapper's
+    except ModuleNotFoundError as error:
+        extra = "'gymnasium[atari]' opencv-python-headless" if atari else "'gymnasium>=1.2'"
+        raise UserError(f"--env {name} needs pip install {extra} ({error})") from error
+    try:
+        env = gymnasium.make(name, disable_env_checker=True, **how)
+    except (gymnasium.error.Error, ImportError) as error:
+        raise UserError(f"--env {name}: {error}") from error
+    if atari:
+        env = wrappers.FrameStackObservation(wrappers.AtariPreprocessing(env), 4)
+    seen, done = env.observation_space, env.action_space
+    choice = isinstance(done, spaces.Discrete) and done.start == 0
+    vector = isinstance(done, spaces.Box) and len(done.shape) == 1
+    if not (isinstance(seen, spaces.Box) and len(seen.shape) in (1, 3) and (choice or vector)):
+        raise UserError(
+            f"--env {name} has observations {seen} and actions {done}: known are vectors or images, "
+            "and actions that are vectors or numbered from 0"
+        )
+    if env.spec is None or env.spec.max_episode_steps is None:
+        raise UserError(f"--env {name} has no limit of steps, so what a checkpoint holds of an episode has none")
+    return env
+
+
+def share(num_envs: int, rollout_steps: int, batch: int, shard: int, num_shards: int) -> tuple[np.ndarray, int]:
+    """Numbers of the environments of this shard, a run of them, and the samples of a rollout, in whole batches.
+
+    Raises:
+        UserError: the numbers do not divide.
+    """
+    samples = num_envs * rollout_steps
+    if num_envs % num_shards:
+        better = -(-num_envs // num_shards) * num_shards
+        raise UserError(f"--num-envs {num_envs} does not divide by {num_shards} ranks: {better} would")
+    if batch % num_envs or samples % batch:
+        raise UserError(
+            f"--global-batch-size {batch} must be a multiple of --num-envs {num_envs} and divide the {samples} samples "
+            f"of --rollout-steps {rollout_steps}: {samples} would do"
+        )
+    return np.arange(num_envs).reshape(num_shards, -1)[shard], samples
+
+
+class Environments:
+    """Some environments, stepped together.
+
+    Attributes:
+        index: (n,) number of each among those of all ranks.
+        observations: (n, ...) what the next actions answer to.
+        continuous: whether actions are vectors (n, num_outputs), not numbers (n,) below num_outputs.
+        ended: sums over the episodes that have ended since `take_ended`.
+        wait_s: seconds spent in the environments.
+    """
+
+    def __init__(self, name: str, index: np.ndarray, *keys: int) -> None:
+        """Make the environments of these numbers; `keys` and the number seed the episodes of each."""
+        from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+        # Reset by hand: an automatic reset takes the next step, which is then of no episode and no sample.
+        factories = [lambda: make(name)] * len(index)
+        self._vector = SyncVectorEnv(factories, autoreset_mode=AutoresetMode.DISABLED)
+        first: Any = self._vector.envs[0]
+        self._space, num = first.action_space, len(index)
+        self.index, self._keys = index, keys
+        self.continuous = bool(self._space.shape)
+        self.num_outputs = int(self._space.shape[0] if self.continuous else self._space.n)
+        self._episodes, self._lengths, self._returns = np.zeros(num, int), np.zeros(num, int), np.zeros(num)
+        limit = first.spec.max_episode_steps
+        self._actions = np.zeros((num, limit, *self._space.shape), np.float32)  # since the episodes began
+        self.ended = np.zeros(3)
+        self.wait_s = 0.0
+        self._begin(np.ones(num, bool))
+
+    def _begin(self, which: np.ndarray) -> None:
+        seeds = seed.mix(*self._keys, self.index, self._episodes) % np.uint64(2**31)
+        self.observations, _ = self._vector.reset(seed=seeds.tolist(), options={"reset_mask": which})
+        self._lengths[which], self._returns[which] = 0, 0
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Take a step in each, and begin a new episode where one has ended.
+
+        Args:
+            actions: (n,), or (n, num_outputs) if continuous, of which what is out of bounds is cut off.
+
+        Returns:
+            (n,) rewards, whether the episode ended, and whether it did so by its own rules, not by the limit of steps;
+            and what the step led to, (n, ...).
+        """
+        began = time.perf_counter()
+        if self.continuous:
+            actions = actions.clip(self._space.low, self._space.high).astype(self._space.dtype)
+        self._actions[np.arange(len(actions)), self._lengths] = actions
+        led_to, rewards, terminated, truncated, _ = self._vector.step(actions)
+        self.observations, done = led_to, terminated | truncated
+        self._returns += rewards
+        self._lengths += 1
+        if done.any():
+            self.ended += [self._returns[done].sum(), self._lengths[done].sum(), done.sum()]
+            self._episodes[done] += 1
+            self._begin(done)
+        self.wait_s += time.perf_counter() - began
+        return rewards, done, terminated, led_to
+
+    def take_ended(self) -> dict[str, float]:
+        """Mean return and length of the episodes of all ranks that have ended since the last call (all ranks)."""
+        sums = torch.from_numpy(self.ended)
+        self.ended = np.zeros(3)
+        dist.all_reduce(sums)
+        return {"rl/return": float(sums[0] / sums[2]), "rl/length": float(sums[1] / sums[2])} if sums[2] else {}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Where the environments of all ranks are, by number, whatever the number of ranks (all ranks)."""
+        found, mine = {}, {"episodes": self._episodes, "lengths": self._lengths, "actions": self._actions}
+        for name, array in (mine | {"observations": self.observations}).items():
+            local = torch.from_numpy(array)
+            whole = local.new_empty(dist.get_world_size() * len(local), *local.shape[1:])
+            dist.all_gather_into_tensor(whole, local)
+            found[f"rollout.{name}"] = whole
+        return found
+
+    def restore(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Play the episodes again, from their beginning to where `tensors` has them (all ranks).
+
+        Raises:
+            UserError: that does not lead to the same observations.
+        """
+        parts = {name: value.numpy()[self.index] for name, value in tensors.items() if name.startswith("rollout.")}
+        self._episodes = parts["rollout.episodes"]
+        self._begin(np.ones(len(self.index), bool))
+        self._lengths, self._actions = parts["rollout.lengths"], parts["rollout.actions"]
+        for i, env in enumerate(self._vector.envs):
+            for action in self._actions[i, : self._lengths[i]].astype(self._space.dtype):
+                self.observations[i], reward, *_ = env.step(action)
+                self._returns[i] += reward
+        same = torch.tensor(np.array_equal(self.observations, parts["rollout.observations"])).long()
+        dist.all_reduce(same, dist.ReduceOp.MIN)
+        if not same:
+            raise UserError(
+                "an environment does not play an episode again as it was: it is of another version, or it cannot be "
+                "continued at all; give another --name to start over"
+            )
+
+
+def play_once(name: str, index: np.ndarray, act: Act, *keys: int) -> dict[str, torch.Tensor]:
+    """Sums of returns and lengths of the first episode in each of these environments, and their count."""
+    envs: Any = Environments(name, index, *keys) if len(index) else None
+    going, returns, lengths = np.ones(len(index), bool), 0.0, 0
+    while going.any():
+        rewards, done, *_ = envs.step(act(envs.observations))
+        returns, lengths = returns + rewards[going].sum(), lengths + going.sum()
+        going &= ~done
+    return {"return": torch.tensor(returns), "length": torch.tensor(lengths), "count": torch.tensor(len(index))}
+
+
+def film(name: str, act: Act, *keys: int) -> np.ndarray:
+    """Up to 32 frames, (N, H, W, 3), of what `play_once` plays in environment 0."""
+    env, frames, ends = make(name, render_mode="rgb_array"), [], [False]
+    seen, _ = env.reset(seed=int(seed.mix(*keys, 0, 0) % np.uint64(2**31)))
+    try:
+        while not any(ends):
+            frames.append(env.render())
+            seen, _, *ends, _ = env.step(act(np.asarray(seen)[None])[0])
+    except ImportError as error:  # gymnasium's, which names what to install
+        raise UserError(f"--film: {error}") from error
+    return np.stack(frames[:: -(-len(frames) // 32)])
