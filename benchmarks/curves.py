@@ -20,7 +20,7 @@ from matplotlib import pyplot as plt
 from tests import ranks
 from tests.ranks import ROOT, Layout, cpu_name
 
-STEPS, BATCH = 48, 120  # 120 divides by 1, 2, 3 and 4
+STEPS, BATCH = 24, 120  # 120 divides by 1, 2, 3 and 4
 # One pass a step: BatchNorm sees the same samples on any number of ranks. The second model is small: it runs often.
 WORKLOADS = {
     "resnet": ("ResNet-18 on digits", ()),
