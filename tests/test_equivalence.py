@@ -273,7 +273,7 @@ def test_mutant_fails(mutant: str, plain: dict, small_data: dict[str, Path], tmp
     recipe, size, how, defect = MUTANTS[mutant]
     folder = small_data[ranks.workload(recipe)]
     losses, norms, _ = plain_curve(plain, recipe, "float32", folder, *([(), True] if "--tied" in how else []))
-    layout = ranks.Layout(recipe, size, how, size // int(how[1]) if {"--pp", "--tp"} & {*how} else size)
+    layout = ranks.Layout(recipe, size, how, size // int(how[1]) if "--pp" in how else size)
     flags = ("--data", str(folder), "--dtype", "float32", "--stop-after", "4", "--check-every", "0")
     found = curves(layout, tmp_path, *flags, mutant=ranks.mutate(recipe, tmp_path, defect))
     # Clipping hides a gradient that is only scaled from the losses, not from its norm.
