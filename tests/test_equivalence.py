@@ -190,6 +190,25 @@ def test_bfloat16(recipe: str, plain: dict, small_data: dict[str, Path], tmp_pat
     assert found[2] == {STEPS: pytest.approx(wanted.held_out, rel=ROUGH)}
 
 
+# Recipe, further flags, and what they change in the model.
+VARIANTS: dict[str, tuple[str, tuple[str, ...], tuple[tuple[str, int], ...]]] = {
+    "blocks are computed twice, and stay gathered": ("fsdp_gpt", ("--recompute", "--no-reshard-after-forward"), ()),
+    "sliced blocks are computed twice": ("tensor_gpt", ("--recompute",), ()),
+    "sliced heads share keys and values": ("tensor_gpt", ("--num-kv-heads", "2"), (("num_kv_heads", 2),)),
+    "stages whose heads share keys and values": ("pipeline_gpt", ("--num-kv-heads", "1"), (("num_kv_heads", 1),)),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variant(variant: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
+    recipe, flags, sizes = VARIANTS[variant]
+    layout = ranks.layout(recipe, 2)
+    wanted = plain_curve(plain, recipe, "float64", small_data["gpt"], (*layout.sizes, *sizes))
+    found = curves(layout, tmp_path, "--data", str(small_data["gpt"]), "--dtype", "float64", *flags)
+    assert worst(found[0], wanted.losses) < 1e-9
+    assert worst(found[1], wanted.norms) < 1e-9
+
+
 def pairs() -> Iterator[Any]:
     """The layouts on two ranks, or on the most that there can be; of one recipe the first in every run of the tests."""
     for layout in (layout for recipe in ranks.SUPERVISED for layout in ranks.layouts(recipe)):
