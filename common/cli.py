@@ -136,9 +136,8 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
             raise
         except BaseException as error:
             if isinstance(error, UserError) and world.rank() == 0:
-                print(
-                    f"error: {error}", file=sys.stderr
-                )  # first: once another rank has left, the launcher ends this one
+                # First of all: once another rank has left, the launcher ends this one.
+                print(f"error: {error}", file=sys.stderr)
                 sys.stdout.flush()
                 sys.stderr.flush()
             if watch.Watch.active:  # since the training began
