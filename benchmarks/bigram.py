@@ -9,8 +9,8 @@ import math
 
 import numpy as np
 
-from common import text
-from common.text import Text
+from common.workloads import text
+from common.workloads.text import Text
 
 ALPHA = 0.1  # added to each count, so that no pair is impossible
 BLOCK = 1024  # sequences that are read at a time

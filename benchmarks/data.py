@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
-from common.images import Images
+from common.workloads.images import Images
 
 ROUNDS, BATCH, SAMPLES = 7, 128, 4096
 
@@ -40,7 +40,7 @@ def main() -> None:
             images = torch.stack([per_sample(picture) for picture in pictures[start : start + BATCH]])
             images.to(torch.float32).div_(127.5).sub_(1)
 
-    rates: dict[str, list[float]] = {"whole batches (common/images)": [], "per-sample PIL (torchvision)": []}
+    rates: dict[str, list[float]] = {"whole batches (common/workloads/images)": [], "per-sample PIL (torchvision)": []}
     for _ in range(ROUNDS):
         for name, read in zip(rates, (read_batches, read_samples), strict=True):
             start = time.perf_counter()

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.bigram import bigram_loss
-from common import text
+from common.workloads import text
 from tests import ranks
 from tests.ranks import cpu_name
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import probes, schedules
-from common.models import gpt
+from common.workloads import gpt
 from tests import ranks
 from tests.ranks import ROOT, cpu_name
 

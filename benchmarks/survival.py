@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from common import guard, keymap, run_dir, sampler, saver, stop, watch, world
-from common.models.resnet import make_resnet
+from common.workloads.resnet import make_resnet
 from tests import ranks
 from tests.ranks import ROOT, cpu_name
 

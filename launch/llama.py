@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from common import UserError
-from common.models import gpt
+from common.workloads import gpt
 from launch.checkpoint import Source, Tensors, beside, read, run, weights, write_start
 
 LAYER = {

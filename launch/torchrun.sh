@@ -142,7 +142,7 @@ if [[ -n ${STAGE_DIR-} && -z $dry_run && " $* " != *" --help "* ]]; then
     [[ ${!i} != --data=* ]] || data=${!i#--data=}
   done
   stage "$data"
-  export STAGED_DATA=$staged # common/splits.py reads this in its place
+  export STAGED_DATA=$staged # common/workloads/splits.py reads this in its place
 fi
 
 # A copied folder brings its own common/ beside train.py, which Python finds first.

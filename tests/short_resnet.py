@@ -17,5 +17,5 @@ def resnet6(weights: None = None, *, num_classes: int, **kwargs: Any) -> ResNet:
     return model
 
 
-resnet6.__module__ = "torchvision.models.resnet"  # where common/models/resnet.py looks for names
+resnet6.__module__ = "torchvision.models.resnet"  # where common/workloads/resnet.py looks for names
 register_model()(resnet6)

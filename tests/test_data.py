@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from common import data, images, sampler
+from common import data, sampler
+from common.workloads import images
 
 DEVICES = [torch.device("cpu")] + [torch.device("cuda", 0)] * torch.cuda.is_available()
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from common import images, initial, sampler, seed, text
-from common.models import gpt
-from common.models.resnet import make_resnet
+from common import initial, sampler, seed
+from common.workloads import gpt, images, text
+from common.workloads.resnet import make_resnet
 from tests import ranks, short_resnet  # noqa: F401 (--model resnet6)
 
 # One epoch of 469 images: 19 steps of 24, in two passes each, and a last one of 13, which divides by none of

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from common import UserError, initial
-from common.models import gpt
+from common.workloads import gpt
 
 SHAPE = gpt.Shape(11, num_layers=3, num_heads=4, width=24, num_kv_heads=2, mlp_width=20)
 BLOCK = ("attention_norm", "attention.query", "attention.key", "attention.value", "attention.output")

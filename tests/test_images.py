@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from common import UserError, augment, images
+from common import UserError
+from common.workloads import augment, images
 from tests import conftest
 
 NEARLY_ONE = 1 - 2.0**-53  # the largest draw there is

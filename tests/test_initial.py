@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common import initial, keymap
-from common.models import gpt
+from common.workloads import gpt
 from tests import ranks
 
 CPU = torch.device("cpu")

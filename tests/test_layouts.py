@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from common import keymap
-from common.models import gpt
+from common.workloads import gpt
 from tests import legs, ranks
 from tests.ranks import Layout
 from tests.test_equivalence import BATCH, FLAGS, RATES, STEPS, Curve, plain_gpt_loop

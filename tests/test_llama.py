@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from common import UserError, checkpoint, initial, manifest
-from common.models import gpt
+from common.workloads import gpt
 from launch import checkpoint as exchange
 from launch import llama
 from tests import ranks
@@ -200,7 +200,8 @@ def test_training_goes_on_from_what_was_imported(
     result = ranks.run_recipe("ddp_gpt", 2, *flags)
     assert result.ok, str(result)
     assert "holds weights only: the optimizer starts anew" in result.outputs[0]
-    from common import sampler, text
+    from common import sampler
+    from common.workloads import text
 
     train, _ = text.load(str(small_text), 16)
     first = sampler.permutation(len(train), 0, 0)[:8]

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import data, metrics, text
-from common.models import gpt
+from common import data, metrics
+from common.workloads import gpt, text
 from tests import ranks
 
 # Unequal counts, none on one rank, and a count that float32 cannot hold. The mean of means would differ in each.

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from common import UserError, seed
-from common.models.resnet import make_resnet
+from common.workloads.resnet import make_resnet
 
 
 @pytest.mark.parametrize(

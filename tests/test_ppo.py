@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common import UserError, environments, seed
-from common.models import actor_critic
+from common import UserError, seed
+from common.workloads import actor_critic, environments
 from tests import ranks
 
 PPO = "syncbn_ppo"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common import splits
+from common.workloads import splits
 from tests.conftest import write_parquet
 from tests.test_launch import LAUNCHER, launch, popen, wait
 

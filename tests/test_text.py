@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from benchmarks.bigram import bigram_loss
-from common import UserError, seed, splits, text
+from common import UserError, seed
+from common.workloads import splits, text
 from tests import ranks  # noqa: F401  # sets up the fork server
 
 FORKS = multiprocessing.get_context("forkserver")

@@ -34,8 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from common import checkpoint, cli, data, guard, initial, keymap, log, metrics, precision, run_dir, sampler, saver
-from common import schedule, seed, stop, text, watch, world
-from common.models import gpt
+from common import schedule, seed, stop, watch, world
+from common.workloads import gpt, text
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 

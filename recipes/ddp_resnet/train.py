@@ -35,9 +35,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import checkpoint, cli, data, guard, images, initial, keymap, log, metrics, precision, run_dir, sampler
-from common import saver, schedule, seed, stop, sync_batchnorm, watch, world
-from common.models.resnet import make_resnet
+from common import checkpoint, cli, data, guard, initial, keymap, log, metrics, precision, run_dir, sampler, saver
+from common import schedule, seed, stop, sync_batchnorm, watch, world
+from common.workloads import images, resnet
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ def make_data(args: Args) -> tuple[images.Images, images.Images]:
 def make_model(args: Args, train: images.Images) -> nn.Module:
     """The plain model, with the same initial weights on every rank."""
     seed.everything(args.seed, seed.INIT)
-    model = make_resnet(args.model, train.channels, len(train.class_names), train.size)
+    model = resnet.make_resnet(args.model, train.channels, len(train.class_names), train.size)
     return model.to(memory_format=torch.channels_last)  # the layout that fast convolutions read
 
 

@@ -33,9 +33,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from common import UserError, checkpoint, cli, data, guard, images, initial, keymap, log, metrics, precision, run_dir
-from common import sampler, saver, schedule, seed, stop, watch, world
-from common.models.resnet import make_resnet
+from common import UserError, checkpoint, cli, data, guard, initial, keymap, log, metrics, precision, run_dir, sampler
+from common import saver, schedule, seed, stop, watch, world
+from common.workloads import images, resnet
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ def make_data(args: Args) -> tuple[images.Images, images.Images]:
 def make_model(args: Args, train: images.Images) -> nn.Module:
     """The plain model, with the same initial weights on every rank."""
     seed.everything(args.seed, seed.INIT)
-    model = make_resnet(args.model, train.channels, len(train.class_names), train.size)
+    model = resnet.make_resnet(args.model, train.channels, len(train.class_names), train.size)
     return model.to(memory_format=torch.channels_last)  # the layout that fast convolutions read
 
 

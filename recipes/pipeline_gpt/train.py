@@ -33,8 +33,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.optim import Optimizer
 
 from common import UserError, checkpoint, cli, data, guard, initial, keymap, log, metrics, precision, run_dir, sampler
-from common import saver, schedule, seed, stop, text, watch, world
-from common.models import gpt
+from common import saver, schedule, seed, stop, watch, world
+from common.workloads import gpt, text
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 

@@ -36,9 +36,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import UserError, checkpoint, cli, environments, guard, initial, keymap, log, metrics, precision, run_dir
-from common import sampler, saver, schedule, seed, stop, sync_batchnorm, watch, world
-from common.models import actor_critic
+from common import UserError, checkpoint, cli, guard, initial, keymap, log, metrics, precision, run_dir, sampler, saver
+from common import schedule, seed, stop, sync_batchnorm, watch, world
+from common.workloads import actor_critic, environments
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 

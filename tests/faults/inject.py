@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from common import data, guard, keymap, manifest, metrics, sampler, saver, stop, text, watch, world
-from common.models import resnet
+from common import data, guard, keymap, manifest, metrics, sampler, saver, stop, watch, world
+from common.workloads import resnet, text
 
 Fault = tuple[Any, ...]
 POINTS = (

@@ -14,7 +14,8 @@ import filelock
 import numpy as np
 import torch
 
-from common import UserError, manifest, seed, splits
+from common import UserError, manifest, seed
+from common.workloads import splits
 
 if TYPE_CHECKING:
     from datasets import Dataset

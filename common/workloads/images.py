@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from common import UserError, augment, seed, splits
+from common import UserError, seed
+from common.workloads import augment, splits
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -1,0 +1,1 @@
+"""What the recipes train, and on what: models, data sets, environments. How a run is run is one folder up."""
