@@ -16,8 +16,8 @@ of the gradients per minibatch; one of the epoch's sums, for the stop that all a
     bash launch/torchrun.sh recipes/syncbn_ppo                                # one per GPU, else 2 on the CPU
     bash launch/slurm.sh -N2 --gpus-per-node=4 recipes/syncbn_ppo --num-envs 64
 
-Measured: a greedy return of 500 over 100 episodes of CartPole-v1 after 120 updates, with each of 10 seeds, 35 to 54 s
-by the second command (AMD EPYC, 2 cores, busy, gloo, torch 2.15.0, 2026-11-21). Several GPUs and NCCL: not run.
+Measured: a greedy return of 475 or more over 100 episodes of CartPole-v1 with 9 of 10 seeds, 30 to 59 s after the
+second command (docs/ppo.md: AMD EPYC, 2 cores, gloo, torch 2.15.0, 2026-11-21). Several GPUs and NCCL: not run.
 
 Base: none.
 """
