@@ -23,6 +23,7 @@ from tests import ranks
 from tests.ranks import ROOT, cpu_name
 
 LAYERS, WIDTH, LENGTH, BATCH, ROWS = 8, 256, 64, 16, 2  # ROWS: sequences of a pipeline's microbatch
+REPLICAS = ("accelerate_gpt", "ddp_gpt")
 SMALL = 100  # elements; a call with less is only counted
 
 
@@ -66,7 +67,7 @@ def share(layout: ranks.Layout, rank: int) -> Term:
     if "--pp" in flags:
         of = zip(owners(layout), stage_bytes(layout), strict=True)
         return "its own layers", sum(size for owner, size in of if owner == rank % int(flags["--pp"]))
-    if layout.recipe == "ddp_gpt":
+    if layout.recipe in REPLICAS:
         return "P", P
     if "--dp-replicate" in flags:
         return "P/S", P / (layout.size // int(flags["--dp-replicate"]))
@@ -78,7 +79,7 @@ def traffic(layout: ranks.Layout, rank: int) -> dict[str, list[Term]]:
     flags, found = options(layout), dict[str, list[Term]]()
     rest = P - LAYERS * BLOCK  # what FSDP gathers first, and gives back last
     stream = 4 * BATCH * LENGTH * WIDTH / layout.shards  # of a group's part of the batch
-    if layout.recipe == "ddp_gpt":
+    if layout.recipe in REPLICAS:
         found["all-reduce"] = [("P", P)]
     elif layout.recipe == "fsdp_gpt":
         found["all-gather"] = [("2 P", 2 * P), ("first and last layers gathered once", -rest)]

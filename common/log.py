@@ -82,13 +82,16 @@ class Run:
         """Take this rank's sums of one step, for the next record."""
         self._sums = metrics.add(self._sums, sums)
 
-    def train(self, step: int, data_wait_s: float, **more: float) -> None:
+    def train(self, step: int, data_wait_s: float, **more: float) -> dict[str, float]:
         """Record the global means of the steps since the last call (all ranks).
 
         Args:
             step: steps done.
             data_wait_s: seconds that this rank has waited for data so far.
             **more: what else to show under train/, such as lr; a name with a group of its own, rl/return, keeps it.
+
+        Returns:
+            What is recorded, by TensorBoard's tags.
         """
         shown = {**metrics.means(self._sums), **more}
         self._sums = {}
@@ -100,7 +103,7 @@ class Run:
         self._counted = step
         self._trained_samples += samples
         rate = samples / seconds
-        self._record(step, "train", shown)
+        tagged = self._record(step, "train", shown)
         perf = {
             "samples_per_s": rate,
             **({"tokens_per_s": rate * self._tokens} if self._tokens else {}),
@@ -109,13 +112,15 @@ class Run:
             "data_wait_s": data_wait_s - self._data_wait_s,
         }
         self._data_wait_s = data_wait_s
-        self._record(step, "perf", perf)
+        tagged |= self._record(step, "perf", perf)
         self._show(step, shown, f"{rate:,.0f} samples/s")
+        return tagged
 
-    def validation(self, step: int, means: Mapping[str, float]) -> None:
-        """Record an evaluation: global means."""
-        self._record(step, "val", means)
+    def validation(self, step: int, means: Mapping[str, float]) -> dict[str, float]:
+        """Record an evaluation: global means; returns what is recorded, by TensorBoard's tags."""
+        tagged = self._record(step, "val", means)
         self._show(step, {f"val/{key}": value for key, value in means.items()})
+        return tagged
 
     def frames(self, step: int, tag: str, make: Callable[[], Any]) -> None:
         """Show images, (N, H, W, 3) of bytes, in TensorBoard; only rank 0 makes them."""
@@ -161,17 +166,18 @@ class Run:
         more = "" if self._step < self._plan.max_steps else "  (with more --epochs or --max-steps)"
         say(f"go on  {run_dir.continuing(self.path, self._here.size)}{more}")
 
-    def _record(self, step: int, group: str, values: Mapping[str, float]) -> None:
+    def _record(self, step: int, group: str, values: Mapping[str, float]) -> dict[str, float]:
+        tagged = {key if "/" in key else f"{group}/{key}": value for key, value in values.items()}
         if self._here.rank != 0:
-            return
+            return tagged
         try:
-            tagged = {key if "/" in key else f"{group}/{key}": value for key, value in values.items()}
             self._records.write(json.dumps({"step": step} | tagged) + "\n")
             self._records.flush()
             for tag, value in tagged.items():
                 self._tensorboard.add_scalar(tag, value, step)
         except OSError as error:  # a full disk is no reason to end a training
             say(f"warning: step {step} is not recorded in {self.path}: {error}")
+        return tagged
 
     def _show(self, step: int, values: Mapping[str, float], tail: str = "") -> None:
         before, self._step = self._step, step

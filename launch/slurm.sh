@@ -26,7 +26,7 @@ done, the job is queued again and goes on in the same run folder (<out>/job-<id>
 queued again after a crash, nor when MAX_REQUEUES starts in a row have not got beyond the same step.
 
 Environment (exported in launch/site.sh too, if that exists: see below):
-  NPROC_PER_NODE, MAX_RESTARTS, OMP_NUM_THREADS, STAGE_DIR   as in launch/torchrun.sh
+  NPROC_PER_NODE, MAX_RESTARTS, OMP_NUM_THREADS, STAGE_DIR, ACCELERATE_CONFIG   as in launch/torchrun.sh
   MAX_REQUEUES   starts without progress before giving up: default 3
   SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT, ...   options of sbatch, as it reads them itself
 
@@ -115,6 +115,9 @@ for flag in ${flags[@]+"${flags[@]}"}; do
   [[ $flag == --name || $flag == --name=* ]] && name_given=1
 done
 
+# Part of the way to go on that a run tells at its end.
+config=${ACCELERATE_CONFIG:+ACCELERATE_CONFIG=$(printf '%q' "$ACCELERATE_CONFIG") }
+
 # --- outside of a job: submit ----------------------------------------------------------------------------
 
 if [[ -z ${SLURM_JOB_ID-} ]]; then
@@ -126,7 +129,7 @@ if [[ -z ${SLURM_JOB_ID-} ]]; then
     printf '%q ' "${command[@]}" && echo
     exit
   fi
-  LAUNCHED_AS="bash $(printf '%q ' "$0" ${sbatch_options[@]+"${sbatch_options[@]}"} "$recipe")"
+  LAUNCHED_AS="${config}bash $(printf '%q ' "$0" ${sbatch_options[@]+"${sbatch_options[@]}"} "$recipe")"
   export LAUNCHED_AS=${LAUNCHED_AS% } # what the run tells at its end as the way to go on; train.py adds its flags
   command -v sbatch >/dev/null || fail "sbatch is not here: this is no machine of a Slurm cluster. Without one: bash launch/torchrun.sh"
   exec "${command[@]}"
@@ -147,7 +150,7 @@ if [[ -z ${SLURM_JOB_END_TIME-} && $end == 20* ]]; then
   SLURM_JOB_END_TIME=$(date -d "$end" +%s)
   export SLURM_JOB_END_TIME
 fi
-LAUNCHED_AS=${LAUNCHED_AS:-$(printf 'bash %q -N%s %q' "$root/launch/slurm.sh" "$nodes" "$recipe")}
+LAUNCHED_AS=${LAUNCHED_AS:-$config$(printf 'bash %q -N%s %q' "$root/launch/slurm.sh" "$nodes" "$recipe")}
 export LAUNCHED_AS SLURM_SH_ROOT=$root RUN_DIR_FILE=$PWD/.slurm-$SLURM_JOB_ID.run
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK-} # srun does not take it over by itself
 [[ -n $SRUN_CPUS_PER_TASK ]] || unset SRUN_CPUS_PER_TASK

@@ -18,6 +18,8 @@ Environment (the recipe's launch.env gives defaults):
   OMP_NUM_THREADS  CPU threads per process: default the cores divided by the processes
   STAGE_DIR        a folder on this machine's own disk: the folder that --data names is copied there once, by the
                    first launch on the machine, and read from there until it changes
+  ACCELERATE_CONFIG   of recipes/accelerate_gpt: the file that `accelerate launch --config_file` would get, by its path
+                   or, as configs/ddp.yaml, by its place in the recipe's folder
 Several machines, the same command on each:
   NNODES           number of machines: default 1; MIN:MAX for a number that may change (elastic)
   NODE_RANK        this machine's number, from 0
@@ -38,7 +40,7 @@ fail() {
 # What the run tells at its end as the way to go on; train.py adds its flags.
 launched_as=
 for name in NPROC_PER_NODE MAX_RESTARTS OMP_NUM_THREADS NNODES NODE_RANK MASTER_ADDR MASTER_PORT RDZV_ID \
-  STAGE_DIR; do
+  STAGE_DIR ACCELERATE_CONFIG; do
   [[ -z ${!name-} ]] || printf -v launched_as '%s%s=%q ' "$launched_as" "$name" "${!name}"
 done
 launched_as+=$(printf '%q ' bash "$0")
@@ -157,6 +159,10 @@ command=(
   "--max-restarts=${MAX_RESTARTS:-0}" "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
   ${options[@]+"${options[@]}"} "$recipe/train.py" "$@"
 )
+if [[ -n ${ACCELERATE_CONFIG-} ]]; then
+  [[ -f $ACCELERATE_CONFIG ]] || ACCELERATE_CONFIG=$recipe/$ACCELERATE_CONFIG
+  command=("${command[0]}" "$root/launch/strategy.py" "$ACCELERATE_CONFIG" "${command[@]}")
+fi
 if [[ -n $dry_run ]]; then
   printf 'OMP_NUM_THREADS=%s PYTHONPATH=%q' "$OMP_NUM_THREADS" "$PYTHONPATH"
   printf ' %q' "${command[@]}"

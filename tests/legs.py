@@ -61,8 +61,17 @@ def _walk(rank: int, legs: list[Leg], folder: Path) -> None:
         sys.argv = [str(leg.recipe), *leg.flags]
         with _noted(leg.notes, rank):
             runpy.run_path(str(leg.recipe), run_name="__main__")
+        _forget()
         for i, output in enumerate(outputs, start=1):  # ranks other than 0 write to the run's folder
             os.dup2(output, i)
+
+
+def _forget() -> None:
+    """Let Accelerate look at its environment anew: what it found there lives as long as the process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 def _once(measure: Callable[..., float]) -> Callable[..., float]:

@@ -3,6 +3,7 @@
 import atexit
 import gc
 
+import accelerate  # noqa: F401
 import datasets  # noqa: F401
 import pyarrow.parquet  # noqa: F401
 import pytest  # noqa: F401

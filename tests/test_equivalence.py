@@ -257,6 +257,18 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], dict[str, str]]] = {
         *("fsdp_gpt", 4, ("--dp-replicate", "2")),
         {'mesh["dp_replicate", "dp_shard"] if args.dp_replicate > 1 else mesh["dp_shard"]': 'mesh["dp_shard"]'},
     ),
+    "Accelerate divides by its own number of passes as well": (
+        *("accelerate_gpt", 2, ()),
+        {"mixed_precision=mixed,": "mixed_precision=mixed, gradient_accumulation_steps=2,"},
+    ),
+    "each process's mean counts once": (
+        *("accelerate_gpt", 2, ()),
+        {"(accelerator.num_processes / batch.step_samples)": "(1 / batch.step_samples)"},
+    ),
+    "Accelerate sends no gradient": (
+        *("accelerate_gpt", 2, ()),
+        {"contextlib.nullcontext() if batch.last else accelerator.no_sync(model)": "accelerator.no_sync(model)"},
+    ),
     "ranks that share the matrices read different samples": (
         *("tensor_gpt", 2, ("--tp", "2")),
         {'return mesh.get_local_rank("dp"), mesh["dp"].size()': "return mesh.get_rank(), mesh.size()"},

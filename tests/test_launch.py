@@ -29,7 +29,7 @@ TAGS = {
 FIGURE = {"resnet": "val/top1", "gpt": "val/bits_per_byte", "ppo": "val/return"}  # what a workload is judged by
 LAUNCH_VARIABLES = {
     *("NPROC_PER_NODE", "MAX_RESTARTS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"),
-    *("PYTHONPATH", "LAUNCHED_AS", "STAGE_DIR", "STAGED_DATA"),
+    *("PYTHONPATH", "LAUNCHED_AS", "STAGE_DIR", "STAGED_DATA", "ACCELERATE_CONFIG"),
 }
 
 

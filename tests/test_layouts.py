@@ -43,10 +43,11 @@ KINDS: dict[str, tuple[Layout, ...]] = {
         Layout("pipeline_gpt", 4, ("--pp", "2", "--schedule", "interleaved"), 2),
         Layout("pipeline_gpt", 2, ("--pp", "1", "--schedule", "gpipe"), 2),
     ),
+    "accelerate": (Layout("accelerate_gpt", 2, (), 2),),
 }
 LAYOUTS = [layout for kind in KINDS.values() for layout in kind]
 # With a tied embedding, one of each kind: in the first pipeline one rank has both its ends, in the others two have.
-TIED = [KINDS[kind][i] for kind, i in zip(KINDS, (0, 1, 1, 0, 0, 0, 0, 0), strict=True)] + [KINDS["pp"][1]]
+TIED = [KINDS[kind][i] for kind, i in zip(KINDS, (0, 1, 1, 0, 0, 0, 0, 0, 0), strict=True)] + [KINDS["pp"][1]]
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +181,8 @@ def test_any_to_any(target: Layout, tied: bool, begin: Begin, leg: Make, plain: 
 
 
 FIRST = [kind[0] for kind in KINDS.values()]
+HUGGING = KINDS["accelerate"][0]
+THERE_AND_BACK = [HUGGING, KINDS["fsdp"][1], HUGGING, KINDS["pp"][0], HUGGING]
 PIPES = [KINDS["pp"][1], KINDS["tp"][0], KINDS["pp"][0], KINDS["fsdp"][1]]
 
 
@@ -188,6 +191,7 @@ PIPES = [KINDS["pp"][1], KINDS["tp"][0], KINDS["pp"][0], KINDS["fsdp"][1]]
     [
         pytest.param([*FIRST, FIRST[0]], False, id="each-kind"),
         pytest.param(PIPES, True, id="tied"),
+        pytest.param(THERE_AND_BACK, False, id="accelerate"),
         pytest.param([*LAYOUTS, LAYOUTS[0]], False, id="all", marks=pytest.mark.layouts),
         pytest.param([*TIED, TIED[0]], True, id="all-tied", marks=pytest.mark.layouts),
     ],

@@ -57,7 +57,9 @@ def test_recipe_has_the_banners_in_order(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ranks.RECIPES)
 def test_recipe_is_a_folder_of_its_own(recipe: str) -> None:
     folder = ranks.ROOT / "recipes" / recipe
-    assert {path.name for path in folder.iterdir()} - {"launch.env", "__pycache__"} == {"train.py", "README.md"}
+    beside = {"launch.env", "configs", "__pycache__"}
+    assert {path.name for path in folder.iterdir()} - beside == {"train.py", "README.md"}
+    assert {path.suffix for path in folder.glob("configs/*")} <= {".yaml"}
 
 
 def test_recipes_differ_where_they_say(capsys: pytest.CaptureFixture) -> None:

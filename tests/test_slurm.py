@@ -192,6 +192,17 @@ def test_no_flags(recipe: str, cluster: Path, tmp_path: Path) -> None:
         assert max(ranks.records(folder, "val/top1").values()) >= 0.98
 
 
+def test_file_of_accelerate(cluster: Path, tmp_path: Path) -> None:
+    """It reaches the ranks on every node, and the command that goes on."""
+    data = ("--data", write_text(tmp_path / "text", 101, 12), *ranks.small("accelerate_gpt"))
+    flags = (*FLAGS, "--max-steps", "2", *data, "--out", tmp_path, "--name", "run")
+    words = ("bash", SLURM, "-N2", "--wait", "recipes/accelerate_gpt", *flags)
+    run(*words, cwd=tmp_path, ACCELERATE_CONFIG="configs/cpu.yaml")
+    (log,) = tmp_path.glob("slurm-*.log")
+    assert "2 processes on 2 hosts" in log.read_text(), "as many as the file is for"
+    assert "\ngo on  ACCELERATE_CONFIG=configs/cpu.yaml bash " in log.read_text()
+
+
 def test_time_limit(cluster: Path, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
     """The signal comes before the limit; saved, queued again, and no step is done twice."""
     job = Job(tmp_path, images, "--time=10", "--signal=B:USR1@100", STEP_S="2")

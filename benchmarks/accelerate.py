@@ -1,0 +1,113 @@
+"""What Accelerate costs: `uv run python -m benchmarks.accelerate` writes docs/accelerate.md.
+
+recipes/ddp_gpt and recipes/accelerate_gpt by turns, each through launch/torchrun.sh: seconds from the command to the
+end of the first step, and steps per second of the training itself, with the recipes' own model and with one so small
+that what is around it shows.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from tests import ranks
+from tests.ranks import cpu_name
+
+RECIPES = ("ddp_gpt", "accelerate_gpt")
+TINY = ("--num-layers", "1", "--num-heads", "2", "--width", "16", "--mlp-width", "16", "--seq-len", "16")
+SIZES: dict[str, tuple[str, ...]] = {"the default model": (), "a tiny model": TINY}
+QUIET = ("--eval-every", "100000", "--save-every", "100000", "--check-every", "0", "--dtype", "float32")
+RECORDS = 4  # of a run's rate, without the first
+
+
+def command(recipe: str, *flags: str) -> list[str]:
+    """Through the launcher, as people start it."""
+    return ["bash", str(ranks.ROOT / "launch/torchrun.sh"), f"recipes/{recipe}", *QUIET, *flags]
+
+
+def first_step_s(recipe: str, size: int, out: Path) -> float:
+    """Seconds from the command to the line of the first step."""
+    flags = ("--max-steps", "1", "--log-every", "1", "--out", str(out), "--name", f"first-{time.monotonic_ns()}")
+    env = os.environ | {"NPROC_PER_NODE": str(size)}
+    began = time.perf_counter()
+    with subprocess.Popen(command(recipe, *flags), env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        came = next(time.perf_counter() for line in process.stdout if line.startswith("step 1/1  loss"))
+        process.stdout.read()
+    assert process.returncode == 0
+    return came - began
+
+
+def steps_per_s(recipe: str, size: int, steps: int, sizes: tuple[str, ...], out: Path) -> float:
+    """Of the training, without its first steps: the median of some records."""
+    name, every = f"rate-{time.monotonic_ns()}", steps // (RECORDS + 1)
+    flags = ("--max-steps", str(steps), "--log-every", str(every), "--out", str(out), "--name", name, *sizes)
+    env = os.environ | {"NPROC_PER_NODE": str(size)}
+    subprocess.run(command(recipe, *flags, "--global-batch-size", "32"), env=env, check=True, capture_output=True)
+    rates = list(ranks.records(out / name, "perf/samples_per_s").values())
+    return statistics.median(rates[1 : RECORDS + 1]) / 32
+
+
+def told(values: list[float], digits: int) -> str:
+    """Median and range."""
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def row(what: str, found: dict[str, list[float]], digits: int) -> str:
+    """One figure of both recipes, and the ratio of their medians."""
+    ratio = statistics.median(found[RECIPES[1]]) / statistics.median(found[RECIPES[0]])
+    return f"| {what} | {' | '.join(told(found[recipe], digits) for recipe in RECIPES)} | {ratio:.2f} |"
+
+
+def main() -> None:
+    """Measure by turns, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--steps", type=int, default=100, help="of the default model; ten times as many of the tiny one"
+    )
+    parser.add_argument("--out", type=Path, default=ranks.ROOT / "docs" / "accelerate.md")
+    args = parser.parse_args()
+    first: dict[str, list[float]] = {recipe: [] for recipe in RECIPES}
+    rates: dict[str, dict[str, list[float]]] = {size: {recipe: [] for recipe in RECIPES} for size in SIZES}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(args.rounds):
+            for recipe in RECIPES[:: -1 if number % 2 else 1]:  # neither is always first
+                first[recipe].append(first_step_s(recipe, args.processes, Path(folder)))
+                for size, flags in SIZES.items():
+                    steps = args.steps * (10 if flags else 1)
+                    rates[size][recipe].append(steps_per_s(recipe, args.processes, steps, flags, Path(folder)))
+                latest = {size: round(found[recipe][-1], 2) for size, found in rates.items()}
+                print(f"round {number + 1}  {recipe:14}  {first[recipe][-1]:.1f} s  {latest}", flush=True)
+    rows = [row("seconds to the end of the first step", first, 1)]
+    rows += [row(f"steps per second, {size}", found, 2) for size, found in rates.items()]
+    table = "\n".join(rows)
+    args.out.write_text(
+        f"""# What Accelerate costs
+
+`uv run python -m benchmarks.accelerate`, {datetime.date.today()}, {cpu_name()}, {os.cpu_count()} cores,
+{args.processes} processes, gloo, float32, Python {platform.python_version()}, torch {torch.__version__},
+accelerate {version("accelerate")}; {(time.monotonic() - began) / 60:.0f} minutes. Both recipes by turns, {args.rounds}
+rounds, each run through `launch/torchrun.sh`: the median, and the range in brackets. The last column is
+accelerate_gpt's median divided by ddp_gpt's. The tiny model computes next to nothing, so what is around it shows: the
+loop, DDP, and Accelerate. Where the ranges overlap, a ratio is no finding.
+
+| | ddp_gpt | accelerate_gpt | ratio |
+|---|---|---|---|
+{table}
+"""
+    )
+
+
+if __name__ == "__main__":
+    main()

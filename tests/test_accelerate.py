@@ -1,0 +1,407 @@
+"""Accelerate rather trains something else than refuse: recipes/accelerate_gpt refuses, or trains what was asked for."""
+
+import json
+import math
+import os
+import re
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launch import strategy
+from tests import ranks
+from tests.conftest import write_text
+from tests.faults import inject
+from tests.test_bad_input import assert_refused
+from tests.test_equivalence import COARSE, FLAGS, PASS, RATES, STEPS, plain_gpt_loop, worst
+from tests.test_launch import assert_trained, launch, shell, training_flags
+
+HUGGING = "accelerate_gpt"
+TRAIN = ranks.ROOT / "recipes" / HUGGING / "train.py"
+CONFIGS = sorted((ranks.ROOT / "recipes" / HUGGING / "configs").glob("*.yaml"))
+CPU, DDP, FSDP2, HSDP = CONFIGS
+ACCELERATE = Path(sys.executable).with_name("accelerate")
+# Of the standing part of `accelerate launch`: in the ranks of every launch.
+LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
+ODD = ("--mlp-width", "45")  # parts of unequal size
+
+
+def start(recipe: str, argv: Sequence[str], variables: Mapping[str, str | None], stand_in: bool, tracker: str) -> None:
+    """Run the recipe in this process, in another environment; None takes a variable away."""
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    if stand_in:
+        believe_in_gpus()
+    if tracker:
+        register(tracker)
+    sys.argv = [recipe, *argv]
+    runpy.run_path(recipe, run_name="__main__")
+
+
+def believe_in_gpus() -> None:
+    """A STAND-IN: no machine of the tests has GPUs, and on a CPU Accelerate leaves its FSDP plugin aside.
+
+    It is told that what runs is the kind of several GPUs, on gloo, with the CPU as the device. What follows from
+    that is Accelerate's own code: the plugin made of the file, prepare, no_sync, clip_grad_norm_, gather_for_metrics.
+    """
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+
+
+def register(file: str) -> None:
+    """A tracker of one's own, which needs no account: one line of JSON for each call."""
+    from accelerate.tracking import GeneralTracker, on_main_process, register_tracker_class
+
+    class Lines(GeneralTracker):
+        name = "lines"
+        requires_logging_directory = False
+
+        def __init__(self, run_name: str) -> None:
+            super().__init__()
+            self.run_name = run_name
+
+        @property
+        def tracker(self) -> Path:
+            return Path(file)
+
+        def _write(self, *line: Any) -> None:
+            with self.tracker.open("a") as lines:
+                lines.write(json.dumps(line) + "\n")
+
+        @on_main_process
+        def start(self) -> None:
+            self._write("start", self.run_name)
+
+        @on_main_process
+        def store_init_configuration(self, values: dict) -> None:
+            self._write("flags", values)
+
+        @on_main_process
+        def log(self, values: dict, step: int | None = None, **_: Any) -> None:
+            self._write(step, values)
+
+        @on_main_process
+        def finish(self) -> None:
+            self._write("finish")
+
+    register_tracker_class(Lines)
+
+
+def run(
+    size: int,
+    *flags: str,
+    recipe: Path = TRAIN,
+    variables: Mapping[str, str | None] | None = None,
+    stand_in: bool = False,
+    tracker: str = "",
+) -> ranks.Result:
+    one = (str(recipe), flags, variables or {}, stand_in, tracker)
+    return ranks.spawn(start, [one] * size)
+
+
+def trained(size: int, out: Path, data: Path, *flags: str, **how: Any) -> list[dict[int, float]]:
+    """Loss, gradient norm and validation loss by step."""
+    sizes = (*ranks.SMALL["gpt"], "--lr", str(2 * RATES["gpt"]), "--micro-batch-size", str(PASS // size))
+    result = run(size, *FLAGS, *sizes, "--data", str(data), "--out", str(out), "--name", "run", *flags, **how)
+    assert result.ok, str(result)
+    return [ranks.records(out / "run", tag) for tag in ("train/loss", "train/grad_norm", "val/loss")]
+
+
+def refused(tmp_path: Path, size: int, variables: Mapping[str, str | None], *messages: str, flags: Any = ()) -> None:
+    result = run(size, "--out", str(tmp_path / "out"), *flags, variables=variables)
+    assert_refused(result, *messages)
+    assert not (tmp_path / "out").exists()
+
+
+# --- what else would come of it ---------------------------------------------------------------------------
+
+DECIDED_ELSEWHERE = {  # variable, value, and what the refusal names
+    "another precision": ("ACCELERATE_MIXED_PRECISION", "fp16", "--dtype"),
+    "bfloat16 beside --dtype float32": ("ACCELERATE_MIXED_PRECISION", "bf16", "--dtype"),
+    "compiled": ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "--compile"),
+    "accumulation": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "--micro-batch-size"),
+    "DeepSpeed": ("ACCELERATE_USE_DEEPSPEED", "true", "configs/fsdp2.yaml"),
+    "Megatron": ("ACCELERATE_USE_MEGATRON_LM", "true", "configs/fsdp2.yaml"),
+    "FSDP1": ("FSDP_VERSION", "1", "fsdp_version: 2"),
+    "offload": ("FSDP_OFFLOAD_PARAMS", "true", "more GPUs"),
+    "tensor parallel": ("PARALLELISM_CONFIG_TP_SIZE", "2", "recipes/tensor_gpt"),
+    "context parallel": ("PARALLELISM_CONFIG_CP_SIZE", "2", "--seq-len"),
+    "sequence parallel": ("PARALLELISM_CONFIG_SP_SIZE", "2", "--seq-len"),
+}
+
+
+@pytest.mark.parametrize("case", DECIDED_ELSEWHERE)
+def test_file_that_asks_for_more(case: str, tmp_path: Path) -> None:
+    name, value, instead = DECIDED_ELSEWHERE[case]
+    refused(tmp_path, 2, LAUNCHED | {name: value}, f"{name}={value}", instead, flags=("--dtype", "float32"))
+
+
+def test_one_process_in_the_place_of_two(tmp_path: Path) -> None:
+    """What `accelerate launch --cpu --num_processes 2` leaves in the environment of the one that it starts."""
+    variables = LAUNCHED | {"RANK": None, "WORLD_SIZE": None, "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
+    refused(tmp_path, 1, variables, "another number of processes than the 1 here", "configs/cpu.yaml", "NPROC_PER_NODE")
+
+
+def test_file_for_another_number_of_processes(tmp_path: Path) -> None:
+    variables = strategy.environment(str(CPU))
+    refused(tmp_path, 3, variables, "another number of processes than the 3 here", flags=("--global-batch-size", "6"))
+
+
+@pytest.mark.parametrize("config", [FSDP2, HSDP], ids=lambda path: path.stem)
+def test_sharding_on_a_cpu(config: Path, tmp_path: Path) -> None:
+    variables = strategy.environment(str(config)) | {strategy.PROCESSES: "2"}
+    refused(tmp_path, 2, variables, "asks for FSDP: on a CPU plain DDP would come of it", "recipes/fsdp_gpt")
+
+
+ALONE = {"PartialState(cpu=on_cpu)": "PartialState()"}
+
+
+def test_ranks_that_believe_that_they_are_alone(tmp_path: Path) -> None:
+    """Of torchrun on a CPU, they are, without what the recipe says about the CPU: then it refuses."""
+    mutant = ranks.mutate(HUGGING, tmp_path, ALONE)
+    result = run(2, "--out", str(tmp_path / "out"), recipe=mutant)
+    assert_refused(result, "another number of processes than the 1 here")
+
+
+def test_what_is_not_used() -> None:
+    """load_state races with save_state, and end_training takes the process group down."""
+    assert not re.findall(
+        r"\.(load_state|save_state|end_training|accumulate|skip_first_batches)\(", ranks.source(HUGGING)
+    )
+
+
+# --- launchers --------------------------------------------------------------------------------------------
+
+
+def test_accelerate_launch(small_text: Path, tmp_path: Path) -> None:
+    """A default file of the user's changes nothing beside --config_file, and is refused for itself."""
+    default = tmp_path / "home" / "accelerate" / "default_config.yaml"
+    default.parent.mkdir(parents=True)
+    default.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp16\ndynamo_backend: EAGER\n")
+    where = {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ranks.ROOT)}
+    flags = [*training_flags(small_text, tmp_path / "out", "run"), *ranks.small("ddp_gpt"), "--dtype", "float64"]
+    port = ("--main_process_port", "0")
+    result = shell([ACCELERATE, "launch", *port, "--config_file", CPU, TRAIN, *flags], **where)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert_trained(tmp_path / "out" / "run", 2)
+    other = ranks.run_recipe("ddp_gpt", 2, *flags, "--name", "other")
+    assert other.ok, str(other)
+    for tag in ("train/loss", "train/grad_norm", "val/loss"):
+        wanted = ranks.records(tmp_path / "out" / "other", tag)
+        assert ranks.records(tmp_path / "out" / "run", tag) == pytest.approx(wanted, rel=1e-9), tag
+
+    result = shell([ACCELERATE, "launch", *port, TRAIN, *flags, "--name", "default"], **where)
+    assert result.returncode, result.stdout
+    assert "asks for ACCELERATE_DYNAMO_BACKEND=EAGER: leave that out, and use --compile" in result.stderr
+    assert not (tmp_path / "out" / "default").exists()
+
+
+def test_accelerate_launch_starts_one_on_a_cpu(tmp_path: Path) -> None:
+    words = ("--cpu", "--num_processes", "2", TRAIN, "--out", tmp_path / "out")
+    result = shell([ACCELERATE, "launch", *words], PYTHONPATH=str(ranks.ROOT), HF_HOME=str(tmp_path))
+    assert result.returncode, result.stdout
+    assert result.stderr.count("error: Accelerate was asked for another number of processes than the 1 here") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_torchrun_with_a_file(small_text: Path, tmp_path: Path) -> None:
+    flags = [*training_flags(small_text, tmp_path / "out", "run"), *ranks.small("ddp_gpt")]
+    result = launch(f"recipes/{HUGGING}", *flags, ACCELERATE_CONFIG="configs/cpu.yaml")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert_trained(tmp_path / "out" / "run", 2)
+    assert "ACCELERATE_CONFIG=configs/cpu.yaml bash " in result.stdout, "the way to go on keeps the file"
+
+
+BAD_FILES = {
+    "": "is no config file of Accelerate",
+    "distributed_type: FSDP\nfsdp_config:\n  fsdp_versoin: 2\n": "fsdp_versoin is not known",
+    "distributed_type: FSDP\nsharding: 2\n": "unknown keys (['sharding'])",
+    "distributed_type: DEEPSPEED\n": "distributed_type DEEPSPEED, and not NO, MULTI_CPU, MULTI_GPU, FSDP",
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_bad_file(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(BAD_FILES[text])) as refusal:
+        strategy.environment(str(tmp_path / "bad.yaml"))
+    assert "\n" not in str(refusal.value)
+    assert str(tmp_path / "bad.yaml") in str(refusal.value)
+
+
+def test_file_that_is_not_there(tmp_path: Path) -> None:
+    result = launch(f"recipes/{HUGGING}", "--out", tmp_path / "out", ACCELERATE_CONFIG="configs/nowhere.yaml")
+    assert result.returncode == strategy.USAGE_ERROR
+    assert result.stderr.startswith("error: ACCELERATE_CONFIG="), result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("config", [DDP, HSDP], ids=lambda path: path.stem)
+def test_environment_is_that_of_accelerate_launch(config: Path, tmp_path: Path) -> None:
+    script = tmp_path / "tell.py"
+    script.write_text("import json, os\nprint(json.dumps(dict(os.environ)))\n")
+    words = ("--num_processes", "1", "--main_process_port", "0", "--config_file", config, script)
+    told = shell([ACCELERATE, "launch", *words]).stdout.splitlines()[-1]
+    theirs = {name: value for name, value in json.loads(told).items() if name.startswith(strategy.STRATEGY)}
+    ours = strategy.environment(str(config))
+    assert {name: value for name, value in ours.items() if name != strategy.PROCESSES} == theirs
+
+
+# --- FSDP2, which Accelerate believes to be on GPUs -------------------------------------------------------
+
+
+def sharding(config: Path, size: int) -> dict[str, str | None]:
+    """The variables of a file for this many ranks; of HSDP, in groups of two."""
+    shards = {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"} if config == HSDP else {}
+    return strategy.environment(str(config)) | {strategy.PROCESSES: str(size)} | shards
+
+
+@pytest.mark.parametrize(("config", "size"), [(FSDP2, 2), (FSDP2, 3), (HSDP, 4)], ids=["fsdp2-2", "fsdp2-3", "hsdp-4"])
+def test_fsdp2_stand_in(config: Path, size: int, small_text: Path, tmp_path: Path) -> None:
+    wanted = plain_gpt_loop(str(small_text), torch.float64, (("mlp_width", 45),))
+    how = {"variables": sharding(config, size), "stand_in": True}
+    found = trained(size, tmp_path, small_text, "--dtype", "float64", *ODD, **how)
+    assert worst(found[0], wanted.losses) < 1e-9
+    assert worst(found[1], wanted.norms) < 1e-9
+    assert found[2] == {STEPS: pytest.approx(wanted.held_out, rel=1e-9)}
+    (tmp_path / "ddp").mkdir()
+    trained(size, tmp_path / "ddp", small_text, "--dtype", "float64", "--stop-after", "1", *ODD)
+    files = [list(one.glob("run/checkpoints/step_*/shard-*")) for one in (tmp_path, tmp_path / "ddp")]
+    assert [len(some) for some in files] == [2 if config == HSDP else size, 1], (
+        "each rank of a group has a part to write"
+    )
+
+
+def test_more_of_a_file(small_text: Path, tmp_path: Path) -> None:
+    """What changes no number is left to the file."""
+    wanted = plain_gpt_loop(str(small_text), torch.float64, tied=True)
+    more = {"FSDP_ACTIVATION_CHECKPOINTING": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    more |= {"FSDP_RESHARD_AFTER_FORWARD": "false"}
+    how = {"variables": sharding(FSDP2, 2) | more, "stand_in": True}
+    found = trained(2, tmp_path, small_text, "--dtype", "float64", "--tied", **how)
+    assert worst(found[0], wanted.losses) < 1e-9
+    assert worst(found[1], wanted.norms) < 1e-9
+
+
+def test_checkpoints_of_the_stand_in(small_text: Path, tmp_path: Path) -> None:
+    """From FSDP2 to pipeline stages, to DDP on 3 ranks, and back to FSDP2: one training."""
+    wanted = plain_gpt_loop(str(small_text), torch.float64)
+    shared = {"variables": sharding(FSDP2, 2), "stand_in": True}
+    pipeline = {"recipe": ranks.ROOT / "recipes" / "pipeline_gpt" / "train.py"}
+    legs: list[tuple[int, dict[str, Any]]] = [(2, shared), (2, pipeline), (3, {}), (2, shared)]
+    for i, (size, how) in enumerate(legs):
+        stages = ("--pp", "2", "--micro-batch-size", str(PASS), "--num-microbatches", "2") if how == pipeline else ()
+        before = ("--resume", str(tmp_path / str(i - 1) / "run")) if i else ()
+        flags = ("--dtype", "float64", "--stop-after", str(3 * i + 3), *stages, *before)
+        losses, norms, _ = trained(size, tmp_path / str(i), small_text, *flags, **how)
+        assert list(losses) == [3 * i + 1, 3 * i + 2, 3 * i + 3]
+        for found, values in ((losses, wanted.losses), (norms, wanted.norms)):
+            assert found == pytest.approx({step: values[step - 1] for step in found}, rel=1e-9), i
+
+
+def test_bfloat16_of_the_stand_in(small_text: Path, tmp_path: Path) -> None:
+    """As in fsdp_gpt, gradients are added up in float32; with Accelerate's own policy losses have 8 bits."""
+    how: dict[str, Any] = {"variables": sharding(FSDP2, 2), "stand_in": True}
+    flags = ("--dtype", "bfloat16", "--stop-after", "3")
+    (tmp_path / "mutant").mkdir()
+    own = {"(mixed_precision_policy=policy)": "()"}
+    mutant = {"recipe": ranks.mutate(HUGGING, tmp_path / "mutant", own)}
+    fsdp = {"recipe": ranks.ROOT / "recipes" / "fsdp_gpt" / "train.py"}
+    curves = [
+        trained(2, tmp_path / name, small_text, *flags, **which)[0]
+        for name, which in (("fsdp", fsdp), ("ours", how), ("theirs", how | mutant))
+    ]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    assert curves[2] == pytest.approx(curves[0], rel=COARSE["bfloat16"])
+    assert curves[2] != pytest.approx(curves[0], rel=1e-4)
+
+
+def test_sizes_that_do_not_fit(tmp_path: Path) -> None:
+    """What Accelerate itself refuses is told in one line."""
+    variables = strategy.environment(str(HSDP)) | {strategy.PROCESSES: "2"}
+    result = run(2, "--out", str(tmp_path / "out"), variables=variables, stand_in=True)
+    assert_refused(result, "Accelerate refuses its file")
+
+
+# --- evaluation -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 7])
+def test_evaluation_is_exact(count: int, tmp_path: Path) -> None:
+    """Each held-out sequence counts once, also where there are fewer than ranks."""
+    data = write_text(tmp_path / "data", 101, count)
+    flags = ("--dtype", "float64", "--stop-after", "1")
+    wanted = trained(1, tmp_path / "1", data, *flags)[2]
+    assert trained(4, tmp_path / "4", data, *flags)[2] == pytest.approx(wanted, rel=1e-12)
+    gathers_all = {"gather_for_metrics(": "gather("}
+    mutant = ranks.mutate(HUGGING, tmp_path / "mutant", gathers_all)
+    found = trained(4, tmp_path / "5", data, *flags, recipe=mutant)[2]
+    assert count == 1 or found != pytest.approx(wanted, rel=1e-4)  # one sequence, read four times, has the same mean
+
+
+# --- what is set on Accelerate's wrapper ------------------------------------------------------------------
+
+
+def test_mutant_that_judges_the_wrapper(small_text: Path, tmp_path: Path) -> None:
+    """An update is left out by torch's optimizer, in which the guard says so; Accelerate's makes it."""
+    (tmp_path / "mutant").mkdir()
+    wrapper = {"guard.FiniteGuard(model, inner, plan": "guard.FiniteGuard(model, optimizer, plan"}
+    mutant = ranks.mutate(HUGGING, tmp_path / "mutant", wrapper)
+    sizes = (*ranks.SMALL["gpt"], "--max-steps", "4", "--global-batch-size", "4", "--log-every", "1")
+    for recipe, finite in ((TRAIN, True), (mutant, False)):
+        out = tmp_path / str(finite)
+        argv = [*sizes, "--dtype", "float32", "--out", str(out), "--name", "run", "--check-every", "0"]
+        faults = [("backward", "spoil", -1, 2)]
+        result = ranks.spawn(inject.run, [(str(recipe), argv, faults, str(tmp_path / f"{finite}.jsonl"))] * 2)
+        assert result.ok, str(result)
+        norms = ranks.records(out / "run", "train/grad_norm")
+        assert [math.isfinite(norms[step]) for step in (1, 2, 3, 4)] == [True, False, finite, finite]
+
+
+# --- trackers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tracker", "messages"),
+    [
+        ("ledger", ("--tracker ledger", "Unsupported logging capability: ledger", "wandb")),
+        ("tensorboard,aim", ("--tracker aim is not installed",)),
+        ("all", ("--tracker all is not",)),
+    ],
+)
+def test_tracker_that_is_not_there(tracker: str, messages: tuple[str, ...], tmp_path: Path) -> None:
+    refused(tmp_path, 2, {}, *messages, flags=("--tracker", tracker))
+
+
+@pytest.mark.parametrize("names", ["lines", "tensorboard,lines"])
+def test_tracker(names: str, small_text: Path, tmp_path: Path) -> None:
+    """What the run records is handed to it, once, by rank 0; and it is told of the end."""
+    file = tmp_path / "lines.jsonl"
+    flags = ("--dtype", "float64", "--stop-after", "3", "--tracker", names)
+    losses, _, held_out = trained(2, tmp_path, small_text, *flags, tracker=str(file))
+    first, second, *lines, last = [json.loads(line) for line in file.read_text().splitlines()]
+    assert first == ["start", "run"]
+    assert second[0] == "flags"
+    assert second[1]["tracker"] == names
+    assert last == ["finish"]
+    assert {step: values["train/loss"] for step, values in lines if "train/loss" in values} == losses
+    assert {step: values["val/loss"] for step, values in lines if "val/loss" in values} == held_out
+    assert sum("perf/samples_per_s" in values for _, values in lines) == len(losses)
+    assert len(list((tmp_path / "run").glob("**/events.out.tfevents.*"))) == 1, "TensorBoard's events are written once"
+
+
+def test_commands_of_the_docstring() -> None:
+    """The files that it names are there."""
+    named = re.findall(r"configs/\w+\.yaml", ranks.source(HUGGING) + (TRAIN.parent / "README.md").read_text())
+    assert {Path(name).name for name in named} == {config.name for config in CONFIGS}
