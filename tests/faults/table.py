@@ -1,5 +1,9 @@
-"""Run the whole fault matrix and write docs/faults.md: `uv run python -m tests.faults.table [REPEATS]`."""
+"""Run the fault matrix and write docs/faults.md: `uv run python -m tests.faults.table [RECIPE ...] [--repeats N]`.
 
+Of some recipes only, it takes minutes and replaces their rows; those of the others stay as they were measured.
+"""
+
+import argparse
 import collections
 import json
 import os
@@ -14,8 +18,9 @@ from typing import Any
 
 import torch
 
-from tests.ranks import ROOT, cpu_name
+from tests.ranks import RECIPES, ROOT, cpu_name
 
+DOCUMENT = ROOT / "docs" / "faults.md"
 COLUMNS = "fault | recipe | ranks | runs | passes | steps lost | s to notice | s to recover | message"
 INTRO = """# What was done to the recipes, and what came of it
 
@@ -29,34 +34,43 @@ done; where there were several runs, the largest is shown.
 
 def main() -> None:
     """Run pytest as often as asked, and write the table."""
-    repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    rows: dict[tuple[str, str], list[dict[str, Any]]] = collections.defaultdict(list)
-    took_s = 0.0
-    for _ in range(repeats):
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(RECIPES)}; default: all")
+    parser.add_argument("--repeats", type=int, default=1)
+    args = parser.parse_args()
+    if unknown := {*args.recipes} - {*RECIPES}:
+        parser.error(f"no recipe: {', '.join(unknown)}")
+    found: dict[tuple[str, str], list[dict[str, Any]]] = collections.defaultdict(list)
+    began = time.monotonic()
+    for _ in range(args.repeats):
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder, "rows.jsonl")
-            began = time.monotonic()
-            command = [sys.executable, "-m", "pytest", "-m", "faults", "tests/faults"]
+            command = [sys.executable, "-m", "pytest", "-m", "faults", "tests/faults", "-k", " or ".join(args.recipes)]
             subprocess.run(command, cwd=ROOT, env=os.environ | {"FAULTS_RECORD": str(record)}, check=False)
-            took_s += time.monotonic() - began
             for line in record.read_text().splitlines():
                 row = json.loads(line)
-                rows[row["fault"], row["recipe"]].append(row)
-    again = f" {repeats}" if repeats > 1 else ""
-    text = INTRO + (
-        f"\n`uv run python -m tests.faults.table{again}`, {time.strftime('%Y-%m-%d')}, {cpu_name()}, {os.cpu_count()} "
-        f"cores, Python\n{platform.python_version()}, torch {torch.__version__}, gloo; {took_s / 60:.0f} minutes.\n\n"
-    )
-    text += f"{summary(rows)}\n\n| {COLUMNS} |\n|{'---|' * len(COLUMNS.split('|'))}\n"
-    text += "".join(f"| {' | '.join(merge(several))} |\n" for _, several in sorted(rows.items()))
-    (ROOT / "docs" / "faults.md").write_text(text)
+                found[row["fault"], row["recipe"]].append(row)
+    words = " ".join([*args.recipes, *([f"--repeats {args.repeats}"] if args.repeats > 1 else [])])
+    measured = [
+        f"`{' '.join(['uv run python -m tests.faults.table', words]).rstrip()}`, {time.strftime('%Y-%m-%d')}, "
+        f"{cpu_name()}, {os.cpu_count()} cores,\nPython {platform.python_version()}, torch {torch.__version__}, gloo; "
+        f"{(time.monotonic() - began) / 60:.0f} minutes."
+    ]
+    rows = [merge(several) for several in found.values()]
+    if args.recipes:
+        before = DOCUMENT.read_text()
+        measured = [*re.findall(r"^`uv run [^`]*`, .*\n.* minutes\.$", before, re.MULTILINE), *measured]
+        kept = [line[2:-2].split(" | ", maxsplit=8) for line in before.splitlines() if line.startswith("| ")]
+        rows += [row for row in kept if row[1] in RECIPES and row[1] not in args.recipes]
+    table = "".join(f"| {' | '.join(row)} |\n" for row in sorted(rows))
+    head = f"| {COLUMNS} |\n|{'---|' * len(COLUMNS.split('|'))}\n"
+    DOCUMENT.write_text("\n\n".join([INTRO.rstrip(), *measured, summary(rows), head + table]))
 
 
-def summary(rows: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
+def summary(rows: list[list[str]]) -> str:
     """How many passed, and what did not or was not run."""
-    every = [row for several in rows.values() for row in several]
-    runs, passes = (sum(row[key] for row in every) for key in ("runs", "passes"))
-    none = sum(not any(row["runs"] for row in several) for several in rows.values())
+    runs, passes = (sum(int(row[column]) for row in rows) for column in (3, 4))
+    none = sum(row[3] == "0" for row in rows)
     return f"**{passes} of {runs} runs passed**, in {len(rows) - none} cells; {none} do not apply or were not run."
 
 
