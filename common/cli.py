@@ -32,7 +32,7 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(
         ("num_layers", "num_heads", "width", "dp_replicate", "tp", "pp", "num_microbatches"), (1, math.inf)
     ),
-    **dict.fromkeys(("num_envs", "rollout_steps", "update_epochs"), (1, math.inf)),
+    **dict.fromkeys(("num_envs", "rollout_steps", "update_epochs", "eval_episodes"), (1, math.inf)),
     **dict.fromkeys(("momentum", "label_smoothing", "gamma", "gae_lambda"), (0, 1)),
     "hang_timeout": (1, math.inf),
 }

@@ -425,6 +425,8 @@ def test_film(tmp_path: Path) -> None:
     assert frames.shape[1:] == (400, 600, 3)
     assert 5 < len(frames) <= 32
     assert not (frames[0] == frames[-1]).all()
+    upright = environments.film("CartPole-v1", lambda seen: (seen[:, 2] + seen[:, 3] > 0).astype(int), 0, seed.HOLD_OUT)
+    assert 16 < len(upright) <= 32, "of several hundred"
     train(PPO, 2, tmp_path, *ranks.small(PPO), "--max-steps", "1", "--film")
     events = EventAccumulator(str(tmp_path / "2"))
     events.Reload()
@@ -436,6 +438,9 @@ def test_film(tmp_path: Path) -> None:
 
 def hide(path: str, argv: list[str], *names: str) -> None:
     """Run the recipe where these packages are not installed."""
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in names:
+            del sys.modules[name]
     for name in names:
         sys.modules[name] = None  # type: ignore[assignment]
     sys.argv = [path, *argv]
@@ -458,6 +463,8 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
         (),
         ("256 must", "divide the 800 samples of --rollout-steps 100"),
     ),
+    "images": (("--env", "CarRacing-v3"), (), ("--env CarRacing-v3",)),
+    "no episodes": (("--eval-episodes", "0"), (), ("--eval-episodes 0 is out of range",)),
     "discount": (("--gamma", "1.5"), (), ("--gamma 1.5 is out of range",)),
     "no steps": (("--max-steps", "0"), (), ("--max-steps 0",)),
     "dtype": (("--dtype", "bfloat16"), (), ("--dtype", "bfloat16")),

@@ -61,10 +61,11 @@ class ActorCritic(nn.Module):
         mean, log_std = outputs.chunk(2, dim=-1) if self.log_std is not None else (outputs, None)
         if noise is None:
             return (mean.argmax(-1) if log_std is None else mean).numpy()
-        uniform = torch.from_numpy(noise).to(mean)
-        if log_std is not None:
-            return (mean + log_std.exp() * torch.special.ndtri(uniform)).numpy()
-        return (mean - uniform.log().neg().log()).argmax(-1).numpy()  # Gumbel's noise: a draw from the softmax
+        uniform = torch.from_numpy(noise)
+        if log_std is not None:  # in float64 and above 0: where it is 0, or rounded to 1, an action would be infinite
+            normal = torch.special.ndtri(uniform.clamp(min=2.0**-54))
+            return (mean + log_std.exp() * normal.to(mean)).numpy()
+        return (mean - uniform.to(mean).log().neg().log()).argmax(-1).numpy()  # Gumbel's noise: a draw from the softmax
 
 
 def normalised(layer: nn.Module, size: int, batch_norm: Any, activation: nn.Module) -> list[nn.Module]:

@@ -40,6 +40,8 @@ def make(name: str, **how: Any) -> Any:
         raise UserError(f"--env {name} needs pip install {extra} ({error})") from error
     try:
         env = gymnasium.make(name, disable_env_checker=True, **how)
+        if "render_mode" in how:  # which may need a package of its own
+            _ = env.reset(), env.render()
     except (gymnasium.error.Error, ImportError) as error:
         raise UserError(f"--env {name}: {error}") from error
     if atari:
@@ -47,9 +49,9 @@ def make(name: str, **how: Any) -> Any:
     seen, done = env.observation_space, env.action_space
     choice = isinstance(done, spaces.Discrete) and done.start == 0
     vector = isinstance(done, spaces.Box) and len(done.shape) == 1
-    if not (isinstance(seen, spaces.Box) and len(seen.shape) in (1, 3) and (choice or vector)):
+    if not (isinstance(seen, spaces.Box) and (atari or len(seen.shape) == 1) and (choice or vector)):
         raise UserError(
-            f"--env {name} has observations {seen} and actions {done}: known are vectors or images, "
+            f"--env {name} has observations {seen} and actions {done}: known are vectors, images of Atari's games, "
             "and actions that are vectors or numbered from 0"
         )
     if env.spec is None or env.spec.max_episode_steps is None:
@@ -88,18 +90,17 @@ class Environments:
 
     def __init__(self, name: str, index: np.ndarray, *keys: int) -> None:
         """Make the environments of these numbers; `keys` and the number seed the episodes of each."""
+        made = [make(name) for _ in index]  # or a refusal, also where there is no gymnasium
         from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
         # Reset by hand: an automatic reset takes the next step, which is then of no episode and no sample.
-        factories = [lambda: make(name)] * len(index)
-        self._vector = SyncVectorEnv(factories, autoreset_mode=AutoresetMode.DISABLED)
-        first: Any = self._vector.envs[0]
-        self._space, num = first.action_space, len(index)
+        self._vector = SyncVectorEnv([iter(made).__next__] * len(made), autoreset_mode=AutoresetMode.DISABLED)
+        self._space, num = made[0].action_space, len(index)
         self.index, self._keys = index, keys
         self.continuous = bool(self._space.shape)
         self.num_outputs = int(self._space.shape[0] if self.continuous else self._space.n)
         self._episodes, self._lengths, self._returns = np.zeros(num, int), np.zeros(num, int), np.zeros(num)
-        limit = first.spec.max_episode_steps
+        limit = made[0].spec.max_episode_steps
         self._actions = np.zeros((num, limit, *self._space.shape), np.float32)  # since the episodes began
         self.ended = np.zeros(3)
         self.wait_s = 0.0
@@ -188,12 +189,12 @@ def play_once(name: str, index: np.ndarray, act: Act, *keys: int) -> dict[str, t
 
 def film(name: str, act: Act, *keys: int) -> np.ndarray:
     """Up to 32 frames, (N, H, W, 3), of what `play_once` plays in environment 0."""
-    env, frames, ends = make(name, render_mode="rgb_array"), [], [False]
+    env, frames, every, time_step, ends = make(name, render_mode="rgb_array"), list[Any](), 1, 0, [False]
     seen, _ = env.reset(seed=int(seed.mix(*keys, 0, 0) % np.uint64(2**31)))
-    try:
-        while not any(ends):
-            frames.append(env.render())
-            seen, _, *ends, _ = env.step(act(np.asarray(seen)[None])[0])
-    except ImportError as error:  # gymnasium's, which names what to install
-        raise UserError(f"--film: {error}") from error
-    return np.stack(frames[:: -(-len(frames) // 32)])
+    while not any(ends):
+        frames += [] if time_step % every else [env.render()]
+        if len(frames) > 32:
+            frames, every = frames[::2], 2 * every
+        seen, _, *ends, _ = env.step(act(np.asarray(seen)[None])[0])
+        time_step += 1
+    return np.stack(frames)

@@ -10,7 +10,7 @@ from these. Gradients, advantages and BatchNorm's statistics are over all ranks.
     environments       an equal part, and the samples that come from them
 
 One step, or update, sends: two all-reduces of a number for the mean and deviation of the advantages; one all-reduce
-of the gradients per minibatch; one of the epoch's sums, for the stop that all agree on; two per BatchNorm layer.
+of the gradients per minibatch; one of the epoch's sums, for the stop that all agree on; BatchNorm's, per layer.
 
     python recipes/syncbn_ppo/train.py                                        # one process
     bash launch/torchrun.sh recipes/syncbn_ppo                                # one per GPU, else 2 on the CPU
@@ -50,7 +50,7 @@ class Args:
     out: str = f"runs/{Path(__file__).parent.name}"  # folder for runs
     name: str = ""  # name of this run, by default date and time; the same name again continues the run
     resume: str = ""  # continue from this run or checkpoint
-    env: str = "CartPole-v1"  # id of a gymnasium environment with vectors or, as in ALE/Pong-v5, images
+    env: str = "CartPole-v1"  # id of a gymnasium environment, whose observations are vectors, or an ALE/ game
     seed: int = 0  # decides initial weights, episodes, actions and the order of samples
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
     max_steps: int = 120  # length of the training in updates
@@ -260,7 +260,7 @@ def main() -> None:
     state = keymap.tensors(model, optimizer) | envs.tensors()
     checkpoint.load(source, state)
     envs.restore(state)
-    plan = sampler.make_plan(samples, args.seed, 0, args.max_steps, samples, samples, num_shards, done)
+    plan = sampler.make_plan(samples, args.seed, 0, args.max_steps, samples, args.global_batch_size, num_shards, done)
 
     run_dir.claim(path)
     stopping = stop.Stop(args.deadline, plan.first_step)
