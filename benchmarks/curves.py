@@ -1,8 +1,7 @@
 """Draw the loss of every recipe in one picture: `uv run python -m benchmarks.curves` writes docs/curves.png.
 
 Every recipe trains from the same seed with the same global batch, in float64: images on 1 to 4 processes, text on 1 and
-2, in every way that tests/ranks.py lists. The lower panels show what is
-left between the curves.
+2, in every way that tests/ranks.py lists. The lower panels show what is left between the curves.
 """
 
 import datetime
@@ -34,7 +33,7 @@ def layouts(workload: str) -> list[Layout]:
     found = [layout for recipe in recipes for layout in ranks.layouts(recipe)]
     # Many ways on two processes for language models, on more the tests have them: a picture should take ten minutes.
     found = [layout for layout in found if workload != "gpt" or (layout.size <= 2 and layout.strategy != ("--pp", "1"))]
-    return sorted(found, key=lambda layout: (layout.size, layout.recipe))
+    return sorted(found, key=lambda layout: (layout.size, ranks.follows(layout.recipe), layout.recipe))
 
 
 def losses(layout: Layout, out: Path) -> list[float]:

@@ -29,24 +29,29 @@ def environment(path: str) -> dict[str, str]:
         known = vars(parser.parse_args(words)).copy()
         asked, config, _ = _validate_launch_command(parser.parse_args(words))
         made = prepare_multi_gpu_env(asked)
+        # Accelerate leaves out without a word what it does not know.
+        sharding = {key if key.startswith("fsdp") else f"fsdp_{key}" for key in config.fsdp_config}
+        unknown = {*sharding, *config.parallelism_config, *config.dynamo_config} - known.keys()
     except Exception as error:  # of YAML, of a key, of a type
         raise ValueError(
             f"ACCELERATE_CONFIG={path} is no config file of Accelerate: {' '.join(str(error).split())}"
         ) from error
+    if unknown:
+        raise ValueError(f"ACCELERATE_CONFIG={path}: {', '.join(sorted(unknown))} is not known")
     if config.distributed_type not in TYPES:
         raise ValueError(
             f"ACCELERATE_CONFIG={path}: distributed_type {config.distributed_type.value}, and not {', '.join(TYPES)}"
         )
-    # Accelerate leaves out without a word what it does not know.
-    sharding = {key if key.startswith("fsdp") else f"fsdp_{key}" for key in config.fsdp_config}
-    if unknown := {*sharding, *config.parallelism_config} - known.keys():
-        raise ValueError(f"ACCELERATE_CONFIG={path}: {', '.join(sorted(unknown))} is not known")
+    if config.gpu_ids not in (None, "all"):
+        raise ValueError(f"ACCELERATE_CONFIG={path}: gpu_ids {config.gpu_ids}: set CUDA_VISIBLE_DEVICES instead")
     found = {name: value for name, value in made.items() if name.startswith(STRATEGY)}
+    found |= {"ACCELERATE_USE_CPU": "true"} if config.use_cpu else {}  # which Accelerate says to one process only
     return found | ({PROCESSES: str(config.num_processes)} if config.num_processes > 0 else {})
 
 
 def main() -> None:
     """Become the command, so that signals reach it."""
+    os.environ.pop("ACCELERATE_CONFIG", None)  # it is followed here; where nobody did, the recipe refuses it
     try:
         found = environment(sys.argv[1])
     except ValueError as error:

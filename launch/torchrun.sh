@@ -160,7 +160,7 @@ command=(
   ${options[@]+"${options[@]}"} "$recipe/train.py" "$@"
 )
 if [[ -n ${ACCELERATE_CONFIG-} ]]; then
-  [[ -f $ACCELERATE_CONFIG ]] || ACCELERATE_CONFIG=$recipe/$ACCELERATE_CONFIG
+  [[ -f $ACCELERATE_CONFIG || $ACCELERATE_CONFIG == /* ]] || ACCELERATE_CONFIG=$recipe/$ACCELERATE_CONFIG
   command=("${command[0]}" "$root/launch/strategy.py" "$ACCELERATE_CONFIG" "${command[@]}")
 fi
 if [[ -n $dry_run ]]; then

@@ -159,9 +159,20 @@ def workload(recipe: str) -> str:
     return recipe.rpartition("_")[2]
 
 
+def base(recipe: str) -> str:
+    """The recipe that it builds on, or ""."""
+    found = re.search(r"^Base: recipes/(\w+)\.", source(recipe), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def follows(recipe: str) -> bool:
+    """Whether it builds on another one of its workload: where one of them stands for all, or comes first, not it."""
+    return workload(base(recipe)) == workload(recipe)
+
+
 def ends() -> list[str]:
     """Recipes of several ranks and a data set that no other one builds on: they send what their bases do, and more."""
-    bases = {base for recipe in RECIPES for base in re.findall(r"^Base: recipes/(\w+)\.", source(recipe), re.MULTILINE)}
+    bases = set(map(base, RECIPES))
     return [recipe for recipe in SUPERVISED if recipe not in bases and world_sizes(recipe)[-1] > 1]
 
 

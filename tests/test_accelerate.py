@@ -128,6 +128,8 @@ def refused(tmp_path: Path, size: int, variables: Mapping[str, str | None], *mes
 DECIDED_ELSEWHERE = {  # variable, value, and what the refusal names
     "another precision": ("ACCELERATE_MIXED_PRECISION", "fp16", "--dtype"),
     "bfloat16 beside --dtype float32": ("ACCELERATE_MIXED_PRECISION", "bf16", "--dtype"),
+    "a file that this launcher does not read": ("ACCELERATE_CONFIG", "configs/ddp.yaml", "launch/torchrun.sh"),
+    "shards without FSDP": ("PARALLELISM_CONFIG_DP_SHARD_SIZE", "2", "distributed_type: FSDP"),
     "compiled": ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "--compile"),
     "accumulation": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "--micro-batch-size"),
     "DeepSpeed": ("ACCELERATE_USE_DEEPSPEED", "true", "configs/fsdp2.yaml"),
@@ -149,18 +151,36 @@ def test_file_that_asks_for_more(case: str, tmp_path: Path) -> None:
 def test_one_process_in_the_place_of_two(tmp_path: Path) -> None:
     """What `accelerate launch --cpu --num_processes 2` leaves in the environment of the one that it starts."""
     variables = LAUNCHED | {"RANK": None, "WORLD_SIZE": None, "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
-    refused(tmp_path, 1, variables, "another number of processes than the 1 here", "configs/cpu.yaml", "NPROC_PER_NODE")
+    refused(
+        tmp_path,
+        1,
+        variables,
+        "several, as MASTER_PORT says, processes",
+        "Accelerate has 1",
+        "configs/cpu.yaml",
+        "NPROC_PER_NODE",
+    )
 
 
 def test_file_for_another_number_of_processes(tmp_path: Path) -> None:
     variables = strategy.environment(str(CPU))
-    refused(tmp_path, 3, variables, "another number of processes than the 3 here", flags=("--global-batch-size", "6"))
+    refused(
+        tmp_path, 3, variables, "2 processes were asked for, and Accelerate has 3", flags=("--global-batch-size", "6")
+    )
 
 
 @pytest.mark.parametrize("config", [FSDP2, HSDP], ids=lambda path: path.stem)
 def test_sharding_on_a_cpu(config: Path, tmp_path: Path) -> None:
     variables = strategy.environment(str(config)) | {strategy.PROCESSES: "2"}
     refused(tmp_path, 2, variables, "asks for FSDP: on a CPU plain DDP would come of it", "recipes/fsdp_gpt")
+
+
+def test_file_on_one_machine_only(tmp_path: Path) -> None:
+    """As of two machines that were started by hand: before one builds FSDP2 and the other DDP."""
+    one = (str(TRAIN), ("--out", str(tmp_path / "out")))
+    result = ranks.spawn(start, [(*one, LAUNCHED, False, ""), (*one, {}, False, "")])
+    assert_refused(result, "rank 1 was started with accelerate ACCELERATE_", "rank 0 with 'no'")
+    assert not (tmp_path / "out").exists()
 
 
 ALONE = {"PartialState(cpu=on_cpu)": "PartialState()"}
@@ -170,7 +190,7 @@ def test_ranks_that_believe_that_they_are_alone(tmp_path: Path) -> None:
     """Of torchrun on a CPU, they are, without what the recipe says about the CPU: then it refuses."""
     mutant = ranks.mutate(HUGGING, tmp_path, ALONE)
     result = run(2, "--out", str(tmp_path / "out"), recipe=mutant)
-    assert_refused(result, "another number of processes than the 1 here")
+    assert_refused(result, "2 processes were asked for, and Accelerate has 1")
 
 
 def test_what_is_not_used() -> None:
@@ -202,7 +222,10 @@ def test_accelerate_launch(small_text: Path, tmp_path: Path) -> None:
 
     result = shell([ACCELERATE, "launch", *port, TRAIN, *flags, "--name", "default"], **where)
     assert result.returncode, result.stdout
-    assert "asks for ACCELERATE_DYNAMO_BACKEND=EAGER: leave that out, and use --compile" in result.stderr
+    assert (
+        "ACCELERATE_DYNAMO_BACKEND=EAGER, of Accelerate's file, is not what is done here: use --compile"
+        in result.stderr
+    )
     assert not (tmp_path / "out" / "default").exists()
 
 
@@ -210,8 +233,16 @@ def test_accelerate_launch_starts_one_on_a_cpu(tmp_path: Path) -> None:
     words = ("--cpu", "--num_processes", "2", TRAIN, "--out", tmp_path / "out")
     result = shell([ACCELERATE, "launch", *words], PYTHONPATH=str(ranks.ROOT), HF_HOME=str(tmp_path))
     assert result.returncode, result.stdout
-    assert result.stderr.count("error: Accelerate was asked for another number of processes than the 1 here") == 1
+    assert (
+        result.stderr.count("error: several, as MASTER_PORT says, processes were asked for, and Accelerate has 1") == 1
+    )
     assert not (tmp_path / "out").exists()
+
+
+def test_cpu_is_part_of_the_file() -> None:
+    """Accelerate says so to one process only; several on a machine with GPUs would train there."""
+    assert strategy.environment(str(CPU))["ACCELERATE_USE_CPU"] == "true"
+    assert "ACCELERATE_USE_CPU" not in strategy.environment(str(DDP))
 
 
 def test_torchrun_with_a_file(small_text: Path, tmp_path: Path) -> None:
@@ -226,6 +257,9 @@ BAD_FILES = {
     "": "is no config file of Accelerate",
     "distributed_type: FSDP\nfsdp_config:\n  fsdp_versoin: 2\n": "fsdp_versoin is not known",
     "distributed_type: FSDP\nsharding: 2\n": "unknown keys (['sharding'])",
+    "distributed_type: FSDP\nfsdp_config: 3\n": "is no config file of Accelerate",
+    "distributed_type: MULTI_GPU\ndynamo_config:\n  dynamo_backnd: EAGER\n": "dynamo_backnd is not known",
+    "distributed_type: MULTI_GPU\ngpu_ids: 0,1\n": "gpu_ids 0,1: set CUDA_VISIBLE_DEVICES instead",
     "distributed_type: DEEPSPEED\n": "distributed_type DEEPSPEED, and not NO, MULTI_CPU, MULTI_GPU, FSDP",
 }
 

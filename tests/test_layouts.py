@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[Layout, ...]] = {
         Layout("pipeline_gpt", 4, ("--pp", "2", "--schedule", "interleaved"), 2),
         Layout("pipeline_gpt", 2, ("--pp", "1", "--schedule", "gpipe"), 2),
     ),
-    "accelerate": (Layout("accelerate_gpt", 2, (), 2),),
+    "accelerate": (Layout("accelerate_gpt", 2, (), 2), Layout("accelerate_gpt", 3, (), 3)),
 }
 LAYOUTS = [layout for kind in KINDS.values() for layout in kind]
 # With a tied embedding, one of each kind: in the first pipeline one rank has both its ends, in the others two have.

@@ -123,40 +123,39 @@ def make_mesh(args: Args, here: world.World) -> DeviceMesh:
     return init_device_mesh(here.device.type, (here.size,), mesh_dim_names=("dp",))
 
 
-def data_shard(accelerator: Accelerator) -> tuple[int, int]:
-    """Which part of each batch this rank reads, of how many."""
-    return accelerator.process_index, accelerator.num_processes
-
-
-# What Accelerate's file may ask for beside the strategy: the value that is fine, and what decides it here.
+# What Accelerate's environment may hold beside the strategy: the value that is fine, and what decides it here.
 DECIDED = {
+    "ACCELERATE_CONFIG": ("", "launch/torchrun.sh, which reads that file"),
     "ACCELERATE_DYNAMO_BACKEND": ("no", "--compile"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "--micro-batch-size"),
-    "ACCELERATE_USE_DEEPSPEED": ("false", "configs/fsdp2.yaml"),
-    "ACCELERATE_USE_MEGATRON_LM": ("false", "configs/fsdp2.yaml"),
+    **dict.fromkeys(("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"), ("false", "configs/fsdp2.yaml")),
     "FSDP_OFFLOAD_PARAMS": ("false", "more GPUs"),
     "FSDP_VERSION": ("2", "fsdp_version: 2"),
     "PARALLELISM_CONFIG_TP_SIZE": ("1", "recipes/tensor_gpt"),
     **dict.fromkeys(("PARALLELISM_CONFIG_CP_SIZE", "PARALLELISM_CONFIG_SP_SIZE"), ("1", "a shorter --seq-len")),
 }
+# What Accelerate's launcher, or launch/strategy.py, has made of the file.
+ENV = {
+    key: value for key, value in os.environ.items() if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))
+}
 
 
 def make_accelerator(args: Args, here: world.World, path: Path, dtype: torch.dtype) -> Accelerator:
     """Accelerate as its launcher's environment wants it, or a refusal where something else would come of it."""
-    env, mixed, on_cpu = os.environ, "bf16" if dtype == torch.bfloat16 else "no", here.device.type == "cpu"
-    for name, (fine, instead) in (DECIDED | {"ACCELERATE_MIXED_PRECISION": (mixed, "--dtype")}).items():
-        if env.get(name, "no").lower() not in ("no", fine):
-            raise UserError(f"Accelerate's file asks for {name}={env[name]}: leave that out, and use {instead}")
-    if env.get("ACCELERATE_USE_CPU", "").lower() == "true" and not on_cpu:
-        raise UserError("Accelerate's file asks for the CPU, and this process has a GPU: set CUDA_VISIBLE_DEVICES=")
+    mixed, on_cpu = "bf16" if dtype == torch.bfloat16 else "no", here.device.type == "cpu"
+    sharded = ENV.get("ACCELERATE_USE_FSDP") == "true"
+    decided = DECIDED | {"ACCELERATE_MIXED_PRECISION": (mixed, "--dtype")}
+    decided |= {} if sharded else {"PARALLELISM_CONFIG_DP_SHARD_SIZE": ("1", "distributed_type: FSDP")}
+    decided |= {} if on_cpu else {"ACCELERATE_USE_CPU": ("false", "CUDA_VISIBLE_DEVICES= in front of the command")}
+    for name, (fine, instead) in decided.items():
+        if ENV.get(name, "no").lower() not in ("no", fine):
+            raise UserError(f"{name}={ENV[name]}, of Accelerate's file, is not what is done here: use {instead}")
     state = PartialState(cpu=on_cpu)  # else ranks that torchrun starts without a GPU believe that they are alone
-    left_alone = here.size == 1 and "RANK" not in env and {"ACCELERATE_MIXED_PRECISION", "MASTER_PORT"} <= env.keys()
-    if left_alone or state.num_processes != int(env.get("ACCELERATE_CONFIG_PROCESSES", here.size)):
-        raise UserError(
-            f"Accelerate was asked for another number of processes than the {state.num_processes} here. For several on "
-            "a CPU: `accelerate launch --config_file` with configs/cpu.yaml; with launch/torchrun.sh: NPROC_PER_NODE"
-        )
-    sharded = env.get("ACCELERATE_USE_FSDP") == "true"
+    left_alone = here.size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ and "ACCELERATE_MIXED_PRECISION" in ENV
+    several = "several, as MASTER_PORT says," if left_alone and "MASTER_PORT" in os.environ else str(here.size)
+    if (asked := ENV.get("ACCELERATE_CONFIG_PROCESSES", several)) != str(state.num_processes):
+        there = f"{asked} processes were asked for, and Accelerate has {state.num_processes}"
+        raise UserError(f"{there}: configs/cpu.yaml starts two on a CPU; for launch/torchrun.sh set NPROC_PER_NODE")
     if sharded and state.distributed_type in ("NO", "MULTI_CPU"):
         raise UserError("Accelerate's file asks for FSDP: on a CPU plain DDP would come of it; recipes/fsdp_gpt shards")
     # Its own policy would add up gradients, and return losses, in bfloat16.
@@ -232,12 +231,12 @@ def evaluate(accelerator: Accelerator, model: nn.Module, batches: DataLoader) ->
 def main() -> None:
     """Train from the newest checkpoint, or from the start, to the end."""
     args = cli.parse(Args)
-    here = world.start(args.backend, flag=dataclasses.asdict(args), code=world.code_digests(__file__))
+    here = world.start(args.backend, flag=dataclasses.asdict(args), code=world.code_digests(__file__), accelerate=ENV)
     path = run_dir.choose(args.out, args.name)
     dtype = precision.pick(args.dtype, here.device)
     accelerator = make_accelerator(args, here, path, dtype)
     mesh = make_mesh(args, here)
-    shard, num_shards = data_shard(accelerator)
+    shard, num_shards = accelerator.process_index, accelerator.num_processes
     pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
     train, validation = make_data(args)
     terms = {"seed": args.seed, "data": train.digest()}  # a position in the data is valid for these alone
@@ -255,9 +254,10 @@ def main() -> None:
     plan = sampler.make_plan(len(train), args.seed, *length, pass_size, num_shards, done, guard.least_samples(model))
     batches = data.Loader(train, sampler.training_requests(plan, shard), args.workers, here.device)
     every: Any = range(len(validation))
-    held_out = accelerator.prepare(
-        DataLoader(every, pass_size // num_shards, collate_fn=lambda i: validation.read(np.zeros_like(i), np.array(i)))
+    rows = DataLoader(
+        every, pass_size // num_shards, collate_fn=lambda i: validation.read(np.zeros_like(i), np.array(i))
     )
+    held_out = accelerator.prepare(rows)
 
     run_dir.claim(path)
     stopping = stop.Stop(args.deadline, plan.first_step)
