@@ -115,10 +115,13 @@ def watch(args: argparse.Namespace, started: list[SubprocessContext]) -> None:
     found = re.search(r"\bread_timeout=(\d+)", args.rdzv_conf)
     read_timeout = timedelta(seconds=int(found[1] if found else 60))  # torch's own default
     patience_s = CUT_OFF_S + read_timeout.total_seconds()
+    hosts = "is_host=0" not in args.rdzv_conf
 
     def join_own_job(backend: C10dRendezvousBackend, store: dist.Store, job: str) -> None:
         join(backend, store, job)
-        met.append(store.compare_set("launch/job", "", job).decode())
+        if hosts:  # the store is here: whose it is, is not for the machine to say that is the first to ask
+            store.compare_set("launch/job", "", job)
+        met.append(store.get("launch/job").decode())
         if met[0] != job:
             raise RendezvousClosedError
 

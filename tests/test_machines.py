@@ -389,10 +389,10 @@ def test_nobody_there(machines: list[Machine], tmp_path: Path) -> None:
 
 
 def test_two_jobs_at_one_port(machines: list[Machine], tmp_path: Path) -> None:
-    """The second one is refused on every machine, and the first one waits for its own."""
+    """Machine 0's waits for its own, the other is refused on every machine, also where it was the first to come."""
     job = Job(tmp_path, machines[:2])
-    waiting = job.start(machines[0])
     other = job.start(machines[1], RDZV_ID="other")
+    waiting = job.start(machines[0])
     message = "10.29.4.9:29400 is where job brigade meets, and this is job other: set another MASTER_PORT"
     refused(job, machines[1], other, message)
     assert waiting.poll() is None
