@@ -95,10 +95,10 @@ def main() -> None:
     args.out.write_text(
         f"""# What Accelerate costs
 
-`uv run python -m benchmarks.accelerate`, {datetime.date.today()}, {cpu_name()}, {os.cpu_count()} cores,
-{args.processes} processes, gloo, float32, Python {platform.python_version()}, torch {torch.__version__},
-accelerate {version("accelerate")}; {(time.monotonic() - began) / 60:.0f} minutes. Both recipes by turns, {args.rounds}
-rounds, each run through `launch/torchrun.sh`: the median, and the range in brackets. The last column is
+`uv run python -m benchmarks.accelerate --rounds {args.rounds} --steps {args.steps} --processes {args.processes}`,
+{datetime.date.today()}, {cpu_name()}, {os.cpu_count()} cores, gloo, float32, Python {platform.python_version()},
+torch {torch.__version__}, accelerate {version("accelerate")}; {(time.monotonic() - began) / 60:.0f} minutes. Both
+recipes by turns, each run through `launch/torchrun.sh`: the median, and the range in brackets. The last column is
 accelerate_gpt's median divided by ddp_gpt's. The tiny model computes next to nothing, so what is around it shows: the
 loop, DDP, and Accelerate. Where the ranges overlap, a ratio is no finding.
 
