@@ -148,25 +148,19 @@ def test_file_that_asks_for_more(case: str, tmp_path: Path) -> None:
     refused(tmp_path, 2, LAUNCHED | {name: value}, f"{name}={value}", instead, flags=("--dtype", "float32"))
 
 
+ALONE_HERE = "Accelerate has 1 of the processes, asked for were several, as MASTER_PORT says"
+
+
 def test_one_process_in_the_place_of_two(tmp_path: Path) -> None:
     """What `accelerate launch --cpu --num_processes 2` leaves in the environment of the one that it starts."""
     variables = LAUNCHED | {"RANK": None, "WORLD_SIZE": None, "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}
-    refused(
-        tmp_path,
-        1,
-        variables,
-        "several, as MASTER_PORT says, processes",
-        "Accelerate has 1",
-        "configs/cpu.yaml",
-        "NPROC_PER_NODE",
-    )
+    refused(tmp_path, 1, variables, ALONE_HERE, "configs/cpu.yaml", "NPROC_PER_NODE")
 
 
 def test_file_for_another_number_of_processes(tmp_path: Path) -> None:
     variables = strategy.environment(str(CPU))
-    refused(
-        tmp_path, 3, variables, "2 processes were asked for, and Accelerate has 3", flags=("--global-batch-size", "6")
-    )
+    message = "Accelerate has 3 of the processes, asked for were 2"
+    refused(tmp_path, 3, variables, message, flags=("--global-batch-size", "6"))
 
 
 @pytest.mark.parametrize("config", [FSDP2, HSDP], ids=lambda path: path.stem)
@@ -190,7 +184,7 @@ def test_ranks_that_believe_that_they_are_alone(tmp_path: Path) -> None:
     """Of torchrun on a CPU, they are, without what the recipe says about the CPU: then it refuses."""
     mutant = ranks.mutate(HUGGING, tmp_path, ALONE)
     result = run(2, "--out", str(tmp_path / "out"), recipe=mutant)
-    assert_refused(result, "2 processes were asked for, and Accelerate has 1")
+    assert_refused(result, "Accelerate has 1 of the processes, asked for were 2")
 
 
 def test_what_is_not_used() -> None:
@@ -233,9 +227,7 @@ def test_accelerate_launch_starts_one_on_a_cpu(tmp_path: Path) -> None:
     words = ("--cpu", "--num_processes", "2", TRAIN, "--out", tmp_path / "out")
     result = shell([ACCELERATE, "launch", *words], PYTHONPATH=str(ranks.ROOT), HF_HOME=str(tmp_path))
     assert result.returncode, result.stdout
-    assert (
-        result.stderr.count("error: several, as MASTER_PORT says, processes were asked for, and Accelerate has 1") == 1
-    )
+    assert result.stderr.count(f"error: {ALONE_HERE}") == 1
     assert not (tmp_path / "out").exists()
 
 

@@ -401,6 +401,7 @@ def test_actions_are_drawn_from_the_softmax_and_the_normal_distribution() -> Non
     assert drawn.mean(0) == pytest.approx([0.5, 0.3, 0.2], abs=0.01)
     assert drawn.std(0) == pytest.approx([0.1, 0.2, 0.3], rel=0.03)
     assert model.act(seen[:1])[0] == pytest.approx([0.5, 0.3, 0.2])
+    assert np.isfinite(model.act(seen[:1], np.array([[0.0, 1 - 2.0**-53, 0.5]]))).all(), "the ends of what is drawn"
 
 
 def test_images() -> None:

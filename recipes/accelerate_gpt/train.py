@@ -152,9 +152,9 @@ def make_accelerator(args: Args, here: world.World, path: Path, dtype: torch.dty
             raise UserError(f"{name}={ENV[name]}, of Accelerate's file, is not what is done here: use {instead}")
     state = PartialState(cpu=on_cpu)  # else ranks that torchrun starts without a GPU believe that they are alone
     left_alone = here.size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ and "ACCELERATE_MIXED_PRECISION" in ENV
-    several = "several, as MASTER_PORT says," if left_alone and "MASTER_PORT" in os.environ else str(here.size)
+    several = "several, as MASTER_PORT says" if left_alone and "MASTER_PORT" in os.environ else str(here.size)
     if (asked := ENV.get("ACCELERATE_CONFIG_PROCESSES", several)) != str(state.num_processes):
-        there = f"{asked} processes were asked for, and Accelerate has {state.num_processes}"
+        there = f"Accelerate has {state.num_processes} of the processes, asked for were {asked}"
         raise UserError(f"{there}: configs/cpu.yaml starts two on a CPU; for launch/torchrun.sh set NPROC_PER_NODE")
     if sharded and state.distributed_type in ("NO", "MULTI_CPU"):
         raise UserError("Accelerate's file asks for FSDP: on a CPU plain DDP would come of it; recipes/fsdp_gpt shards")
