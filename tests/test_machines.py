@@ -388,11 +388,20 @@ def test_nobody_there(machines: list[Machine], tmp_path: Path) -> None:
         refused(job, machine, process, NOBODY.format(f"{address}:29400"))
 
 
+# Machine 0 has the store for some seconds before it says whose it is.
+LATE = """import time
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend as Backend
+join = Backend.__init__
+Backend.__init__ = lambda *args: (join(*args), time.sleep(3))[0]
+"""
+
+
 def test_two_jobs_at_one_port(machines: list[Machine], tmp_path: Path) -> None:
     """Machine 0's waits for its own, the other is refused on every machine, also where it was the first to come."""
+    (tmp_path / "sitecustomize.py").write_text(LATE)
     job = Job(tmp_path, machines[:2])
     other = job.start(machines[1], RDZV_ID="other")
-    waiting = job.start(machines[0])
+    waiting = job.start(machines[0], PYTHONPATH=str(tmp_path))
     message = "10.29.4.9:29400 is where job brigade meets, and this is job other: set another MASTER_PORT"
     refused(job, machines[1], other, message)
     assert waiting.poll() is None
