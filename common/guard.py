@@ -24,13 +24,15 @@ class FiniteGuard:
     so they all leave the same update out, and nobody waits for a device to know.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: sampler.Plan, most: int) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: sampler.Plan | None, most: int
+    ) -> None:
         """Begin, with the optimizer's state in place: its first update may be the one to leave out.
 
         Args:
             model: whose buffers, such as BatchNorm's statistics, a bad forward pass spoils as well.
             optimizer: a fused one.
-            plan: which samples each step reads.
+            plan: which samples each step reads, to name them; None where samples are not numbered.
             most: updates in a row that may be left out.
         """
         assert optimizer.defaults.get("fused"), "only a fused optimizer knows found_inf"
@@ -71,12 +73,13 @@ class FiniteGuard:
             self._told = total
         if tripped_at:
             steps = range(tripped_at - self._most, tripped_at + 1)
-            ends = [(self._plan.position(step - 1), self._plan.position(step)) for step in steps]
-            read = "; ".join(str(self._plan.samples(start, stop)[1].tolist()) for start, stop in ends)
-            raise UserError(
-                f"no finite gradient in steps {steps[0]} to {steps[-1]} (--max-skips {self._most}): "
-                f"look at --lr, --max-grad-norm, and at the samples of these steps: {read}"
-            )
+            told = f"no finite gradient in steps {steps[0]} to {steps[-1]} (--max-skips {self._most})"
+            told += ": look at --lr, --max-grad-norm"
+            if plan := self._plan:
+                ends = [(plan.position(step - 1), plan.position(step)) for step in steps]
+                read = "; ".join(str(plan.samples(start, stop)[1].tolist()) for start, stop in ends)
+                told += f", and at the samples of these steps: {read}"
+            raise UserError(told)
 
 
 def check_replicas(model: nn.Module, step: int) -> None:

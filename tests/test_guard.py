@@ -151,6 +151,15 @@ def test_too_many_in_a_row_end_the_training(after: str) -> None:
     assert told.endswith(": " + "; ".join(map(str, samples)))
 
 
+def test_samples_without_numbers_are_not_named() -> None:
+    """As those of an environment, which are new in each step."""
+    model = make_model()
+    finite = guard.FiniteGuard(model, OPTIMIZERS["SGD"](model), None, most=1)
+    go_through(finite, "..xx", first_step=0)
+    with pytest.raises(UserError, match=r"in steps 3 to 4 \(--max-skips 1\): look at --lr, --max-grad-norm$"):
+        finite.check()
+
+
 @pytest.mark.parametrize("steps", ["xxx", "xxx.xxx", "x.x.x.x.x.x", ".xx.xxx.x"])
 def test_fewer_in_a_row_are_told_and_survived(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
     finite = make_guard()

@@ -421,13 +421,15 @@ def test_film(tmp_path: Path) -> None:
     """Up to 32 frames of an episode, which TensorBoard has after an evaluation."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    frames = environments.film("CartPole-v1", lambda seen: np.zeros(len(seen), int), 0, seed.HOLD_OUT)
+    film = environments.Film("CartPole-v1", 0, seed.HOLD_OUT)
+    frames = film(lambda seen: np.zeros(len(seen), int))
     assert frames.dtype == np.uint8
     assert frames.shape[1:] == (400, 600, 3)
     assert 5 < len(frames) <= 32
     assert not (frames[0] == frames[-1]).all()
-    upright = environments.film("CartPole-v1", lambda seen: (seen[:, 2] + seen[:, 3] > 0).astype(int), 0, seed.HOLD_OUT)
+    upright = film(lambda seen: (seen[:, 2] + seen[:, 3] > 0).astype(int))
     assert 16 < len(upright) <= 32, "of several hundred"
+    assert (upright[0] == frames[0]).all(), "the same episode once more"
     train(PPO, 2, tmp_path, *ranks.small(PPO), "--max-steps", "1", "--film")
     events = EventAccumulator(str(tmp_path / "2"))
     events.Reload()
@@ -456,6 +458,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "gymnasium": ((), ("gymnasium",), ("--env CartPole-v1 needs pip install 'gymnasium",)),
     "Atari": (("--env", "ALE/Pong-v5"), ("ale_py",), ("needs pip install 'gymnasium[atari]' opencv-python-headless",)),
     "Box2D": (("--env", "LunarLander-v3"), ("Box2D",), ("--env LunarLander-v3", 'pip install "gymnasium[box2d]"')),
+    "film": (("--film",), ("pygame",), ("--env CartPole-v1", 'pip install "gymnasium[classic-control]"')),
     "table of states": (("--env", "FrozenLake-v1"), (), ("--env FrozenLake-v1 has observations Discrete(16)",)),
     "environments": (("--num-envs", "9"), (), ("--num-envs 9 does not divide by 2 ranks: 10 would",)),
     "batch": (("--global-batch-size", "100"), (), ("--global-batch-size 100 must be a multiple of --num-envs 8",)),

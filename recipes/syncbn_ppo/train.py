@@ -248,6 +248,7 @@ def main() -> None:
     dtype = precision.pick(args.dtype, here.device)
     index, samples = environments.share(args.num_envs, args.rollout_steps, args.global_batch_size, shard, num_shards)
     envs = environments.Environments(args.env, index, args.seed, seed.EPISODE)
+    film = environments.Film(args.env, args.seed, seed.HOLD_OUT) if args.film else None
     terms = {"seed": args.seed, "env": args.env}
 
     path = run_dir.choose(args.out, args.name)
@@ -265,7 +266,7 @@ def main() -> None:
     run_dir.claim(path)
     stopping = stop.Stop(args.deadline, plan.first_step)
     watching = watch.Watch(here, path, plan.first_step, args.hang_timeout)
-    finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips)
+    finite = guard.FiniteGuard(model, optimizer, None, args.max_skips)
     saving = saver.Saver(path, __file__, mesh, terms, args.keep, args.async_save)
     run = log.Run(path, __file__, args, here, plan, 0.0, dtype)
 
@@ -285,9 +286,8 @@ def main() -> None:
                 guard.check_replicas(model, step)
             if step % (args.eval_every or plan.max_steps) == 0 or step == last_step:
                 run.validation(step, metrics.means(evaluate(args, model, shard, num_shards)))
-                if args.film:
-                    frames = functools.partial(environments.film, args.env, model.module.act, args.seed, seed.HOLD_OUT)
-                    run.frames(step, "val/film", frames)
+                if film:
+                    run.frames(step, "val/film", functools.partial(film, model.module.act))
             if step % (args.save_every or plan.max_steps) == 0 or last:
                 saving.save(step, keymap.tensors(model, optimizer) | envs.tensors(), plan.position(step), last)
         if last:
