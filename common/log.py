@@ -159,7 +159,7 @@ class Run:
             say(f"left   on request, saved: {stopped}")
             (self.path / STOPPED).write_text(json.dumps({"step": self._step, "reason": stopped}))
         say(f"done   step {self._step} of {self._plan.max_steps} in {took}")
-        for tag, (value, step) in run_dir.best(self.path).items():
+        for tag, (value, step) in metrics.best(run_dir.records(self.path)).items():
             say(f"best   {tag} {value:.4f} at step {step}")
         say(f"files  {self.path}")
         say(f"plot   tensorboard --host localhost --logdir {shlex.quote(str(self.path.parent))}")

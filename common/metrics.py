@@ -1,8 +1,9 @@
-"""Sums and counts in, global means out, one collective per call; throughput and MFU."""
+"""Sums and counts in, global means out, one collective per call; the best of them; throughput and MFU."""
 
 import copy
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
@@ -42,6 +43,19 @@ def means(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     totals = dict(zip(sums, values.tolist(), strict=True))
     count = totals.pop("count")
     return {key: total / count for key, total in totals.items()}
+
+
+def best(records: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, int]]:
+    """Best value and its step of each figure under val/: the lowest of a loss or of bits, else the highest."""
+    found: dict[str, tuple[float, int]] = {}
+    for line in records:
+        for tag, value in line.items():
+            if not tag.startswith("val/") or not math.isfinite(value):
+                continue
+            sign = -1 if tag.endswith(("loss", "bits_per_byte")) else 1
+            if tag not in found or sign * value > sign * found[tag][0]:
+                found[tag] = (value, int(line["step"]))
+    return found
 
 
 def count_flops(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Module, train: BatchReader) -> float:

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import fcntl
 import json
-import math
 import os
 import platform
 import shlex
@@ -160,6 +159,8 @@ def continuing(path: Path, world_size: int) -> str:
     if not any(flag.split("=")[0] == "--name" for flag in kept):
         kept += ["--name", path.name]
     plain = "python" if world_size == 1 else f"torchrun --nproc-per-node={world_size}"
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # its launcher sets this, and does not tell which file it follows
+        plain = "accelerate launch --config_file FILE"
     launched_as = os.environ.get("LAUNCHED_AS") or f"{plain} {shlex.quote(sys.argv[0])}"  # launch/torchrun.sh sets it
     return f"{launched_as} {shlex.join(kept)}"
 
@@ -178,19 +179,6 @@ def records(path: Path) -> list[dict[str, float]]:
         return []
     lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def best(path: Path) -> dict[str, tuple[float, int]]:
-    """Best value and its step of each figure under val/: the lowest of a loss or of bits, else the highest."""
-    found: dict[str, tuple[float, int]] = {}
-    for line in records(path):
-        for tag, value in line.items():
-            if not tag.startswith("val/") or not math.isfinite(value):
-                continue
-            sign = -1 if tag.endswith(("loss", "bits_per_byte")) else 1
-            if tag not in found or sign * value > sign * found[tag][0]:
-                found[tag] = (value, int(line["step"]))
-    return found
 
 
 def _replace(path: Path, text: str) -> None:

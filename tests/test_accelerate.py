@@ -208,6 +208,7 @@ def test_accelerate_launch(small_text: Path, tmp_path: Path) -> None:
     result = shell([ACCELERATE, "launch", *port, "--config_file", CPU, TRAIN, *flags], **where)
     assert result.returncode == 0, result.stdout + result.stderr
     assert_trained(tmp_path / "out" / "run", 2)
+    assert f"\ngo on  accelerate launch --config_file FILE {TRAIN} " in result.stdout
     other = ranks.run_recipe("ddp_gpt", 2, *flags, "--name", "other")
     assert other.ok, str(other)
     for tag in ("train/loss", "train/grad_norm", "val/loss"):

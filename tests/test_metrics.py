@@ -1,5 +1,6 @@
 """Means over all samples of all ranks, from one collective."""
 
+import math
 import types
 from collections.abc import Callable, Iterator
 
@@ -110,6 +111,26 @@ def test_count_flops_of_a_gpt() -> None:
 def test_peak_flops_of_a_known_gpu(name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert metrics.peak_flops(torch.device("cuda", 0), torch.bfloat16) == peak
+
+
+RECORDS = [
+    {"step": 10, "train/loss": 1 / 3},
+    {"step": 20, "val/loss": 0.7, "val/top1": 0.6},
+    {"step": 30, "val/loss": 0.5, "val/top1": 0.8},
+    {"step": 40, "val/loss": 0.6, "val/top1": 0.8},
+]
+
+
+def test_best_is_the_lowest_loss_and_the_highest_of_others() -> None:
+    assert metrics.best(RECORDS) == {"val/loss": (0.5, 30), "val/top1": (0.8, 30)}  # the first of equals
+    assert metrics.best(RECORDS[:1]) == {}
+
+
+@pytest.mark.parametrize("losses", [[math.nan, 0.5], [0.5, math.nan]], ids=str)
+def test_best_is_a_number_if_there_is_one(losses: list[float]) -> None:
+    """An evaluation that overflowed is not the best for ever."""
+    found = metrics.best({"step": i, "val/loss": loss} for i, loss in enumerate(losses))
+    assert found == {"val/loss": (0.5, losses.index(0.5))}
 
 
 def ticks(*durations: float) -> Callable[[], float]:

@@ -218,20 +218,6 @@ def test_line_that_a_kill_has_cut_off_is_dropped(tail: str, tmp_path: Path) -> N
 def test_new_runs_start_with_no_records(tmp_path: Path) -> None:
     run_dir.open_records(tmp_path, 0).close()
     assert run_dir.records(tmp_path) == []
-    assert run_dir.best(tmp_path) == {}
-
-
-def test_best_is_the_lowest_loss_and_the_highest_of_others(tmp_path: Path) -> None:
-    write_lines(tmp_path)
-    assert run_dir.best(tmp_path) == {"val/loss": (0.5, 30), "val/top1": (0.8, 30)}  # the first of equals
-
-
-def test_best_is_a_number_if_there_is_one(tmp_path: Path) -> None:
-    """An evaluation that overflowed is not the best for ever."""
-    for losses in ([float("nan"), 0.5], [0.5, float("nan")]):
-        lines = [{"step": i, "val/loss": loss} for i, loss in enumerate(losses)]
-        (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        assert run_dir.best(tmp_path)["val/loss"] == (0.5, losses.index(0.5))
 
 
 @pytest.mark.parametrize(
@@ -248,11 +234,15 @@ def test_best_is_a_number_if_there_is_one(tmp_path: Path) -> None:
 )
 def test_command_to_go_on(flags: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It can be pasted into a shell, and continues this run beyond the step it was stopped after."""
-    monkeypatch.delenv("LAUNCHED_AS", raising=False)
+    for name in ("LAUNCHED_AS", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["my recipes/train.py", *flags])
     path = Path("/runs/my run")
     assert shlex.split(run_dir.continuing(path, 1)) == ["python", "my recipes/train.py", *wanted]
     launched = ["torchrun", "--nproc-per-node=4", "my recipes/train.py", *wanted]
+    assert shlex.split(run_dir.continuing(path, 4)) == launched
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    launched = ["accelerate", "launch", "--config_file", "FILE", "my recipes/train.py", *wanted]
     assert shlex.split(run_dir.continuing(path, 4)) == launched
     monkeypatch.setenv("LAUNCHED_AS", "NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/x")
     assert run_dir.continuing(path, 4) == f"NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/x {shlex.join(wanted)}"
