@@ -87,11 +87,17 @@ def inject(fault: str, launcher: subprocess.Popen[bytes], run: Path, chance: ran
     else:
         for pid in [launcher.pid, *pids]:
             os.kill(pid, signal.SIGKILL)
-        if fault == "power cut, a bit flipped":
+        if fault == "power cut and a bit flipped":
             flip_bit(run, chance)
 
 
-FAULTS = ["SIGKILL to a rank", "SIGSTOP to a rank", "SIGTERM to the launcher", "power cut", "power cut, a bit flipped"]
+FAULTS = [
+    "SIGKILL to a rank",
+    "SIGSTOP to a rank",
+    "SIGTERM to the launcher",
+    "power cut",
+    "power cut and a bit flipped",
+]
 
 
 def wait_for_progress(launcher: subprocess.Popen[bytes], run: Path, beyond: int) -> bool:
@@ -166,7 +172,7 @@ def main() -> None:
 
 `uv run python -m benchmarks.soak --minutes {flags.minutes:g}`, {datetime.date.today()}, {cpu_name()}, {os.cpu_count()}
 cores, Python {platform.python_version()}, torch {torch.__version__}: {RECIPE}, {RANKS} processes, {steps} steps, a
-checkpoint every 5.
+checkpoint every 5 steps.
 
 | | |
 |---|---|

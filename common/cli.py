@@ -55,7 +55,7 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
 
     Raises:
         SystemExit: 2 after an error message from rank 0, 0 after --help.
-        UserError: a number out of range, or a --config that is none.
+        UserError: a number out of range, two lengths of the training, or a --config that is none.
     """
     told = io.StringIO()
     try:
@@ -80,16 +80,19 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
 def _parse(args_type: type[Args], argv: list[str] | None) -> Args:
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config", type=Path)
-    known, flags = before.parse_known_args(argv)
-    if known.config:
-        flags = [*_read_config(args_type, known.config), *flags]
+    known, given = before.parse_known_args(argv)
+    flags = [*_read_config(args_type, known.config), *given] if known.config else given
     description = f"{args_type.__doc__} --config PATH starts from a run's config.json."
     try:
-        return tyro.cli(args_type, args=flags, description=description, config=(tyro.conf.OmitArgPrefixes,))
+        args = tyro.cli(args_type, args=flags, description=description, config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as refusal:
         if refusal.code and known.config:
             print(f"The flags above are those of --config {known.config} and of the command line.", file=sys.stderr)
         raise
+    max_steps = getattr(args, "max_steps", 0)
+    if max_steps and any(flag.partition("=")[0] == "--epochs" for flag in given):
+        raise UserError(f"--epochs has no effect beside --max-steps {max_steps}: --max-steps 0 trains for the epochs")
+    return args
 
 
 def _read_config(args_type: type, path: Path) -> list[str]:

@@ -70,7 +70,7 @@ def start(backend: str = "auto", **same: Mapping[str, Any]) -> World:
         **same: see `check_same`.
 
     Raises:
-        UserError: the backend is not there, there are more processes than GPUs, or the ranks differ.
+        UserError: the backend or a GPU is not there, there are more processes than GPUs, or the ranks differ.
     """
     local_rank = _env("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", default=0)
     local_size = _env("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
@@ -99,11 +99,11 @@ def start(backend: str = "auto", **same: Mapping[str, Any]) -> World:
 
 def _pick_device(local_rank: int, local_size: int) -> torch.device:
     if not torch.cuda.is_available():
-        given = _env("SLURM_GPUS_ON_NODE", default=0)
+        given = _env("SLURM_GPUS_ON_NODE", "GPUS_ON_NODE", default=0)  # of Slurm, or of launch/torchrun.sh
         if given and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
             raise UserError(
-                f"Slurm gave {socket.gethostname()} {given} GPU{'s' * (given > 1)}, and torch sees none: is the driver "
-                "there, and torch built for it? CUDA_VISIBLE_DEVICES= trains on the CPU"
+                f"{socket.gethostname()} has {given} GPU{'s' * (given > 1)} for this job, and torch sees none: is the "
+                "driver there, and torch built for it? CUDA_VISIBLE_DEVICES= trains on the CPU"
             )
         return torch.device("cpu")
     gpus = torch.cuda.device_count()

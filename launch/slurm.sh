@@ -15,8 +15,8 @@ usage: bash launch/slurm.sh [--dry-run] [sbatch options] RECIPE [train.py flags]
 
   RECIPE   a folder that holds a train.py: recipes/ddp_resnet, or a copy of it, on a file system that all nodes see
 
-  bash launch/slurm.sh -N2 --gpus-per-node=8 --time=4:00:00 recipes/ddp_resnet --epochs 90 --data /data/imagenet
-  sbatch -N2 --gpus-per-node=8 --time=4:00:00 launch/slurm.sh recipes/ddp_resnet --epochs 90 --data /data/imagenet
+  bash launch/slurm.sh -N2 --gpus-per-node=8 --time=4:00:00 recipes/fsdp_gpt --data /data/books --max-steps 5000
+  sbatch -N2 --gpus-per-node=8 --time=4:00:00 launch/slurm.sh recipes/fsdp_gpt --data /data/books --max-steps 5000
   bash launch/slurm.sh -N1 --gpus-per-node=8 : -N2 --gpus-per-node=4 recipes/ddp_resnet    # a heterogeneous job
   bash launch/slurm.sh --dry-run -N2 recipes/ddp_resnet    # print the commands and stop
 

@@ -16,6 +16,7 @@ Environment (the recipe's launch.env gives defaults):
   NPROC_PER_NODE   processes on this machine: default one per GPU, else 2
   MAX_RESTARTS     how often a failed group of processes is started again: default 0
   OMP_NUM_THREADS  CPU threads per process: default the cores divided by the processes
+  PYTHON           the interpreter: default `python` of the active environment, else of the one that `uv sync` has made
   STAGE_DIR        a folder on this machine's own disk: the folder that --data names is copied there once, by the
                    first launch on the machine, and read from there until it changes
   ACCELERATE_CONFIG   of recipes/accelerate_gpt: the file that `accelerate launch --config_file` would get, by its path
@@ -29,6 +30,7 @@ Several machines, the same command on each:
 
 torchrun options go before RECIPE and are written --option=value; --dry-run prints the command and stops.
 Output of rank 0 comes to the terminal; the other ranks write to logs/ in the run's folder.
+Exit codes: 0 done; 2 refused, with the reason; 128+N asked to leave by signal N, or killed by it; else a rank failed.
 TEXT
 }
 
@@ -91,6 +93,7 @@ count_gpus() {
   fi
 }
 gpus=$(count_gpus)
+export GPUS_ON_NODE=$gpus # torch must see them too, or a rank refuses to train
 processes=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 2))}
 [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE=$processes is not a number of processes"
 threads=$(($(nproc 2>/dev/null || sysctl -n hw.ncpu) / processes))
@@ -147,6 +150,10 @@ if [[ -n ${STAGE_DIR-} && -z $dry_run && " $* " != *" --help "* ]]; then
   export STAGED_DATA=$staged # common/workloads/splits.py reads this in its place
 fi
 
+python=${PYTHON:-python}
+if [[ -z ${PYTHON-}${VIRTUAL_ENV-}${CONDA_PREFIX-} && -x $root/.venv/bin/python ]]; then
+  python=$root/.venv/bin/python
+fi
 # A copied folder brings its own common/ beside train.py, which Python finds first.
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1
@@ -155,13 +162,13 @@ export PYTHONUNBUFFERED=1
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} # of the launcher, which tells an error in a sentence of its own
 command=(
-  "${PYTHON:-python}" "$root/launch/agent.py" "${place[@]}" "--nproc-per-node=$processes"
+  "$python" "$root/launch/agent.py" "${place[@]}" "--nproc-per-node=$processes"
   "--max-restarts=${MAX_RESTARTS:-0}" "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
   ${options[@]+"${options[@]}"} "$recipe/train.py" "$@"
 )
 if [[ -n ${ACCELERATE_CONFIG-} ]]; then
   [[ -f $ACCELERATE_CONFIG || $ACCELERATE_CONFIG == /* ]] || ACCELERATE_CONFIG=$recipe/$ACCELERATE_CONFIG
-  command=("${command[0]}" "$root/launch/strategy.py" "$ACCELERATE_CONFIG" "${command[@]}")
+  command=("$python" "$root/launch/strategy.py" "$ACCELERATE_CONFIG" "${command[@]}")
 fi
 if [[ -n $dry_run ]]; then
   printf 'OMP_NUM_THREADS=%s PYTHONPATH=%q' "$OMP_NUM_THREADS" "$PYTHONPATH"

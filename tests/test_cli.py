@@ -66,6 +66,24 @@ def test_config_gives_the_flags_back_and_flags_win(tmp_path: Path) -> None:
     assert cli.parse(Args, ["--config", older]) == Args(lr=9.0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """Train for so long."""
+
+    epochs: int = 1  # if max_steps is 0
+    max_steps: int = 200  # or so many
+
+
+@pytest.mark.parametrize("epochs", [["--epochs", "1"], ["--epochs=3"]], ids=str)
+def test_only_one_length_of_the_training(epochs: list[str], tmp_path: Path) -> None:
+    """Asked for three epochs, nobody wants the 200 steps that are the default."""
+    with pytest.raises(UserError, match=r"^--epochs has no effect beside --max-steps 200: --max-steps 0 trains "):
+        cli.parse(Lengths, epochs)
+    assert cli.parse(Lengths, [*epochs, "--max-steps", "0"]).max_steps == 0
+    path = write_config(tmp_path, {"epochs": 3, "max_steps": 0})
+    assert cli.parse(Lengths, ["--config", path, "--max-steps", "5"]) == Lengths(3, 5), "of an earlier run, and now"
+
+
 def test_config_with_unknown_flags_is_refused(tmp_path: Path) -> None:
     path = write_config(tmp_path, dataclasses.asdict(OTHER) | {"tp": 2, "momentum": 0.9})
     with pytest.raises(UserError, match=r"has flags that this recipe lacks: momentum, tp$"):

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import ranks
 
@@ -320,6 +321,44 @@ def test_launch_env(tmp_path: Path) -> None:
     assert words[0] == "1"
     assert words[2:] == ["--standalone", "--nproc-per-node=5", "--max-restarts=1", SIGNALS, str(tmp_path / "train.py")]
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({}, ".venv/bin/python"),
+        ({"VIRTUAL_ENV": "/active"}, "python"),
+        ({"CONDA_PREFIX": "/active"}, "python"),
+        ({"PYTHON": "/named/python"}, "/named/python"),
+    ],
+    ids=["none", "venv", "conda", "named"],
+)
+def test_interpreter(variables: dict[str, str], wanted: str, tmp_path: Path) -> None:
+    """Where no environment is active, that of the repository: the commands that a run prints work as they are."""
+    launcher, python = tmp_path / "launch" / "torchrun.sh", tmp_path / ".venv" / "bin" / "python"
+    for file in (launcher, python, tmp_path / "my project" / "train.py"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    shutil.copy(LAUNCHER, launcher)
+    python.chmod(0o755)
+    inactive = {"PYTHON": "", "VIRTUAL_ENV": "", "CONDA_PREFIX": ""}
+    words = shlex.split(shell(["bash", launcher, "--dry-run", "my project"], tmp_path, **inactive | variables).stdout)
+    assert words[2] == (str(python) if wanted == ".venv/bin/python" else wanted)
+
+
+def test_gpu_that_torch_does_not_see(tmp_path: Path) -> None:
+    """As with a driver that is too old for this torch: no training on the CPU that nobody asked for."""
+    if torch.cuda.is_available():
+        pytest.skip("torch sees one")
+    result = launch(
+        DDP,
+        "--out",
+        tmp_path / "runs",
+        CUDA_VISIBLE_DEVICES="0",
+    )
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count(" has 1 GPU for this job, and torch sees none: ") == 1, result.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("recipe", ["recipes/nothing", "/nowhere", "common"])

@@ -2,7 +2,7 @@
 
 DistributedDataParallel as on one machine, with less to send: gradients travel once per optimizer step, after as
 many passes as the global batch needs, and --compress makes them smaller. Each pass of 32 samples has BatchNorm
-statistics of its own (as in Goyal et al. 2017): the same on any number of ranks that divides the batch into those.
+statistics of its own (as in Goyal et al. 2017): the same on any number of ranks that divides the batch into such.
 
     what                           each rank
     parameters, optimizer state    all, a replica
