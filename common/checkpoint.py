@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -52,8 +53,10 @@ def find(
             or the ranks differ in their terms.
     """
     world.check_same(data=terms)
-    path, facts = world.from_rank0(lambda: _find(run_dir, resume))
-    if path:
+    continued = world.from_rank0(lambda: bool(committed(run_dir)))
+    path, facts = None, dict[str, Any]()
+    if continued or resume:
+        path, facts = choose(run_dir) if continued else choose(Path(resume), "--resume ")
         log.say(f"continues from step {facts['step']} of {path}")
         for key, value in terms.items():
             if facts.get(key, value) != value:
@@ -63,25 +66,30 @@ def find(
     return path, facts
 
 
-def _find(run_dir: Path, resume: str) -> tuple[Path | None, dict[str, Any]]:
-    if committed(run_dir):
-        return choose(run_dir)
-    return choose(Path(resume).expanduser(), "--resume ") if resume else (None, {})
-
-
 def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
     """The newest whole checkpoint of a run, or the one that `where` is, and its manifest; `flag` named it.
+
+    All ranks take part, where there is a process group: rank 0 looks, and each reads some of the files.
 
     Raises:
         UserError: there is none, none is whole, or everybody can write to it.
     """
-    candidates = [where] if (where / manifest.NAME).is_file() else committed(where)
-    if not candidates:
-        raise UserError(f"{flag}{where}: no checkpoint there; give a run's folder or one of its checkpoints")
+
+    def look() -> list[Path]:
+        try:
+            place = where.expanduser()
+            found = [place] if (place / manifest.NAME).is_file() else committed(place)
+            for path in found:
+                _refuse_open_folder(path)
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{flag}{where} cannot be looked at: {error}") from error
+        if not found:
+            raise UserError(f"{flag}{where}: no checkpoint there; give a run's folder or one of its checkpoints")
+        return found
+
     faults: list[str] = []
-    for path in candidates:
-        _refuse_open_folder(path)
-        facts, fault = manifest.verify(path)
+    for path in world.from_rank0(look) if dist.is_initialized() else look():
+        facts, fault = _verify(path)
         if not fault:
             if faults:
                 log.say(f"damaged, not used: {'; '.join(faults)}")
@@ -91,6 +99,16 @@ def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
         f"{where} has checkpoints, and none of them is whole ({'; '.join(faults)}). "
         "To start over on purpose, give another --name"
     )
+
+
+def _verify(path: Path) -> tuple[dict[str, Any], str]:
+    """`manifest.verify`, and the files are dealt out over the ranks: one alone would take an hour for a large model."""
+    if not dist.is_initialized():
+        return manifest.verify(path)
+    facts, fault = manifest.verify(path, dist.get_rank(), dist.get_world_size())
+    faults = [fault] * dist.get_world_size()
+    dist.all_gather_object(faults, fault)
+    return facts, next(filter(None, faults), "")
 
 
 def _refuse_open_folder(path: Path) -> None:

@@ -35,7 +35,9 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("num_envs", "rollout_steps", "update_epochs", "eval_episodes"), (1, math.inf)),
     **dict.fromkeys(("momentum", "label_smoothing", "gamma", "gae_lambda"), (0, 1)),
     "hang_timeout": (1, math.inf),
+    "seed": (0, 2**64 - 1),  # what common/seed.py mixes
 }
+OF_ONE_RUN = ("name", "stop_after", "deadline")
 # Time for rank 0 to print a refusal that all ranks have reached. torchrun ends everyone as soon as one rank
 # has left, so the one that speaks must be the first.
 GRACE_S = 5.0
@@ -96,9 +98,10 @@ def _parse(args_type: type[Args], argv: list[str] | None) -> Args:
 
 
 def _read_config(args_type: type, path: Path) -> list[str]:
-    """The flags that a config.json stands for."""
+    """The flags that a config.json stands for, but those of one run only."""
     try:
-        values = json.loads(path.read_text())["args"]
+        # A run's own, not of what it trains: the name would continue that very run, the others end this one early.
+        values = {k: v for k, v in json.loads(path.read_text())["args"].items() if k not in OF_ONE_RUN}
         unknown = values.keys() - {field.name for field in dataclasses.fields(args_type)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--config {path} is not the config.json of a run: {error!r}") from error

@@ -152,18 +152,18 @@ class Run:
                 say(f"warning: the last records are not in {self.path}: {error}")
         took = f"{time.perf_counter() - self._born:.1f} s"
         if self._trained_s:
-            took += (
-                f", {self._trained_s:.1f} s of it training at {self._trained_samples / self._trained_s:,.0f} samples/s"
-            )
+            rate = self._trained_samples / self._trained_s
+            took += f", {self._trained_s:.1f} s of it training at {rate:,.0f} samples/s"
         if stopped:
             say(f"left   on request, saved: {stopped}")
-            (self.path / STOPPED).write_text(json.dumps({"step": self._step, "reason": stopped}))
+            left = {"step": self._step, "of": self._plan.max_steps, "reason": stopped}
+            (self.path / STOPPED).write_text(json.dumps(left))
         say(f"done   step {self._step} of {self._plan.max_steps} in {took}")
         for tag, (value, step) in metrics.best(run_dir.records(self.path)).items():
             say(f"best   {tag} {value:.4f} at step {step}")
         say(f"files  {self.path}")
         say(f"plot   tensorboard --host localhost --logdir {shlex.quote(str(self.path.parent))}")
-        more = "" if self._step < self._plan.max_steps else "  (with more --epochs or --max-steps)"
+        more = "" if self._step < self._plan.max_steps else "  (with more --max-steps, or --epochs where that is 0)"
         say(f"go on  {run_dir.continuing(self.path, self._here.size)}{more}")
 
     def _record(self, step: int, group: str, values: Mapping[str, float]) -> dict[str, float]:

@@ -48,8 +48,13 @@ def _digest_json(value: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def verify(path: Path) -> tuple[dict[str, Any], str]:
+def verify(path: Path, part: int = 0, num_parts: int = 1) -> tuple[dict[str, Any], str]:
     """Compare a checkpoint with its manifest, bit by bit.
+
+    Args:
+        path: the checkpoint.
+        part: which of `num_parts` equal parts of its files to read.
+        num_parts: among how many readers the files are dealt out.
 
     Returns:
         The manifest, and what is wrong: "" for a checkpoint that is whole.
@@ -64,11 +69,15 @@ def verify(path: Path) -> tuple[dict[str, Any], str]:
         return {}, f"format {manifest.get('format')}, this version reads {FORMAT}"
     if not intact:
         return {}, f"{NAME} has changed since it was written"
-    for file, (size, digest) in files.items():
-        if not file.is_file():
+    for file, (size, digest) in list(files.items())[part::num_parts]:
+        try:
+            found = file.stat().st_size
+            if found != size:
+                return {}, f"{file.name} has {found} bytes, not {size}"
+            if _digest(file) != digest:
+                return {}, f"{file.name} has changed since it was written"
+        except FileNotFoundError:
             return {}, f"{file.name} is missing"
-        if file.stat().st_size != size:
-            return {}, f"{file.name} has {file.stat().st_size} bytes, not {size}"
-        if _digest(file) != digest:
-            return {}, f"{file.name} has changed since it was written"
+        except OSError as error:  # a bad sector
+            return {}, f"{file.name} cannot be read ({error.strerror})"
     return manifest, ""

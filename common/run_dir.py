@@ -32,8 +32,11 @@ def choose(out: str, name: str) -> Path:
     """
 
     def choose() -> Path:
-        path = (Path(out).expanduser() / (name or datetime.now().strftime("%Y%m%d-%H%M%S"))).resolve()
-        existing = next(parent for parent in (path, *path.parents) if parent.exists())
+        try:
+            path = (Path(out).expanduser() / (name or datetime.now().strftime("%Y%m%d-%H%M%S"))).resolve()
+            existing = next(parent for parent in (path, *path.parents) if parent.exists())
+        except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
+            raise UserError(f"--out {out}, --name {name}: {error}") from error
         try:
             with tempfile.TemporaryFile(dir=existing):
                 return path
@@ -68,14 +71,17 @@ def claim(path: Path) -> None:
             ) from None
         except OSError as error:  # a file system without locks
             sys.stderr.write(f"warning: nothing keeps other jobs out of {path}: {error}\n")
-        file.truncate(0)
         job = f", Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
         mine = f"process {os.getpid()} on {socket.gethostname()}{job}"
-        file.write(mine)
-        file.flush()
-        _locks.append(file)  # closing it would give the lock back
-        if "RUN_DIR_FILE" in os.environ:  # launch/slurm.sh looks there for the folder
-            Path(os.environ["RUN_DIR_FILE"]).write_text(str(path))
+        try:
+            file.truncate(0)
+            file.write(mine)
+            file.flush()
+            _locks.append(file)  # closing it would give the lock back
+            if "RUN_DIR_FILE" in os.environ:  # launch/slurm.sh looks there for the folder
+                Path(os.environ["RUN_DIR_FILE"]).write_text(str(path))
+        except OSError as error:
+            raise UserError(f"{error.filename or path} cannot be written to ({error.strerror})") from error
         return mine
 
     wanted = world.from_rank0(lock)

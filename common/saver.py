@@ -1,6 +1,7 @@
 """Write checkpoints that are whole or absent: beside the old ones, committed by one rename, verified before use."""
 
 import errno
+import functools
 import os
 import platform
 import shutil
@@ -114,6 +115,7 @@ class Saver:
             files = self._together(lambda: {path.name: manifest.seal(path) for path in partial.glob(shard)})
             everything = {name: entry for part in files for name, entry in part.items()}
             self._together(lambda: self._commit(partial, final, facts, everything) if dist.get_rank() == 0 else None)
+            self._tidy(final)
         except (Exception, dcp.CheckpointException) as error:  # the second is none of the first
             self._failure = f"no checkpoint of step {facts['step']}: {_plain(error, self._run_dir)}"
             if dist.get_rank() == 0:
@@ -143,31 +145,32 @@ class Saver:
         return partial
 
     def _commit(self, partial: Path, final: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
-        """Seal and rename, then tidy up (rank 0)."""
+        """Seal and rename (rank 0)."""
         manifest.write(partial, facts, files)
         if final.exists():  # a damaged one, or the resume that led here would have begun after it
             final.rename(final.with_name(f"{partial.name}-damaged"))
         partial.rename(final)
         manifest.sync(final.parent)
-        try:
-            self._tidy(final)
-        except OSError as error:
-            log.say(f"warning: {final} is saved, but not all that is too old is deleted: {error}")
 
     def _tidy(self, final: Path) -> None:
-        """Point `latest` to the newest checkpoint, and delete what is too old (rank 0)."""
-        latest = final.with_name("latest")  # for people; `find` looks for itself
-        latest.with_suffix(".tmp").write_text(final.name)
-        latest.with_suffix(".tmp").replace(latest)
+        """Point `latest` to the newest checkpoint, and delete what is too old (all ranks)."""
         # Newer ones are damaged, or this run would have begun after them: they do not count as kept.
-        whole = 0
-        for path in (path for path in checkpoint.committed(self._run_dir) if path.name <= final.name):
-            if whole >= self._keep:
+        older = [path for path in checkpoint.committed(self._run_dir) if path.name < final.name]
+        older = self._together(lambda: older)[0]
+        kept, share = 1, (dist.get_rank(), dist.get_world_size())
+        while older and kept < self._keep:
+            verify = functools.partial(manifest.verify, older.pop(0), *share)  # each rank reads some of the files
+            kept += not any(fault for _, fault in self._together(verify))
+        if dist.get_rank() != 0:
+            return
+        try:
+            latest = final.with_name("latest")  # for people; `find` looks for itself
+            latest.with_suffix(".tmp").write_text(final.name)
+            latest.with_suffix(".tmp").replace(latest)
+            for path in (*older, *final.parent.glob("step_*.tmp-*")):
                 shutil.rmtree(path)
-            elif path == final or not manifest.verify(path)[1]:
-                whole += 1
-        for stale in final.parent.glob("step_*.tmp-*"):
-            shutil.rmtree(stale)
+        except OSError as error:
+            log.say(f"warning: {final} is saved, but not all that is too old is deleted: {error}")
 
 
 def _plain(error: BaseException, run_dir: Path) -> str:

@@ -47,7 +47,7 @@ class Stop:
         self._lock = threading.Lock()
         self._done = self._target = first_step
         self._agreed = threading.Event()
-        self._noticed_at = 0.0
+        self._signalled_at = float("inf")
         # Python writes the number of a signal here at once, whichever thread it hits.
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -97,9 +97,13 @@ class Stop:
         if select.select([self._signals], [], [], POLL_S)[0]:
             # Others come here too: a loader worker that ends, for one, is a SIGCHLD.
             numbers = [number for number in self._signals.recv(64) if number in SIGNALS]
-            if numbers and self.reason and time.monotonic() - self._noticed_at > SAME_SIGNAL_S:
-                os._exit(128 + numbers[0])  # asked twice: at once, unsaved
-            return f"{signal.Signals(numbers[0]).name} on rank {self._rank}" if numbers else ""
+            if not numbers:
+                return ""
+            # This rank twice: the first signal here may come late, as to the second of two machines that are drained.
+            if time.monotonic() - self._signalled_at > SAME_SIGNAL_S:
+                os._exit(128 + numbers[0])  # at once, unsaved
+            self._signalled_at = min(self._signalled_at, time.monotonic())
+            return f"{signal.Signals(numbers[0]).name} on rank {self._rank}"
         if time.monotonic() > self._deadline:
             return f"--deadline, or Slurm's time limit, on rank {self._rank}"
         return self._store.get("stop/reason").decode() if self._store.check(["stop/reason"]) else ""
@@ -107,7 +111,7 @@ class Stop:
     def _agree(self, reason: str) -> None:
         """Publish the step done here, read everyone's, and fix the step to leave after."""
         with self._lock:  # from here on `after` waits, so no rank can pass the target
-            self.reason, self._noticed_at = reason, time.monotonic()
+            self.reason = reason
             done = self._done
         self._store.set("stop/reason", reason)
         self._store.set(f"stop/done/{self._rank}", str(done))

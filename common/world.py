@@ -85,8 +85,8 @@ def start(backend: str = "auto", **same: Mapping[str, Any]) -> World:
     if backend == "cpu:gloo,cuda:nccl":
         options["device_id"] = device  # names this rank's device once, so no collective has to guess it
     if backend != "mpi" and "RANK" not in os.environ:
-        if size() > 1:  # else each of them would be a world of its own, and train apart
-            raise UserError(f"mpirun started {size()} processes: --backend mpi, or start them with torchrun")
+        if (num := max(size(), _env("SLURM_STEP_NUM_TASKS", "PMI_SIZE", default=1))) > 1:  # each would train apart
+            raise UserError(f"{num} processes, and not by torchrun: launch/slurm.sh for srun, --backend mpi for mpirun")
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors name parameters, such as one without a gradient
     dist.init_process_group(**options)

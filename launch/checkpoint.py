@@ -1,10 +1,13 @@
 """The command `python -m launch.checkpoint`: what is in a checkpoint, is it whole, one safetensors file out or in."""
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,10 +55,9 @@ def export(path: Source, out: Path) -> None:
         path: a checkpoint, or a run's folder, of which the newest whole one is taken.
         out: the file to write; it must not exist yet.
     """
-    partial = beside(out)
-    folder, step, tensors = weights(path)
-    save_file(tensors, partial, metadata={"format": "pt", "step": str(step)})
-    partial.replace(out)
+    with beside(out) as partial:
+        folder, step, tensors = weights(path)
+        save_file(tensors, partial, metadata={"format": "pt", "step": str(step)})
     print(f"{out}: {len(tensors)} tensors of step {step} of {folder}")
 
 
@@ -66,18 +68,26 @@ def import_(path: Source, out: Path) -> None:
         path: the file; names may have the prefixes of DataParallel, DDP and torch.compile.
         out: the folder to create for it, to be given to --resume.
     """
-    partial = beside(out)
-    tensors = read(path)
-    write_start(partial, tensors, path.name)
-    partial.replace(out)
+    with beside(out) as partial:
+        tensors = read(path)
+        write_start(partial, tensors, path.name)
     print(f"{out}: {len(tensors)} tensors; --resume {out} starts a training from them")
 
 
-def beside(out: Path) -> Path:
-    """Where to write what is renamed to `out` once it is whole; that must not exist yet."""
+@contextlib.contextmanager
+def beside(out: Path) -> Iterator[Path]:
+    """Where to write what becomes `out` once it is whole; that must not exist yet. After an error nothing is left."""
     if out.exists():
         raise UserError(f"--out {out} exists: give another name, or remove it")
-    return out.with_name(f"{out.name}.tmp-{os.getpid()}")
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}")
+    partial = out.with_name(f"{out.name}.tmp-{os.getpid()}")
+    try:
+        yield partial
+        partial.replace(out)
+    except BaseException:
+        shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
+        raise
 
 
 def weights(path: Path) -> tuple[Path, int, Tensors]:
@@ -124,7 +134,7 @@ def run(commands: dict[str, Any], module: str, about: str | None) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `inspect | head`
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog=f"python -m {module}", description=about)
-    except UserError as error:
+    except (UserError, OSError, SafetensorError) as error:  # the last two: of a disk that is full
         sys.exit(f"error: {error}")
 
 

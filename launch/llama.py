@@ -110,21 +110,20 @@ def export(path: Source, out: Path) -> None:
         path: a run's folder, or one of its checkpoints.
         out: the folder to create.
     """
-    partial = beside(out)
-    folder, step, tensors = weights(path)
-    file = folder.parent.parent / "config.json"
-    try:
-        args = json.loads(file.read_text())["args"]
-        embedding = tensors["embed.weight"]
-        shape = gpt.Shape(len(embedding), **{key: args[key] for key in SIZES})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder} must be of a GPT, and {file} tell its number of heads: {error!r}") from error
-    tensors = renamed(tensors, names(shape))
-    config = to_config(shape, args.get("seq_len", 2048), str(embedding.dtype).removeprefix("torch."))
-    partial.mkdir()
-    (partial / "config.json").write_text(json.dumps(config, indent=1))
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt", "step": str(step)})
-    partial.replace(out)
+    with beside(out) as partial:
+        folder, step, tensors = weights(path)
+        file = folder.parent.parent / "config.json"
+        try:
+            args = json.loads(file.read_text())["args"]
+            embedding = tensors["embed.weight"]
+            shape = gpt.Shape(len(embedding), **{key: args[key] for key in SIZES})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{folder} must be of a GPT, and {file} tell its number of heads: {error!r}") from error
+        tensors = renamed(tensors, names(shape))
+        config = to_config(shape, args.get("seq_len", 2048), str(embedding.dtype).removeprefix("torch."))
+        partial.mkdir()
+        (partial / "config.json").write_text(json.dumps(config, indent=1))
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt", "step": str(step)})
     print(f"{out}: {len(tensors)} tensors of step {step} of {folder}")
 
 
@@ -135,20 +134,19 @@ def import_(path: Source, out: Path) -> None:
         path: the folder.
         out: the folder to create; its config.json, for --config, has the sizes of the model.
     """
-    partial = beside(out)
-    file = path / "config.json"
-    try:
-        shape = from_config(json.loads(file.read_text()))
-        ours = {theirs: name for name, theirs in names(shape).items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is not the config.json of a Llama: {error!r}") from error
-    found = read(*(sorted(path.glob("model*.safetensors")) or [path / "model.safetensors"]))
-    found = {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}  # computed
-    tensors = renamed(found, ours)
-    flags = {key: getattr(shape, key) for key in SIZES}
-    write_start(partial, tensors, path.name)
-    (partial / "config.json").write_text(json.dumps({"args": flags}, indent=1))
-    partial.replace(out)
+    with beside(out) as partial:
+        file = path / "config.json"
+        try:
+            shape = from_config(json.loads(file.read_text()))
+            ours = {theirs: name for name, theirs in names(shape).items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{file} is not the config.json of a Llama: {error!r}") from error
+        found = read(*(sorted(path.glob("model*.safetensors")) or [path / "model.safetensors"]))
+        found = {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}  # computed
+        tensors = renamed(found, ours)
+        flags = {key: getattr(shape, key) for key in SIZES}
+        write_start(partial, tensors, path.name)
+        (partial / "config.json").write_text(json.dumps({"args": flags}, indent=1))
     told = ", ".join(f"{key} {value}" for key, value in flags.items())
     print(f"{out}: {len(tensors)} tensors; {told}, vocabulary {shape.vocab_size}")
     print(f"train from them: recipes/ddp_gpt --resume {out} --config {out}/config.json --seq-len N --tokenizer FILE")

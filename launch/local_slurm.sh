@@ -25,6 +25,7 @@ daemons=(slurmctld slurmd munged)
 
 down() {
   local file daemon pids=()
+  [[ ! -e $dir || (-f $dir/slurm.conf && -f $dir/munge.key) ]] || fail "$dir is no cluster of this script: nothing removed"
   for daemon in "${daemons[@]}"; do
     for file in "$dir/$daemon"*.pid; do
       [[ -f $file ]] && pids+=("$(<"$file")")

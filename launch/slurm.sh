@@ -8,6 +8,7 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@180
 set -euo pipefail
+unset CDPATH # with it, cd prints where it goes
 
 usage() {
   cat <<'TEXT'
@@ -46,14 +47,18 @@ if [[ -n ${SLURM_JOB_ID-} ]]; then # a signal this early would end the job; with
   trap 'asked=1' USR1 TERM
 fi
 
+# One task of an array has the array's number as its own: to Slurm that number means all of them.
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-${SLURM_JOB_ID-}}
+
 about_job() { # one field of this job; of a heterogeneous one, in its first part
-  scontrol show job "$SLURM_JOB_ID" --oneliner | grep -oPm1 " $1=\K\S+"
+  scontrol show job "$job" --oneliner | grep -oPm1 " $1=\K\S+"
 }
 
 # sbatch runs a copy of this file from a folder of its own; Slurm knows where the original lies.
 root=${SLURM_SH_ROOT-}
 if [[ -z $root && -n ${SLURM_JOB_ID-} && ${BASH_SOURCE[0]} == */slurm_script ]]; then
-  original=$(about_job Command)
+  original=$(scontrol show job "$job" --oneliner | grep -oPm1 ' Command=\K(.*?/slurm\.sh|\S+)') # it may have spaces
   root=$(cd "$(dirname "$original")/.." && pwd)
 fi
 root=${root:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
@@ -130,6 +135,7 @@ if [[ -z ${SLURM_JOB_ID-} ]]; then
     exit
   fi
   LAUNCHED_AS="${config}bash $(printf '%q ' "$0" ${sbatch_options[@]+"${sbatch_options[@]}"} "$recipe")"
+  export SLURM_SH_ROOT=$root
   export LAUNCHED_AS=${LAUNCHED_AS% } # what the run tells at its end as the way to go on; train.py adds its flags
   command -v sbatch >/dev/null || fail "sbatch is not here: this is no machine of a Slurm cluster. Without one: bash launch/torchrun.sh"
   exec "${command[@]}"
@@ -187,8 +193,12 @@ rm -f "$RUN_DIR_FILE"
 history=$PWD/.slurm-$SLURM_JOB_ID.starts # the step that each start has ended at
 if [[ -n $run && -f $run/stopped.json ]]; then # it was asked to leave, and has saved
   step=$(grep -oP '"step": \K\d+' "$run/stopped.json")
-elif [[ -n $asked && $code != 0 ]]; then # it was asked to leave before it could listen: there was nothing to save
-  step="its start"
+  if [[ $step == "$(grep -oP '"of": \K\d+' "$run/stopped.json")" ]]; then # and is done
+    rm -f "$history"
+    exit 0
+  fi
+elif [[ -n $asked && $code != 0 && -z $run ]]; then # before it could listen: there was nothing to save
+  step=none
 else
   rm -f "$history"
   exit $code
@@ -197,7 +207,7 @@ fi
 [[ $(about_job JobState) == RUNNING ]] || exit $code
 echo "$step" >>"$history"
 if [[ $(tail -n "${MAX_REQUEUES:-3}" "$history" | grep -cx "$step") -ge ${MAX_REQUEUES:-3} ]]; then
-  fail "${MAX_REQUEUES:-3} starts in a row have ended at step $step: not queued again. See $run"
+  fail "${MAX_REQUEUES:-3} starts in a row have ended at step $step: not queued again. See ${run:-this log}"
 fi
-echo "$(date -Is) left at step $step, saved: queued again"
-scontrol requeue "$SLURM_JOB_ID" # the last command: it ends this job at once
+echo "$(date -Is) left at step $step${run:+, saved}: queued again"
+scontrol requeue "$job" # the last command: it ends this job at once

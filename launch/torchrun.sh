@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Start a recipe with torchrun: one process per GPU, else two on the CPU. See --help.
 set -euo pipefail
+unset CDPATH # with it, cd prints where it goes
 
 usage() {
   cat <<'TEXT'

@@ -165,8 +165,9 @@ def test_file_for_another_number_of_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [FSDP2, HSDP], ids=lambda path: path.stem)
 def test_sharding_on_a_cpu(config: Path, tmp_path: Path) -> None:
-    variables = strategy.environment(str(config)) | {strategy.PROCESSES: "2"}
-    refused(tmp_path, 2, variables, "asks for FSDP: on a CPU plain DDP would come of it", "recipes/fsdp_gpt")
+    for spelt in ("true", "True"):  # Accelerate takes both
+        variables = strategy.environment(str(config)) | {strategy.PROCESSES: "2", "ACCELERATE_USE_FSDP": spelt}
+        refused(tmp_path, 2, variables, "asks for FSDP: on a CPU plain DDP would come of it", "recipes/fsdp_gpt")
 
 
 def test_file_on_one_machine_only(tmp_path: Path) -> None:
@@ -315,7 +316,9 @@ def test_more_of_a_file(small_text: Path, tmp_path: Path) -> None:
     wanted = plain_gpt_loop(str(small_text), torch.float64, tied=True)
     more = {"FSDP_ACTIVATION_CHECKPOINTING": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     more |= {"FSDP_RESHARD_AFTER_FORWARD": "false"}
-    how = {"variables": sharding(FSDP2, 2) | more, "stand_in": True}
+    followed = "    assert any('_checkpoint_wrapped_module' in name for name, _ in model.named_modules())\n"
+    recipe = ranks.mutate(HUGGING, tmp_path, {"    if args.compile:\n": followed + "    if args.compile:\n"})
+    how = {"variables": sharding(FSDP2, 2) | more, "stand_in": True, "recipe": recipe}
     found = trained(2, tmp_path, small_text, "--dtype", "float64", "--tied", **how)
     assert worst(found[0], wanted.losses) < 1e-9
     assert worst(found[1], wanted.norms) < 1e-9

@@ -1,11 +1,12 @@
 """A checkpoint comes back bit by bit on any number of ranks; what is not whole is found, named and not used."""
 
+import errno
 import json
 import random
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -195,6 +196,57 @@ def test_find_takes_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureF
         checkpoint.find(tmp_path, "", {})
     assert all(f"step_{step:08d}: " in str(refusal.value) for step in (9, 20, 100))
     assert "another --name" in str(refusal.value)
+
+
+def test_what_cannot_be_read_is_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bad sector in the newest one does not keep the run from going on with the one before."""
+    for step in (9, 10):
+        save(tmp_path, step)
+    shard = next(checkpoint.folder(tmp_path, 10).glob("*.safetensors"))
+    real = Path.open
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", lambda self, *how: bad_sector() if self == shard else real(self, *how))
+        assert manifest.verify(shard.parent) == ({}, f"{shard.name} cannot be read (Input/output error)")
+        assert find_step(tmp_path) == 9
+    assert find_step(tmp_path) == 10
+
+
+def find_in_parts(run_dir: str) -> None:
+    """Three ranks, each with a file in each checkpoint; of the newer ones another rank's is damaged each time."""
+    dist.init_process_group("gloo")
+    run, rank, read = Path(run_dir), dist.get_rank(), list[Path]()
+    saving = make_saver(run)
+    for step in (1, 2, 3, 4):
+        saving.save(step, {f"own.{rank}": torch.full((2,), float(step))}, 0, last=False)
+    if rank == 0:
+        for step in (2, 3, 4):
+            file = sorted(checkpoint.folder(run, step).glob("*.safetensors"))[step - 2]
+            flip_bit(file, 8 * file.stat().st_size - 1)
+    dist.barrier()
+    digest = manifest._digest
+    manifest._digest = lambda path: (read.append(path), digest(path))[1]  # type: ignore[func-returns-value]
+    assert find_step(run) == 1, "all hear of what one has found"
+    assert len(read) == 4, "one of the three files of each"
+    dist.barrier()
+    make_saver(run, keep=2).save(5, {f"own.{rank}": torch.zeros(2)}, 0, last=True)
+    assert [path.name[-1] for path in checkpoint.committed(run)] == ["5", "4", "3", "2", "1"], "one is whole beside it"
+    dist.destroy_process_group()
+
+
+def test_ranks_share_the_reading(tmp_path: Path) -> None:
+    """One alone would need longer for a large model than the others wait."""
+    result = ranks.spawn(find_in_parts, [(str(tmp_path),)] * 3)
+    assert result.ok, str(result)
+
+
+def bad_sector() -> NoReturn:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize("resume", ["~nobody-here/x", "a" * 300])
+def test_resume_from_what_cannot_be_a_folder(resume: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^--resume {resume} cannot be looked at: "):
+        checkpoint.find(tmp_path, resume, {})
 
 
 def test_leftovers_are_never_chosen(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from common import UserError, cli
+from common import UserError, cli, seed
 from tests import ranks
 
 
@@ -57,9 +57,10 @@ def write_config(folder: Path, values: object) -> str:
 
 def test_config_gives_the_flags_back_and_flags_win(tmp_path: Path) -> None:
     path = write_config(tmp_path, dataclasses.asdict(OTHER))
-    assert cli.parse(Args, ["--config", path]) == OTHER
-    assert cli.parse(Args, [f"--config={path}"]) == OTHER
-    wanted = dataclasses.replace(OTHER, lr=5.0, sync_bn=False)
+    again = dataclasses.replace(OTHER, name="")  # or it would continue that run, in its folder
+    assert cli.parse(Args, ["--config", path]) == again
+    assert cli.parse(Args, [f"--config={path}"]) == again
+    wanted = dataclasses.replace(again, lr=5.0, sync_bn=False)
     for argv in (["--lr", "5", "--no-sync-bn", "--config", path], ["--config", path, "--lr", "5", "--no-sync-bn"]):
         assert cli.parse(Args, argv) == wanted
     older = write_config(tmp_path, {"lr": 9.0})  # from before the recipe had the other flags
@@ -82,6 +83,23 @@ def test_only_one_length_of_the_training(epochs: list[str], tmp_path: Path) -> N
     assert cli.parse(Lengths, [*epochs, "--max-steps", "0"]).max_steps == 0
     path = write_config(tmp_path, {"epochs": 3, "max_steps": 0})
     assert cli.parse(Lengths, ["--config", path, "--max-steps", "5"]) == Lengths(3, 5), "of an earlier run, and now"
+
+
+@dataclasses.dataclass(frozen=True)
+class Seeded:
+    """Train from a seed."""
+
+    seed: int = 0  # of 64 bits
+
+
+def test_seed_is_of_64_bits() -> None:
+    largest = 2**64 - 1
+    assert cli.parse(Seeded, ["--seed", str(largest)]).seed == largest
+    seed.mix(largest, 1)
+    with pytest.raises(
+        UserError, match=r"^--seed 1.84467e\+19 is out of range: it must be between 0 and 18446744073709551615$"
+    ):
+        cli.parse(Seeded, ["--seed", str(largest + 1)])
 
 
 def test_config_with_unknown_flags_is_refused(tmp_path: Path) -> None:

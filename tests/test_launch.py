@@ -346,6 +346,22 @@ def test_interpreter(variables: dict[str, str], wanted: str, tmp_path: Path) -> 
     assert words[2] == (str(python) if wanted == ".venv/bin/python" else wanted)
 
 
+def test_cd_that_speaks() -> None:
+    """With CDPATH exported, as some people have it, cd prints the folder that it finds there."""
+    command = ["bash", "launch/torchrun.sh", "--dry-run", DDP]
+    assert shell(command, CDPATH=".:/tmp").stdout == shell(command).stdout
+
+
+def test_only_a_cluster_is_taken_down(tmp_path: Path) -> None:
+    """The command ends in rm -rf, as root."""
+    (tmp_path / "precious").touch()
+    script = ranks.ROOT / "launch" / "local_slurm.sh"
+    result = shell(["bash", script, "down"], LOCAL_SLURM_DIR=str(tmp_path))
+    assert result.returncode == 2
+    assert f"{tmp_path} is no cluster of this script: nothing removed" in result.stderr
+    assert (tmp_path / "precious").exists()
+
+
 def test_gpu_that_torch_does_not_see(tmp_path: Path) -> None:
     """As with a driver that is too old for this torch: no training on the CPU that nobody asked for."""
     if torch.cuda.is_available():

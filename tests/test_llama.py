@@ -8,11 +8,12 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from common import UserError, checkpoint, initial, manifest
@@ -289,11 +290,24 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
         llama.import_(sharded, tmp_path / "start")
 
 
-def test_what_cannot_be_exported(tmp_path: Path) -> None:
+def fill_the_disk(_: object, path: Path, **__: object) -> NoReturn:
+    path.write_bytes(b"some")
+    raise SafetensorError("No space left on device")
+
+
+def test_what_cannot_be_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = save_run(tmp_path / "run", make_ours(SHAPES["tied"]))
     (tmp_path / "there").mkdir()
     with pytest.raises(UserError, match=r"--out .*/there exists"):
         llama.export(run, tmp_path / "there")
+    for export in (llama.export, exchange.export):
+        with pytest.raises(UserError, match=r"^--out \S+/nowhere/x: there is no folder \S+/nowhere$"):
+            export(run, tmp_path / "nowhere" / "x")
+    with monkeypatch.context() as patch:
+        patch.setattr(exchange, "save_file", fill_the_disk)
+        with pytest.raises(SafetensorError):
+            exchange.export(run, tmp_path / "model.safetensors")
+    assert not list(tmp_path.glob("model.safetensors*")), "nothing is left of it"
     config = json.loads((run / "config.json").read_text())
     config["args"]["num_layers"] = 1
     (run / "config.json").write_text(json.dumps(config))

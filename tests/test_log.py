@@ -143,7 +143,7 @@ def test_finish_says_the_best_and_how_to_go_on(
     run.finish()
     said = capsys.readouterr().out
     assert re.search(r"^best +val/loss 0\.2500 at step 10$", said, re.MULTILINE), "of the whole run"
-    assert "--name 'my run'  (with more --epochs or --max-steps)\n" in said, "it is done"
+    assert "--name 'my run'  (with more --max-steps, or --epochs where that is 0)\n" in said, "it is done"
 
 
 def use_all(path: str) -> None:

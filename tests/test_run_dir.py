@@ -60,6 +60,18 @@ def test_choose_refuses_what_cannot_be_written(tmp_path: Path) -> None:
         run_dir.choose(str(tmp_path / "file"), "run")
 
 
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("out", "name", "told"), [("~nobody-here/x", "run", "home directory"), ("runs", "a" * 300, "too long")]
+)
+def test_choose_refuses_what_cannot_be_a_folder(
+    out: str, name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"^--out {out}, --name {name}: .*{told}"):
+        run_dir.choose(out, name)
+
+
 @pytest.fixture
 def group_and_locks(group: None) -> Iterator[None]:
     """Locks are held until a process ends, and this one runs other tests."""
@@ -79,6 +91,16 @@ def claim_and_die(path: str, claimed: str) -> None:
         time.sleep(60)
     Path(claimed).write_text(str(child))
     time.sleep(60)
+
+
+@pytest.mark.usefixtures("group_and_locks")
+def test_claim_that_cannot_be_told_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job whose folder cannot be written to could not be queued again."""
+    monkeypatch.setenv("RUN_DIR_FILE", "/nowhere/.slurm-1.run")
+    with pytest.raises(
+        UserError, match=r"^/nowhere/\.slurm-1\.run cannot be written to \(No such file or directory\)$"
+    ):
+        run_dir.claim(tmp_path / "run")
 
 
 @pytest.mark.usefixtures("group_and_locks")

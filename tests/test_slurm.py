@@ -313,13 +313,53 @@ def test_crash_loop_stops(cluster: Path, images: Path, tmp_path: Path) -> None:
     assert job.starts() == 2
 
 
+def test_done_although_asked_to_leave(cluster: Path, images: Path, tmp_path: Path) -> None:
+    """In its last step: there is nothing to be queued again for."""
+    job = Job(tmp_path, images, flags=("--deadline", "0.0001", "--max-steps", "1"))
+    job.wait(job.completed)
+    assert "left   on request" in job.log()
+    assert job.starts() == 1
+    assert not list(tmp_path.glob(".slurm-*"))
+
+
+def test_task_of_an_array(cluster: Path, images: Path, tmp_path: Path) -> None:
+    """One of them has the array's number as its own; queued again, it takes no other with it."""
+    flags = [*FLAGS, *ranks.small(RECIPE), "--data", images, "--out", tmp_path / "runs"]
+    out = run("bash", SLURM, "-N1", "--array=1-2", slow(RECIPE, tmp_path), *flags, cwd=tmp_path, STEP_S="0.5")
+    array = re.fullmatch(r"Submitted batch job (\d+)\n", out)[1]
+
+    def tasks() -> dict[str, tuple[str, str]]:
+        """Number in the array, and state, by number of the job."""
+        told = call("scontrol", "show", "job", array, "--oneliner").stdout
+        found = re.findall(r"^JobId=(\d+) ArrayJobId=\d+ ArrayTaskId=(\d+) .* JobState=(\w+)", told, re.MULTILINE)
+        return {job: (task, state) for job, task, state in found}
+
+    def log(job: str) -> str:
+        return "".join(path.read_text() for path in tmp_path.glob(f"slurm-*-{job}.log"))
+
+    def wait(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 90
+        while not condition():
+            assert time.monotonic() < end, f"{tasks()}\n{''.join(log(job) for job in tasks())}"
+            time.sleep(0.3)
+
+    wait(lambda: len(tasks()) == 2 and all("loss" in log(job) for job in tasks()))
+    (other,) = tasks().keys() - {array}
+    run("scancel", "--signal=USR1", f"{array}_{tasks()[array][0]}")
+    wait(lambda: "queued again" in log(array) and tasks()[array][1] == "PENDING")
+    wait(lambda: tasks()[other][1] == "COMPLETED")
+    assert log(other).count(", start ") == 1
+    assert "left at step" not in log(other)
+    run("scancel", array)
+
+
 def test_heterogeneous(cluster: Path, images: Path, tmp_path: Path) -> None:
     """Two parts that asked for different things make one world, and ranks 0 to 2 in it."""
     flags = [*FLAGS, *ranks.small(RECIPE), "--max-steps", "2", "--data", images, "--out", tmp_path / "runs"]
     flags += ["--global-batch-size", "42"]  # of three ranks
     recipe = slow(RECIPE, tmp_path)
     site = "export NPROC_PER_NODE=$((2 - ${SLURM_PROCID:-0}))"
-    where = site_copy(tmp_path, site)
+    where = site_copy(tmp_path / "my cluster", site)  # sbatch tells the job where its script lies, unquoted
     run("sbatch", "--wait", "-N1", "-c2", ":", "-N1", "-c1", where, recipe, *flags, cwd=tmp_path)
     (log,) = tmp_path.glob("slurm-*.log")
     assert "3 processes on 2 hosts" in log.read_text()

@@ -1,8 +1,10 @@
 """When to leave, without a launcher; tests/faults/test_stop.py interrupts whole trainings."""
 
 import os
+import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -38,6 +40,31 @@ def wait_for_the_clock(slurm_s: float, deadline_s: float, due_s: float) -> None:
 def test_leaves_in_time_for_the_end_of_the_job(slurm_s: float, deadline_s: float, due_s: float) -> None:
     result = ranks.spawn(wait_for_the_clock, [(slurm_s, deadline_s, due_s)], timeout_s=30)
     assert result.ok, str(result)
+
+
+def hear_late(saved: str) -> None:
+    """Rank 0 is told at once, rank 1 when its machine's turn comes, and both are still saving."""
+    dist.init_process_group("gloo")
+    stopping = stop.Stop(0, 0)
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    step = 1
+    while not stopping.after(step):
+        step += 1
+        time.sleep(0.1)
+    time.sleep(stop.SAME_SIGNAL_S + 0.5)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(4 * stop.POLL_S)
+    Path(f"{saved}-{dist.get_rank()}").touch()
+    world.finish()
+
+
+def test_first_signal_of_a_rank_is_not_its_second(tmp_path: Path) -> None:
+    """The machines of a job are drained some seconds apart: what is being saved is not thrown away."""
+    result = ranks.spawn(hear_late, [(str(tmp_path / "saved"),)] * 2, timeout_s=30)
+    assert result.ok, str(result)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def close_twice() -> None:

@@ -14,7 +14,10 @@ from common import UserError, world
 from tests import ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_STEP_NUM_TASKS", "PMI_SIZE"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +69,16 @@ def test_processes_of_mpirun_do_not_each_train_alone(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     with pytest.raises(UserError):
         world.start("gloo")
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "PMI_SIZE"])
+def test_processes_of_srun_do_not_each_train_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `srun -n4 python train.py`: each would be rank 0 of a run of its own."""
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(UserError, match=r"^4 processes, and not by torchrun: launch/slurm.sh for srun"):
+        world.start("gloo")
+    monkeypatch.setenv(name, "1")
+    assert world.start("gloo").size == 1
 
 
 def start_on_two() -> None:

@@ -143,7 +143,7 @@ ENV = {
 def make_accelerator(args: Args, here: world.World, path: Path, dtype: torch.dtype) -> Accelerator:
     """Accelerate as its launcher's environment wants it, or a refusal where something else would come of it."""
     mixed, on_cpu = "bf16" if dtype == torch.bfloat16 else "no", here.device.type == "cpu"
-    sharded = ENV.get("ACCELERATE_USE_FSDP") == "true"
+    sharded = ENV.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     decided = DECIDED | {"ACCELERATE_MIXED_PRECISION": (mixed, "--dtype")}
     decided |= {} if sharded else {"PARALLELISM_CONFIG_DP_SHARD_SIZE": ("1", "distributed_type: FSDP")}
     decided |= {} if on_cpu else {"ACCELERATE_USE_CPU": ("false", "CUDA_VISIBLE_DEVICES= in front of the command")}
@@ -173,7 +173,7 @@ def make_accelerator(args: Args, here: world.World, path: Path, dtype: torch.dty
         raise UserError(f"Accelerate refuses its file, or --tracker {args.tracker}: {error}") from error
     if missing := trackers - set(map(str, accelerator.log_with)):
         raise UserError(f"--tracker {', '.join(missing)} is not installed, and Accelerate would leave it out")
-    assert accelerator.is_fsdp2 == sharded, accelerator.distributed_type
+    assert accelerator.is_fsdp2 == (accelerator.distributed_type == "FSDP") == sharded, accelerator.distributed_type
     return accelerator
 
 
