@@ -9,7 +9,7 @@ import datetime
 import itertools
 import os
 import platform
-import re
+import runpy
 import tempfile
 import time
 from pathlib import Path
@@ -186,7 +186,7 @@ def main() -> None:
             sent += sent_rows(layout, found)
             alone = max(alone, *(len(one["alone"]) for one in found))
             print(held[-1], flush=True)
-        names = re.findall(r'^    "([\w-]+)": schedules\.', ranks.source(schedules.RECIPE), re.MULTILINE)
+        names = [*runpy.run_path(str(ROOT / "recipes" / schedules.RECIPE / "train.py"))["SCHEDULES"]]
         slept = schedules.asleep(names, Path(folder), ROOT / "docs/schedules.png")
         computed = schedules.computing(names, Path(folder))
     stream = 4 * BATCH * LENGTH * WIDTH / 1e6
