@@ -205,7 +205,7 @@ def test_what_cannot_be_read_is_damaged(tmp_path: Path, capsys: pytest.CaptureFi
     shard = next(checkpoint.folder(tmp_path, 10).glob("*.safetensors"))
     real = Path.open
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "open", lambda self, *how: bad_sector() if self == shard else real(self, *how))
+        patch.setattr(Path, "open", lambda self, *a, **kw: bad_sector() if self == shard else real(self, *a, **kw))
         assert manifest.verify(shard.parent) == ({}, f"{shard.name} cannot be read (Input/output error)")
         assert find_step(tmp_path) == 9
     assert find_step(tmp_path) == 10
@@ -217,7 +217,7 @@ def find_in_parts(run_dir: str) -> None:
     run, rank, read = Path(run_dir), dist.get_rank(), list[Path]()
     saving = make_saver(run)
     for step in (1, 2, 3, 4):
-        saving.save(step, {f"own.{rank}": torch.full((2,), float(step))}, 0, last=False)
+        saving.save(step, {f"own.{rank}": torch.full((2,), float(step))}, 10 * step, last=False)
     if rank == 0:
         for step in (2, 3, 4):
             file = sorted(checkpoint.folder(run, step).glob("*.safetensors"))[step - 2]

@@ -421,13 +421,13 @@ def test_film(tmp_path: Path) -> None:
     """Up to 32 frames of an episode, which TensorBoard has after an evaluation."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    film = environments.Film("CartPole-v1", 0, seed.HOLD_OUT)
-    frames = film(lambda seen: np.zeros(len(seen), int))
+    env = environments.make("CartPole-v1", render_mode="rgb_array")
+    frames = environments.film(env, lambda seen: np.zeros(len(seen), int), 0)
     assert frames.dtype == np.uint8
     assert frames.shape[1:] == (400, 600, 3)
     assert 5 < len(frames) <= 32
     assert not (frames[0] == frames[-1]).all()
-    upright = film(lambda seen: (seen[:, 2] + seen[:, 3] > 0).astype(int))
+    upright = environments.film(env, lambda seen: (seen[:, 2] + seen[:, 3] > 0).astype(int), 0)
     assert 16 < len(upright) <= 32, "of several hundred"
     assert (upright[0] == frames[0]).all(), "the same episode once more"
     train(PPO, 2, tmp_path, *ranks.small(PPO), "--max-steps", "1", "--film")

@@ -187,22 +187,14 @@ def play_once(name: str, index: np.ndarray, act: Act, *keys: int) -> dict[str, t
     return {"return": torch.tensor(returns), "length": torch.tensor(lengths), "count": torch.tensor(len(index))}
 
 
-class Film:
-    """Films what `play_once` plays in environment 0."""
-
-    def __init__(self, name: str, *keys: int) -> None:
-        """Make the environment, or a refusal: before the training, not in its first evaluation."""
-        self._env = make(name, render_mode="rgb_array")
-        self._seed = int(seed.mix(*keys, 0, 0) % np.uint64(2**31))
-
-    def __call__(self, act: Act) -> np.ndarray:
-        """Up to 32 frames, (N, H, W, 3), of an episode."""
-        frames, every, time_step, ends = list[Any](), 1, 0, [False]
-        seen, _ = self._env.reset(seed=self._seed)
-        while not any(ends):
-            frames += [] if time_step % every else [self._env.render()]
-            if len(frames) > 32:
-                frames, every = frames[::2], 2 * every
-            seen, _, *ends, _ = self._env.step(act(np.asarray(seen)[None])[0])
-            time_step += 1
-        return np.stack(frames)
+def film(env: Any, act: Act, key: int) -> np.ndarray:
+    """Up to 32 frames, (N, H, W, 3), of environment 0 in an evaluation with this seed; `env` is made to be rendered."""
+    frames, every, time_step, ends = list[Any](), 1, 0, [False]
+    seen, _ = env.reset(seed=int(seed.mix(key, seed.HOLD_OUT, 0, 0) % np.uint64(2**31)))
+    while not any(ends):
+        frames += [] if time_step % every else [env.render()]
+        if len(frames) > 32:
+            frames, every = frames[::2], 2 * every
+        seen, _, *ends, _ = env.step(act(np.asarray(seen)[None])[0])
+        time_step += 1
+    return np.stack(frames)

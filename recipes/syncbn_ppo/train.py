@@ -23,7 +23,6 @@ Base: none.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -248,7 +247,7 @@ def main() -> None:
     dtype = precision.pick(args.dtype, here.device)
     index, samples = environments.share(args.num_envs, args.rollout_steps, args.global_batch_size, shard, num_shards)
     envs = environments.Environments(args.env, index, args.seed, seed.EPISODE)
-    film = environments.Film(args.env, args.seed, seed.HOLD_OUT) if args.film else None
+    filmed = environments.make(args.env, render_mode="rgb_array") if args.film else None
     terms = {"seed": args.seed, "env": args.env}
 
     path = run_dir.choose(args.out, args.name)
@@ -286,8 +285,8 @@ def main() -> None:
                 guard.check_replicas(model, step)
             if step % (args.eval_every or plan.max_steps) == 0 or step == last_step:
                 run.validation(step, metrics.means(evaluate(args, model, shard, num_shards)))
-                if film:
-                    run.frames(step, "val/film", functools.partial(film, model.module.act))
+                if filmed:
+                    run.frames(step, "val/film", lambda: environments.film(filmed, model.module.act, args.seed))
             if step % (args.save_every or plan.max_steps) == 0 or last:
                 saving.save(step, keymap.tensors(model, optimizer) | envs.tensors(), plan.position(step), last)
         if last:
