@@ -155,8 +155,7 @@ class Saver:
     def _tidy(self, final: Path) -> None:
         """Point `latest` to the newest checkpoint, and delete what is too old (all ranks)."""
         # Newer ones are damaged, or this run would have begun after them: they do not count as kept.
-        older = [path for path in checkpoint.committed(self._run_dir) if path.name < final.name]
-        older = self._together(lambda: older)[0]
+        older = self._together(lambda: [one for one in checkpoint.committed(self._run_dir) if one.name < final.name])[0]
         kept, share = 1, (dist.get_rank(), dist.get_world_size())
         while older and kept < self._keep:
             verify = functools.partial(manifest.verify, older.pop(0), *share)  # each rank reads some of the files

@@ -197,8 +197,9 @@ if [[ -n $run && -f $run/stopped.json ]]; then # it was asked to leave, and has 
     rm -f "$history"
     exit 0
   fi
-elif [[ -n $asked && $code != 0 && -z $run ]]; then # before it could listen: there was nothing to save
-  step=none
+  saved=", saved"
+elif [[ -n $asked && $code -gt 128 ]]; then # ended by the signal, before it could listen: nothing was to be saved
+  step=none saved=
 else
   rm -f "$history"
   exit $code
@@ -209,5 +210,5 @@ echo "$step" >>"$history"
 if [[ $(tail -n "${MAX_REQUEUES:-3}" "$history" | grep -cx "$step") -ge ${MAX_REQUEUES:-3} ]]; then
   fail "${MAX_REQUEUES:-3} starts in a row have ended at step $step: not queued again. See ${run:-this log}"
 fi
-echo "$(date -Is) left at step $step${run:+, saved}: queued again"
+echo "$(date -Is) left at step $step$saved: queued again"
 scontrol requeue "$job" # the last command: it ends this job at once
