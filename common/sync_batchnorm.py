@@ -25,15 +25,14 @@ class _BatchNormOverRanks(torch.autograd.Function):
         eps: float,
         group: dist.ProcessGroup,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the output (N, C, ...), and mean (C,), biased variance (C,) and count () over all ranks."""
+        """Output (N, C, ...), mean (C,), biased variance (C,) and count () over all ranks, in the weight's type."""
         dims = [dim for dim in range(x.ndim) if dim != 1]
         shape = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
-        wide = x.to(weight.dtype)
         # Two all-reduces, mean first: E[x^2] - E[x]^2 in one would lose half of the digits.
-        totals = torch.cat([wide.sum(dims), wide.new_full((1,), x.numel() / x.shape[1])])
+        totals = torch.cat([x.sum(dims), x.new_full((1,), x.numel() / x.shape[1])])
         dist.all_reduce(totals, group=group)
         mean, count = totals[:-1] / totals[-1], totals[-1]
-        centred = wide - mean.view(shape)
+        centred = x - mean.view(shape)
         squares = centred.square().sum(dims)
         dist.all_reduce(squares, group=group)
         var = squares / count
@@ -42,7 +41,7 @@ class _BatchNormOverRanks(torch.autograd.Function):
         ctx.save_for_backward(normalised, weight * scale, count)
         ctx.dims, ctx.shape, ctx.group = dims, shape, group
         ctx.mark_non_differentiable(mean, var, count)
-        return (normalised * weight.view(shape) + bias.view(shape)).to(x.dtype), mean, var, count
+        return normalised * weight.view(shape) + bias.view(shape), mean, var, count
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
@@ -51,13 +50,12 @@ class _BatchNormOverRanks(torch.autograd.Function):
         Its two sums are this rank's gradients of bias and weight, and, over all ranks, a part of that of x.
         """
         normalised, scale, count = ctx.saved_tensors
-        wide = grad.to(normalised.dtype)
-        grad_bias, grad_weight = wide.sum(ctx.dims), (wide * normalised).sum(ctx.dims)
+        grad_bias, grad_weight = grad.sum(ctx.dims), (grad * normalised).sum(ctx.dims)
         sums = torch.stack([grad_bias, grad_weight])
         dist.all_reduce(sums, group=ctx.group)
         mean_grad, mean_product = ((row / count).view(ctx.shape) for row in sums)
-        grad_x = (wide - mean_grad - normalised * mean_product) * scale.view(ctx.shape)
-        return grad_x.to(grad.dtype), grad_weight, grad_bias, None, None
+        grad_x = (grad - mean_grad - normalised * mean_product) * scale.view(ctx.shape)
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -76,13 +74,15 @@ class SyncBatchNorm(_BatchNorm):
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
-        out, mean, var, count = _BatchNormOverRanks.apply(x, self.weight, self.bias, self.eps, self.group)
+        # Cast out here: where the function itself does, torch.compile of torch 2.11 gives wrong gradients.
+        wide = x.to(self.weight.dtype)
+        out, mean, var, count = _BatchNormOverRanks.apply(wide, self.weight, self.bias, self.eps, self.group)
         self.num_batches_tracked.add_(1)
         momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
         with torch.no_grad():
             self.running_mean.lerp_(mean, momentum)
             self.running_var.lerp_(var * count / (count - 1).clamp(min=1), momentum)
-        return out
+        return out.to(x.dtype)
 
 
 def convert(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
