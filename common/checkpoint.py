@@ -6,7 +6,10 @@ pickled. `torch.distributed.checkpoint` reads and writes it, so the ranks that l
 that saved.
 """
 
+import functools
+import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from common import UserError, keymap, log, manifest, world
+from common.world import Answer
 
 
 def folder(run_dir: Path, step: int) -> Path:
@@ -33,7 +37,7 @@ def committed(run_dir: Path) -> list[Path]:
 def find(
     run_dir: Path, resume: str, terms: dict[str, Any], model: nn.Module | None = None
 ) -> tuple[Path | None, dict[str, Any]]:
-    """Choose what to start from (all ranks take part; rank 0 looks, all get its choice).
+    """Choose what to start from (all ranks take part; rank 0 looks, each reads some of the files, all get one choice).
 
     A run that has checkpoints continues from its newest whole one, also when `resume` is given, so that the
     same command can be run again. Otherwise `resume` names a run's folder or one checkpoint.
@@ -79,8 +83,6 @@ def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
         try:
             place = where.expanduser()
             found = [place] if (place / manifest.NAME).is_file() else committed(place)
-            for path in found:
-                _refuse_open_folder(path)
         except (OSError, RuntimeError) as error:
             raise UserError(f"{flag}{where} cannot be looked at: {error}") from error
         if not found:
@@ -88,7 +90,8 @@ def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
         return found
 
     faults: list[str] = []
-    for path in world.from_rank0(look) if dist.is_initialized() else look():
+    for path in _from_rank0(look):
+        _from_rank0(functools.partial(_refuse_open_folder, path))
         facts, fault = _verify(path)
         if not fault:
             if faults:
@@ -106,14 +109,24 @@ def _verify(path: Path) -> tuple[dict[str, Any], str]:
     if not dist.is_initialized():
         return manifest.verify(path)
     facts, fault = manifest.verify(path, dist.get_rank(), dist.get_world_size())
-    faults = [fault] * dist.get_world_size()
-    dist.all_gather_object(faults, fault)
-    return facts, next(filter(None, faults), "")
+    mine = (socket.gethostname(), fault, [facts.get("step"), facts.get("samples")])
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for host, found, position in everyone:
+        if found or position != everyone[0][2]:
+            place = f" on {host}" if host != everyone[0][0] else ""
+            return {}, f"{found or 'it is another one'}{place}"
+    return facts, ""
+
+
+def _from_rank0(answer: Callable[[], Answer]) -> Answer:
+    return world.from_rank0(answer) if dist.is_initialized() else answer()
 
 
 def _refuse_open_folder(path: Path) -> None:
     for place in (path.resolve(), *path.resolve().parents[:2]):  # the checkpoint, checkpoints/ and the run's folder
-        if place.stat().st_mode & stat.S_IWOTH and not place.stat().st_mode & stat.S_ISVTX:
+        mode = place.stat().st_mode if place.exists() else 0  # a link that leads nowhere is a damaged one
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise UserError(f"{place} can be written by everybody here, so nothing in it is trusted: chmod o-w {place}")
 
 

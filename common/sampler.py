@@ -130,7 +130,7 @@ def make_plan(
     steps, rest = divmod(left, global_batch_size)
     if rest and _smallest_pass(rest, pass_size) < least * num_shards:
         last = step + steps
-        way_out = f"--max-steps {last} leaves them out" if last else "use a smaller --global-batch-size"
+        way_out = f"--max-steps {last} alone leaves them out" if last else "use a smaller --global-batch-size"
         raise UserError(
             f"--epochs {epochs} of {num_samples} samples leaves {rest} for the last step: "
             f"too few for {num_shards} ranks in passes of {pass_size}; {way_out}"

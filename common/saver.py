@@ -154,21 +154,21 @@ class Saver:
 
     def _tidy(self, final: Path) -> None:
         """Point `latest` to the newest checkpoint, and delete what is too old (all ranks)."""
-        # Newer ones are damaged, or this run would have begun after them: they do not count as kept.
-        older = self._together(lambda: [one for one in checkpoint.committed(self._run_dir) if one.name < final.name])[0]
-        kept, share = 1, (dist.get_rank(), dist.get_world_size())
-        while older and kept < self._keep:
-            verify = functools.partial(manifest.verify, older.pop(0), *share)  # each rank reads some of the files
-            kept += not any(fault for _, fault in self._together(verify))
-        if dist.get_rank() != 0:
-            return
         try:
-            latest = final.with_name("latest")  # for people; `find` looks for itself
-            latest.with_suffix(".tmp").write_text(final.name)
-            latest.with_suffix(".tmp").replace(latest)
-            for path in (*older, *final.parent.glob("step_*.tmp-*")):
-                shutil.rmtree(path)
-        except OSError as error:
+            found = self._together(lambda: checkpoint.committed(self._run_dir) if dist.get_rank() == 0 else [])[0]
+            # Newer ones are damaged, or this run would have begun after them: they do not count as kept.
+            older = [path for path in found if path.name < final.name]
+            kept, share = 1, (dist.get_rank(), dist.get_world_size())
+            while older and kept < self._keep:
+                verify = functools.partial(manifest.verify, older.pop(0), *share)  # each rank reads some of the files
+                kept += not any(fault for _, fault in self._together(verify))
+            if dist.get_rank() == 0:
+                latest = final.with_name("latest")  # for people; `find` looks for itself
+                latest.with_suffix(".tmp").write_text(final.name)
+                latest.with_suffix(".tmp").replace(latest)
+                for path in (*older, *final.parent.glob("step_*.tmp-*")):
+                    shutil.rmtree(path)
+        except (SaveError, OSError) as error:  # the first on all ranks alike
             log.say(f"warning: {final} is saved, but not all that is too old is deleted: {error}")
 
 

@@ -86,7 +86,7 @@ def start(backend: str = "auto", **same: Mapping[str, Any]) -> World:
         options["device_id"] = device  # names this rank's device once, so no collective has to guess it
     if backend != "mpi" and "RANK" not in os.environ:
         if (num := max(size(), _env("SLURM_STEP_NUM_TASKS", "PMI_SIZE", default=1))) > 1:  # each would train apart
-            raise UserError(f"{num} processes, and not by torchrun: launch/slurm.sh for srun, --backend mpi for mpirun")
+            raise UserError(f"{num} ranks, no torchrun: launch/slurm.sh, --backend mpi, or unset SLURM_STEP_NUM_TASKS")
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors name parameters, such as one without a gradient
     dist.init_process_group(**options)

@@ -33,7 +33,8 @@ Environment (exported in launch/site.sh too, if that exists: see below):
 
 launch/site.sh is a file of your own, read on the machine you submit from and on every node: `module load cuda`,
 `source ~/venv/bin/activate`, exports. It may set the array SRUN_OPTIONS, such as
-SRUN_OPTIONS=(--container-image=/images/torch.sqsh --container-mounts="$PWD") where the cluster has pyxis.
+SRUN_OPTIONS=(--container-image=/images/torch.sqsh --container-mounts="$PWD") where the cluster has pyxis. Where the
+interpreter is a module's or the container's, `export PYTHON=python`: else a .venv of this repository comes first.
 TEXT
 }
 
@@ -47,9 +48,9 @@ if [[ -n ${SLURM_JOB_ID-} ]]; then # a signal this early would end the job; with
   trap 'asked=1' USR1 TERM
 fi
 
+job=${SLURM_JOB_ID-}
 # One task of an array has the array's number as its own: to Slurm that number means all of them.
-job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-job=${job:-${SLURM_JOB_ID-}}
+[[ -z $job || $job != "${SLURM_ARRAY_JOB_ID-}" ]] || job+=_$SLURM_ARRAY_TASK_ID
 
 about_job() { # one field of this job; of a heterogeneous one, in its first part
   scontrol show job "$job" --oneliner | grep -oPm1 " $1=\K\S+"
@@ -195,7 +196,7 @@ if [[ -n $run && -f $run/stopped.json ]]; then # it was asked to leave, and has 
   step=$(grep -oP '"step": \K\d+' "$run/stopped.json")
   if [[ $step == "$(grep -oP '"of": \K\d+' "$run/stopped.json")" ]]; then # and is done
     rm -f "$history"
-    exit 0
+    exit $((code > 128 ? 0 : code))
   fi
   saved=", saved"
 elif [[ -n $asked && $code -gt 128 ]]; then # ended by the signal, before it could listen: nothing was to be saved

@@ -31,7 +31,8 @@ Several machines, the same command on each:
 
 torchrun options go before RECIPE and are written --option=value; --dry-run prints the command and stops.
 Output of rank 0 comes to the terminal; the other ranks write to logs/ in the run's folder.
-Exit codes: 0 done; 2 refused, with the reason; 128+N asked to leave by signal N, or killed by it; else a rank failed.
+Exit codes: 0 done, or left by --deadline; 2 refused, with the reason; 128+N asked to leave by signal N, or killed by it;
+else a rank failed.
 TEXT
 }
 

@@ -153,7 +153,7 @@ def test_last_batch_too_small(recipe: str, out: Path, small_data: dict[str, Path
     flags = ["--data", str(small_data[ranks.workload(recipe)]), *ranks.small(recipe), *layout.flags]
     flags += ["--epochs", "1", "--max-steps", "0", "--global-batch-size", "36"]  # 469 = 13 * 36 + 1
     flags += layout.passes(36)
-    refused(recipe, out, flags, "--epochs 1 of 469 samples leaves 1", "--max-steps 13", size=layout.size)
+    refused(recipe, out, flags, "--epochs 1 of 469 samples leaves 1", "--max-steps 13 alone", size=layout.size)
 
 
 @pytest.mark.parametrize("micro", [[], ["--micro-batch-size", "1"]])

@@ -366,12 +366,7 @@ def test_gpu_that_torch_does_not_see(tmp_path: Path) -> None:
     """As with a driver that is too old for this torch: no training on the CPU that nobody asked for."""
     if torch.cuda.is_available():
         pytest.skip("torch sees one")
-    result = launch(
-        DDP,
-        "--out",
-        tmp_path / "runs",
-        CUDA_VISIBLE_DEVICES="0",
-    )
+    result = launch(DDP, "--out", tmp_path / "runs", CUDA_VISIBLE_DEVICES="0")
     assert result.returncode == 2, result.stderr
     assert result.stderr.count(" has 1 GPU for this job, and torch sees none: ") == 1, result.stderr
     assert not (tmp_path / "runs").exists()

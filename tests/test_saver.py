@@ -360,7 +360,7 @@ def test_failure_without_a_word_is_told_by_its_name(
     assert "warning: no checkpoint of step 1: MemoryError (" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("what", ["latest", "old one"])
+@pytest.mark.parametrize("what", ["latest", "old one", "list"])
 def test_what_fails_after_the_commit_is_no_failure(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint is there, whole: a disk that is full to the last byte, or a folder that cannot be deleted."""
 
@@ -368,6 +368,8 @@ def test_what_fails_after_the_commit_is_no_failure(what: str, tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     save(tmp_path, 5)
-    monkeypatch.setattr(*((Path, "replace") if what == "latest" else (saver.shutil, "rmtree")), fail)
-    save(tmp_path, 6, keep=1)
+    where = {"latest": (Path, "replace"), "old one": (saver.shutil, "rmtree"), "list": (saver.checkpoint, "committed")}
+    with monkeypatch.context() as patch:
+        patch.setattr(*where[what], fail)
+        save(tmp_path, 6, keep=1)
     assert 6 in committed(tmp_path)

@@ -75,7 +75,7 @@ def test_processes_of_mpirun_do_not_each_train_alone(monkeypatch: pytest.MonkeyP
 def test_processes_of_srun_do_not_each_train_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of `srun -n4 python train.py`: each would be rank 0 of a run of its own."""
     monkeypatch.setenv(name, "4")
-    with pytest.raises(UserError, match=r"^4 processes, and not by torchrun: launch/slurm.sh for srun"):
+    with pytest.raises(UserError, match=r"^4 ranks, no torchrun: launch/slurm.sh"):
         world.start("gloo")
     monkeypatch.setenv(name, "1")
     assert world.start("gloo").size == 1
