@@ -218,7 +218,7 @@ def test_two_pods(small_digits: Path, tmp_path: Path) -> None:
     run = tmp_path / "localhost"
 
     def start(max_steps: int) -> list[subprocess.Popen[str]]:
-        words = command(tmp_path, *TRAINER["args"], *steps, "--max-steps", str(max_steps))
+        words = command(tmp_path, TRAINER["args"][0], *steps, "--max-steps", str(max_steps))
         return [popen(words, tmp_path, plugin | {"PET_NODE_RANK": str(i)}) for i in range(2)]
 
     pods = start(10_000)
