@@ -6,6 +6,7 @@ that all processes of a machine share. A `unit` makes each pass last a fixed tim
 """
 
 import json
+import runpy
 import statistics
 import time
 from collections.abc import Callable
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import probes
+from tests.ranks import ROOT
 
 RECIPE, DEFAULT = "pipeline_gpt", "1f1b"
 MICROBATCHES = 8
-CHUNKS = {"interleaved": 2, "zero-bubble": 2}  # stages of a rank, where not 1
+# Schedule -> stages of a rank, as the recipe has them.
+STAGES = {name: n for name, (_, n) in runpy.run_path(str(ROOT / "recipes" / RECIPE / "train.py"))["SCHEDULES"].items()}
 UNIT_S = 0.08  # that a rank needs for the forward pass of one of MICROBATCHES through all that it holds
 STEPS = range(2, 5)  # that are measured
 QUICK = ("--width", "8", "--num-heads", "2", "--seq-len", "4")  # next to nothing to compute
@@ -77,7 +80,7 @@ def record(path: str, argv: list[str], file: str, unit: float) -> None:
 def timelines(name: str, num_ranks: int, unit: float, folder: Path, *flags: str) -> list[list[Box]]:
     """The boxes of all ranks in each of STEPS, from the start of the first; with a unit of 0 nothing sleeps."""
     # The one microbatch of the naive schedule is as large as all of the others'; two stages of a rank share its layers.
-    lasts = unit * (MICROBATCHES if name == "naive" else 1) / CHUNKS.get(name, 1)
+    lasts = unit * (MICROBATCHES if name == "naive" else 1) / STAGES[name]
     rows = 2 if unit == 0 else 1
     sizes = [
         "--num-layers",

@@ -9,7 +9,6 @@ import datetime
 import itertools
 import os
 import platform
-import runpy
 import tempfile
 import time
 from pathlib import Path
@@ -49,7 +48,7 @@ def options(layout: ranks.Layout) -> dict[str, str]:
 def owners(layout: ranks.Layout) -> list[int]:
     """Rank, in its pipeline, of each stage."""
     flags = options(layout)
-    return list(range(int(flags["--pp"]))) * schedules.CHUNKS.get(flags["--schedule"], 1)
+    return list(range(int(flags["--pp"]))) * schedules.STAGES[flags["--schedule"]]
 
 
 def stage_bytes(layout: ranks.Layout) -> list[int]:
@@ -186,7 +185,7 @@ def main() -> None:
             sent += sent_rows(layout, found)
             alone = max(alone, *(len(one["alone"]) for one in found))
             print(held[-1], flush=True)
-        names = [*runpy.run_path(str(ROOT / "recipes" / schedules.RECIPE / "train.py"))["SCHEDULES"]]
+        names = [*schedules.STAGES]
         slept = schedules.asleep(names, Path(folder), ROOT / "docs/schedules.png")
         computed = schedules.computing(names, Path(folder))
     stream = 4 * BATCH * LENGTH * WIDTH / 1e6

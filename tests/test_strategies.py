@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import probes
+from benchmarks import probes, schedules, strategies
 from tests import ranks
 
 NUM_RANKS = 2
@@ -19,6 +19,17 @@ def held(recipe: str | Path, folder: Path) -> list[list[int]]:
     """Bytes of parameters, gradients and optimizer state of each rank."""
     found = probes.in_ranks(probes.probe, recipe, NUM_RANKS, FLAGS, folder / "run")
     return [[one[what] for what in probes.HELD] for one in found]
+
+
+def test_every_layout_has_a_theory() -> None:
+    """Before measuring finds out. All shares together are the model, as often as there are replicas of it."""
+    assert len(schedules.STAGES) == 5
+    layouts = strategies.gpt_layouts()
+    assert {layout.recipe for layout in layouts} == {one for one in ranks.RECIPES if ranks.workload(one) == "gpt"}
+    for layout in layouts:
+        shares = [strategies.share(layout, rank)[1] for rank in range(layout.size)]
+        assert sum(shares) / strategies.P == pytest.approx(round(sum(shares) / strategies.P)), str(layout)
+        assert all(strategies.traffic(layout, rank) for rank in range(layout.size)), str(layout)
 
 
 def test_fsdp_holds_its_part(tmp_path: Path) -> None:
