@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from tests import ranks
-from tests.ranks import cpu_name
+from tests.harness import runner
+from tests.harness.runner import cpu_name
 
 RECIPES = ("ddp_gpt", "accelerate_gpt")
 TINY = ("--num-layers", "1", "--num-heads", "2", "--width", "16", "--mlp-width", "16", "--seq-len", "16")
@@ -30,7 +30,7 @@ RECORDS = 4  # of a run's rate, without the first
 
 def command(recipe: str, *flags: str) -> list[str]:
     """Through the launcher, as people start it."""
-    return ["bash", str(ranks.ROOT / "launch/torchrun.sh"), f"recipes/{recipe}", *QUIET, *flags]
+    return ["bash", str(runner.ROOT / "launch/torchrun.sh"), f"recipes/{recipe}", *QUIET, *flags]
 
 
 def first_step_s(recipe: str, size: int, out: Path) -> float:
@@ -52,7 +52,7 @@ def steps_per_s(recipe: str, size: int, steps: int, sizes: tuple[str, ...], out:
     flags = ("--max-steps", str(steps), "--log-every", str(every), "--out", str(out), "--name", name, *sizes)
     env = os.environ | {"NPROC_PER_NODE": str(size)}
     subprocess.run(command(recipe, *flags, "--global-batch-size", "32"), env=env, check=True, capture_output=True)
-    rates = list(ranks.records(out / name, "perf/samples_per_s").values())
+    rates = list(runner.records(out / name, "perf/samples_per_s").values())
     return statistics.median(rates[1 : RECORDS + 1]) / 32
 
 
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=100, help="of the default model; ten times as many of the tiny one"
     )
-    parser.add_argument("--out", type=Path, default=ranks.ROOT / "docs" / "accelerate.md")
+    parser.add_argument("--out", type=Path, default=runner.ROOT / "docs" / "accelerate.md")
     args = parser.parse_args()
     first: dict[str, list[float]] = {recipe: [] for recipe in RECIPES}
     rates: dict[str, dict[str, list[float]]] = {size: {recipe: [] for recipe in RECIPES} for size in SIZES}

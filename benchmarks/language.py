@@ -15,15 +15,23 @@ import torch
 
 from benchmarks.bigram import bigram_loss
 from common.workloads import text
-from tests import ranks
-from tests.ranks import cpu_name
+from tests.harness import runner
+from tests.harness.runner import cpu_name
 
 EVAL_EVERY = 50
 
 
 def train(recipe: str, out: Path) -> tuple[float, float, list[tuple[int, float]]]:
     """Seconds in all, seconds of training, and the validation loss by step, of the recipe's defaults."""
-    command = ["bash", str(ranks.ROOT / "launch/torchrun.sh"), f"recipes/{recipe}", "--out", str(out), "--name", recipe]
+    command = [
+        "bash",
+        str(runner.ROOT / "launch/torchrun.sh"),
+        f"recipes/{recipe}",
+        "--out",
+        str(out),
+        "--name",
+        recipe,
+    ]
     start = time.perf_counter()
     told = subprocess.run(
         [*command, "--eval-every", str(EVAL_EVERY)],
@@ -34,12 +42,12 @@ def train(recipe: str, out: Path) -> tuple[float, float, list[tuple[int, float]]
     ).stdout
     took = time.perf_counter() - start
     training = float(told.split(" s of it training")[0].rpartition(", ")[2])
-    return took, training, list(ranks.records(out / recipe, "val/loss").items())
+    return took, training, list(runner.records(out / recipe, "val/loss").items())
 
 
 def main() -> None:
     """Train each, compare, write."""
-    recipes = [recipe for recipe in ranks.RECIPES if ranks.workload(recipe) == "gpt"]
+    recipes = [recipe for recipe in runner.RECIPES if runner.workload(recipe) == "gpt"]
     wanted = bigram_loss(*text.load("stdlib", 128))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +57,7 @@ def main() -> None:
             rows.append(f"| {recipe} | {took:.0f} | {training:.0f} | {losses[-1][1]:.3f} | {better} |")
             print(rows[-1], flush=True)
     table = "\n".join(rows)
-    (ranks.ROOT / "docs/language.md").write_text(
+    (runner.ROOT / "docs/language.md").write_text(
         f"""# The language-model recipes as they stand
 
 `uv run python -m benchmarks.language`, {datetime.date.today()}, {cpu_name()}, {os.cpu_count()} cores, two processes,

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests.ranks import ROOT, cpu_name
+from tests.harness.runner import ROOT, cpu_name
 
 RECIPE, RANKS = "recipes/ddp_resnet", 2
 PAUSE_S = 20.0

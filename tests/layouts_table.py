@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tests import test_layouts as moves
-from tests.ranks import ROOT, cpu_name
+from tests.harness.runner import ROOT, cpu_name
 
 INTRO = """# Who can go on with whose checkpoint
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tests.ranks import RECIPES, ROOT, cpu_name
+from tests.harness.runner import RECIPES, ROOT, cpu_name
 
 DOCUMENT = ROOT / "docs" / "faults.md"
 COLUMNS = "fault | recipe | ranks | runs | passes | steps lost | s to notice | s to recover | message"
