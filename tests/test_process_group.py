@@ -223,15 +223,3 @@ def test_check_same_names_the_odd_rank() -> None:
     told = "rank 2 was started with flags lr 0.2, rank 0 with 0.1"
     result = runner.spawn(compare, [([(FLAGS | {"lr": 0.2 if rank == 2 else 0.1}, told)],) for rank in range(3)])
     assert result.ok, str(result)
-
-
-def test_code_digests_have_every_file(tmp_path: Path) -> None:
-    recipe = tmp_path / "train.py"
-    recipe.write_text("a = 1\n")
-    before = process_group.code_digests(str(recipe))
-    files = [recipe, *(runner.ROOT / "common").rglob("*.py")]
-    twice = [name for name, count in Counter(path.name for path in files).items() if count > 1]
-    assert len(before) == len(files), f"of files with the same name only one is compared: {twice}"
-    recipe.write_text("a = 2\n")
-    after = process_group.code_digests(str(recipe))
-    assert [name for name in before if before[name] != after[name]] == ["train.py"]
