@@ -52,8 +52,8 @@ def make(name: str, **how: Any) -> Any:
     vectors = isinstance(actions, spaces.Box) and len(actions.shape) == 1
     if not (isinstance(observations, spaces.Box) and (atari or len(observations.shape) == 1) and (numbered or vectors)):
         raise UserError(
-            f"--env {name} has observations {observations} and actions {actions}: known are vectors, images of Atari's games, "
-            "and actions that are vectors or numbered from 0"
+            f"--env {name} has observations {observations} and actions {actions}: this recipe takes vectors, images "
+            "of Atari's games, and actions that are vectors or numbered from 0"
         )
     if env.spec is None or env.spec.max_episode_steps is None:
         raise UserError(f"--env {name} has no limit of steps, so what a checkpoint holds of an episode has none")
