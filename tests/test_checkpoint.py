@@ -338,7 +338,7 @@ def test_find_refuses_another_model(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = torch.nn.Linear(2, 3)
     for run_dir, resume in ((tmp_path, ""), (tmp_path / "new", str(tmp_path))):
-        with pytest.raises(UserError, match=r"step_00000005 is of another model:\n  bias: only in the model"):
+        with pytest.raises(UserError, match=r"step_00000005 is of another model:\n  weight: only in the model"):
             checkpoint.find(run_dir, resume, model)
     assert checkpoint.find(tmp_path / "new", "", model).path is None
 
