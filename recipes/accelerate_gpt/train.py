@@ -142,7 +142,11 @@ def require(what: str, found: Any, wanted: Any, instead: str) -> None:
 
 @functools.cache
 def make_accelerator(args: Args) -> Accelerator:
-    """Accelerate as its launcher's environment sets it up, compared with what was asked for (all ranks)."""
+    """Accelerate as its launcher's environment sets it up, compared with what was asked for (all ranks).
+
+    Raises:
+        UserError: Accelerate refuses its config file, or has become something else; names both, and what to use.
+    """
     env = {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))}
     ranks.check_same(accelerate=env)  # else one rank could build FSDP2, and another one DDP
     world: Any = process_group.joined
@@ -159,15 +163,13 @@ def make_accelerator(args: Args) -> Accelerator:
         ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
         # Without `cpu`, ranks without a GPU would believe that they are alone.
         accelerator: Any = Accelerator(cpu=world.device.type == "cpu", kwargs_handlers=[ddp])
-        sizes = accelerator.parallelism_config or ParallelismConfig()
+        sizes = accelerator.parallelism_config or ParallelismConfig()  # or what the environment asks for in vain
     except (ImportError, RuntimeError, ValueError) as error:
-        raise UserError(f"Accelerate refuses its config file (configs/ has files that work): {error}") from error
+        raise UserError(f"Accelerate refuses its config file (configs/cpu.yaml trains without GPUs): {error}") from error
     require("num_processes", str(accelerator.num_processes), processes, "use configs/cpu.yaml, or set NPROC_PER_NODE")
     require("device", accelerator.device.type, world.device.type, "to train on the CPU, set CUDA_VISIBLE_DEVICES=")
-    strategy = "FSDP2" if accelerator.is_fsdp2 else accelerator.distributed_type.value
-    require(
-        "strategy", strategy, "FSDP2" if sharded else strategy, "use configs/fsdp2.yaml on GPUs, or recipes/fsdp_gpt"
-    )
+    became = "FSDP2" if accelerator.is_fsdp2 else accelerator.distributed_type.value
+    require("strategy", became, "FSDP2" if sharded else became, "use configs/fsdp2.yaml on GPUs, or recipes/fsdp_gpt")
     split = sizes.non_data_parallel_size
     require("tp_size x cp_size x sp_size", split, 1, "use recipes/tensor_gpt, or a shorter --seq-len")
     require("dynamo_backend", accelerator.state.dynamo_plugin.backend.value, "NO", "use --compile")
