@@ -32,6 +32,18 @@ def test_every_layout_has_a_theory() -> None:
         assert all(strategies.traffic(layout, rank) for rank in range(layout.size)), str(layout)
 
 
+def test_shown_rows_are_measured() -> None:
+    """The rows of "Sent" that the page does not fold are there, and have something to send."""
+    measured = {strategies.title(layout): layout for layout in strategies.gpt_layouts()}
+    for start in strategies.SHOWN:
+        name, kind = start.rsplit(" | ", 1)
+        assert any(kind in strategies.traffic(measured[name], rank) for rank in range(measured[name].size)), start
+    rows = [f"| {start} | 1 | 0.00 |" for start in (*strategies.SHOWN, "ddp_gpt | 2 | all-reduce")]
+    shown, folded = strategies.sent_tables(rows).split("<details>")
+    assert [line for line in shown.splitlines() if line in rows] == rows[:-1]
+    assert [line for line in folded.splitlines() if line in rows] == rows
+
+
 def test_fsdp_holds_its_part(tmp_path: Path) -> None:
     """DDP holds everything on each rank, FSDP 1/N of it, and a replica is found out."""
     for name in ("ddp", "fsdp", "mutant"):

@@ -20,10 +20,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.harness import pages
-from tests.ranks import RECIPES, ROOT, cpu_name
+from tests.ranks import RECIPES, ROOT
 
 PAGE, FILE = ROOT / "docs" / "faults.md", ROOT / "docs" / "faults.csv"
 COLUMNS = ("fault", "recipe", "ranks", "runs", "passes", "steps_lost", "notice_s", "recover_s", "message")
@@ -48,11 +46,7 @@ def main() -> None:
     began = time.monotonic()
     rows = run(args.recipes, args.repeats)
     words = [*args.recipes, *([f"--repeats {args.repeats}"] if args.repeats > 1 else [])]
-    measured = [
-        f"`{' '.join(['uv run python -m tests.faults.table', *words])}`, {time.strftime('%Y-%m-%d')}, {cpu_name()}, "
-        f"{os.cpu_count()} cores,\nPython {platform.python_version()}, torch {torch.__version__}, gloo; "
-        f"{(time.monotonic() - began) / 60:.0f} minutes."
-    ]
+    measured = [pages.measured(" ".join(["uv run python -m tests.faults.table", *words]), "gloo", began=began)]
     if args.recipes:
         rows = replace(read(FILE), rows, args.recipes)
         measured = [*(line for line in pages.parts(before)["measured"].split("\n\n") if line), *measured]

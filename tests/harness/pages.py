@@ -7,10 +7,20 @@
 So a sentence can be mended without a measurement, and no figure is ever typed.
 """
 
+import datetime
+import os
+import platform
 import re
+import textwrap
+import time
 from pathlib import Path
 
-MARK = re.compile(r"<!-- begin (\w+) -->\n(.*?)<!-- end \1 -->", re.DOTALL)
+import torch
+
+from tests.ranks import cpu_name
+
+# On lines of their own: after a comment, Markdown takes the rest of the line for HTML.
+MARK = re.compile(r"^<!-- begin (\w+) -->\n(.*?)^<!-- end \1 -->$", re.DOTALL | re.MULTILINE)
 
 
 def parts(text: str) -> dict[str, str]:
@@ -47,3 +57,17 @@ def write(page: Path, **contents: str) -> None:
 def folded(title: str, content: str) -> str:
     """Hide what few people need behind its title."""
     return f"<details>\n<summary>{title}</summary>\n\n{content.strip()}\n\n</details>"
+
+
+def measured(command: str, *conditions: str, began: float | None = None) -> str:
+    """What stands beside every figure: the command, the date, the machine, the versions, and the time it took.
+
+    Args:
+        command: what makes the figures again.
+        conditions: what else they depend on, such as the backend.
+        began: `time.monotonic()` at the start, where the time is worth a word.
+    """
+    facts = [str(datetime.date.today()), cpu_name(), f"{os.cpu_count()} cores", f"Python {platform.python_version()}"]
+    text = ", ".join([*facts, f"torch {torch.__version__}", *conditions])
+    text += "" if began is None else f"; {(time.monotonic() - began) / 60:.0f} minutes"
+    return f"`{command}`,\n{textwrap.fill(text, 119, break_on_hyphens=False, break_long_words=False)}."
