@@ -14,8 +14,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from tests import ranks
-from tests.harness import pages
+from tests.harness import pages, runner
 
 RECIPES = ("ddp_gpt", "accelerate_gpt")
 TINY = ("--num-layers", "1", "--num-heads", "2", "--width", "16", "--mlp-width", "16", "--seq-len", "16")
@@ -26,7 +25,7 @@ RECORDS = 4  # of a run's rate, without the first
 
 def command(recipe: str, *flags: str) -> list[str]:
     """Through the launcher, as people start it."""
-    return ["bash", str(ranks.ROOT / "launch/torchrun.sh"), f"recipes/{recipe}", *QUIET, *flags]
+    return ["bash", str(runner.ROOT / "launch/torchrun.sh"), f"recipes/{recipe}", *QUIET, *flags]
 
 
 def first_step_s(recipe: str, size: int, out: Path) -> float:
@@ -48,7 +47,7 @@ def steps_per_s(recipe: str, size: int, steps: int, sizes: tuple[str, ...], out:
     flags = ("--max-steps", str(steps), "--log-every", str(every), "--out", str(out), "--name", name, *sizes)
     env = os.environ | {"NPROC_PER_NODE": str(size)}
     subprocess.run(command(recipe, *flags, "--global-batch-size", "32"), env=env, check=True, capture_output=True)
-    rates = list(ranks.records(out / name, "perf/samples_per_s").values())
+    rates = list(runner.records(out / name, "perf/samples_per_s").values())
     return statistics.median(rates[1 : RECORDS + 1]) / 32
 
 
@@ -71,7 +70,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=100, help="of the default model; ten times as many of the tiny one"
     )
-    parser.add_argument("--out", type=Path, default=ranks.ROOT / "docs" / "accelerate.md")
+    parser.add_argument("--out", type=Path, default=runner.ROOT / "docs" / "accelerate.md")
     args = parser.parse_args()
     first: dict[str, list[float]] = {recipe: [] for recipe in RECIPES}
     rates: dict[str, dict[str, list[float]]] = {size: {recipe: [] for recipe in RECIPES} for size in SIZES}

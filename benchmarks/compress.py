@@ -12,9 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests import machines, ranks
-from tests.harness import pages
-from tests.ranks import ROOT
+from tests.harness import machines, pages, runner
+from tests.harness.runner import ROOT
 
 RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 FIRST, LAST = 4, 8  # steps that are measured: with --warmup-steps 2, powersgd compresses from the third on
@@ -34,7 +33,7 @@ def recipe_of(setting: tuple[str, ...], folder: Path) -> Path:
     if setting[0] != "every_one":
         return ROOT / setting[0]
     changed = {"return contextlib.nullcontext() if last else model.no_sync()": "return contextlib.nullcontext()"}
-    return ranks.mutate("ddp_resnet", folder, changed).parent
+    return runner.mutate("ddp_resnet", folder, changed).parent
 
 
 def measure(setting: tuple[str, ...], rate: str, folder: Path) -> tuple[float, float]:
@@ -58,7 +57,7 @@ def measure(setting: tuple[str, ...], rate: str, folder: Path) -> tuple[float, f
                 sent[step] = both[0].bytes_sent()
             time.sleep(0.01)
         assert not any(process.returncode for process in processes), (folder / "output").read_text()
-    rates = ranks.records(run, "perf/samples_per_s")
+    rates = runner.records(run, "perf/samples_per_s")
     seconds = [128 / rates[step] for step in range(FIRST, LAST + 1)]
     return (sent[LAST] - sent[FIRST - 1]) / (LAST - FIRST + 1), statistics.median(seconds)
 
@@ -66,9 +65,9 @@ def measure(setting: tuple[str, ...], rate: str, folder: Path) -> tuple[float, f
 def accuracy(setting: tuple[str, ...], folder: Path) -> float:
     """val/top1 of a whole training with two processes."""
     flags = ["--out", str(folder), "--name", "whole", "--eval-every", "100000", *setting[1:]]
-    result = ranks.run_recipe(recipe_of(setting, folder) / "train.py", 2, *flags, timeout_s=1800)
+    result = runner.run_recipe(recipe_of(setting, folder) / "train.py", 2, *flags, timeout_s=1800)
     assert result.ok, str(result)
-    (value,) = ranks.records(folder / "whole", "val/top1").values()
+    (value,) = runner.records(folder / "whole", "val/top1").values()
     return value
 
 

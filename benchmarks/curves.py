@@ -1,7 +1,7 @@
 """Draw the loss of every recipe in one picture: `uv run python -m benchmarks.curves` writes docs/curves.png.
 
 Every recipe trains from the same seed with the same global batch, in float64: images on 1 to 4 processes, text on 1 and
-2, in every way that tests/ranks.py lists. The lower panels show what is left between the curves.
+2, in every way that tests/harness/runner.py lists. The lower panels show what is left between the curves.
 """
 
 import dataclasses
@@ -17,8 +17,8 @@ mpl.use("Agg")
 import torch
 from matplotlib import pyplot as plt
 
-from tests import ranks
-from tests.ranks import ROOT, Layout, cpu_name
+from tests.harness import runner
+from tests.harness.runner import ROOT, Layout, cpu_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,26 +44,26 @@ WORKLOADS = {
 
 def layouts(workload: str) -> list[Layout]:
     """What to run, first what the others are compared with: a recipe that has no base of the same workload, alone."""
-    recipes = [recipe for recipe in ranks.RECIPES if ranks.workload(recipe) == workload]
-    found = [layout for recipe in recipes for layout in ranks.layouts(recipe)]
+    recipes = [recipe for recipe in runner.RECIPES if runner.workload(recipe) == workload]
+    found = [layout for recipe in recipes for layout in runner.layouts(recipe)]
     # Many ways on two processes for language models, on more the tests have them: a picture should take ten minutes.
     found = [layout for layout in found if workload != "gpt" or (layout.size <= 2 and layout.strategy != ("--pp", "1"))]
-    return sorted(found, key=lambda layout: (layout.size, ranks.follows(layout.recipe), layout.recipe))
+    return sorted(found, key=lambda layout: (layout.size, runner.follows(layout.recipe), layout.recipe))
 
 
 def losses(layout: Layout, out: Path) -> list[float]:
     """Train for real, through the launcher; loss of each step."""
-    what = WORKLOADS[ranks.workload(layout.recipe)]
+    what = WORKLOADS[runner.workload(layout.recipe)]
     steps, batch = str(what.steps), str(what.batch)
-    sync_bn = ["--sync-bn"] if "sync_bn" in ranks.source(layout.recipe) else []
+    sync_bn = ["--sync-bn"] if "sync_bn" in runner.source(layout.recipe) else []
     flags = ["--max-steps", steps, "--global-batch-size", batch, "--lr-reference-batch", batch, *what.flags, *sync_bn]
-    flags += ["--dtype", "float64", "--log-every", "1", *layout.strategy, *layout.passes(what.batch)]
+    flags += ["--dtype", "float64", "--log-every", "1", *layout.strategy, *layout.micro_batches(what.batch)]
     command = ["bash", str(ROOT / "launch/torchrun.sh"), f"recipes/{layout.recipe}", *flags]
     command += ["--eval-every", steps, "--save-every", steps, "--out", str(out), "--name", str(layout)]
     subprocess.run(
         command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"NPROC_PER_NODE": str(layout.size)}
     )
-    return list(ranks.records(out / str(layout), "train/loss").values())
+    return list(runner.records(out / str(layout), "train/loss").values())
 
 
 def draw(top: plt.Axes, bottom: plt.Axes, what: Training, curves: dict[Layout, list[float]]) -> None:

@@ -11,15 +11,22 @@ from pathlib import Path
 
 from benchmarks.bigram import bigram_loss
 from common.workloads import text
-from tests import ranks
-from tests.harness import pages
+from tests.harness import pages, runner
 
 EVAL_EVERY = 50
 
 
 def train(recipe: str, out: Path) -> tuple[float, float, list[tuple[int, float]]]:
     """Seconds in all, seconds of training, and the validation loss by step, of the recipe's defaults."""
-    command = ["bash", str(ranks.ROOT / "launch/torchrun.sh"), f"recipes/{recipe}", "--out", str(out), "--name", recipe]
+    command = [
+        "bash",
+        str(runner.ROOT / "launch/torchrun.sh"),
+        f"recipes/{recipe}",
+        "--out",
+        str(out),
+        "--name",
+        recipe,
+    ]
     start = time.perf_counter()
     told = subprocess.run(
         [*command, "--eval-every", str(EVAL_EVERY)],
@@ -30,12 +37,12 @@ def train(recipe: str, out: Path) -> tuple[float, float, list[tuple[int, float]]
     ).stdout
     took = time.perf_counter() - start
     training = float(told.split(" s of it training")[0].rpartition(", ")[2])
-    return took, training, list(ranks.records(out / recipe, "val/loss").items())
+    return took, training, list(runner.records(out / recipe, "val/loss").items())
 
 
 def main() -> None:
     """Train each, compare, write."""
-    recipes = [recipe for recipe in ranks.RECIPES if ranks.workload(recipe) == "gpt"]
+    recipes = [recipe for recipe in runner.RECIPES if runner.workload(recipe) == "gpt"]
     wanted = bigram_loss(*text.load("stdlib", 128))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +53,7 @@ def main() -> None:
             print(rows[-1], flush=True)
     head = "| recipe | seconds in all | of it training | val/loss at the end | better than the bigram model from step |"
     pages.write(
-        ranks.ROOT / "docs/language.md",
+        runner.ROOT / "docs/language.md",
         measured=pages.measured("uv run python -m benchmarks.language", "two processes", "gloo"),
         bigram=f"A bigram model of the same bytes has a validation loss of **{wanted:.3f}** nats a byte.",
         recipes="\n".join([head, "|---|---|---|---|---|", *rows]),

@@ -18,9 +18,8 @@ mpl.use("Agg")
 import torch
 from matplotlib import pyplot as plt
 
-from tests import ranks
-from tests.harness import pages
-from tests.ranks import ROOT, cpu_name
+from tests.harness import pages, runner
+from tests.harness.runner import ROOT, cpu_name
 
 EPOCHS, SAMPLES, WARMUP_EPOCHS = 10, 1433, 2
 LR, REFERENCE = 0.2, 256  # the recipe's defaults
@@ -41,9 +40,9 @@ def accuracy(how: str, batch: int, seed: int, folder: Path) -> float:
     name = f"{batch}-{HOW.index(how)}-{seed}"
     common = ["--epochs", str(EPOCHS), "--global-batch-size", str(batch), "--seed", str(seed)]
     common += ["--eval-every", "100000", "--save-every", "100000", "--out", str(folder), "--name", name]
-    result = ranks.run_recipe("multinode_resnet", 2, *common, *flags(how, batch), timeout_s=1800)
+    result = runner.run_recipe("multinode_resnet", 2, *common, *flags(how, batch), timeout_s=1800)
     assert result.ok, str(result)
-    (value,) = ranks.records(folder / name, "val/top1").values()
+    (value,) = runner.records(folder / name, "val/top1").values()
     print(f"batch {batch:5}  {how:18}  seed {seed}  val/top1 {value:.4f}", flush=True)
     return value
 

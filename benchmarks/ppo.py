@@ -27,8 +27,7 @@ from torch import nn
 from torch.distributions import Categorical
 
 from benchmarks.curves import ROOT, cpu_name
-from tests import ranks
-from tests.harness import pages
+from tests.harness import pages, runner
 
 PPO, ENV = "syncbn_ppo", "CartPole-v1"
 ENVS, STEPS, EPOCHS, BATCH, LR = 8, 128, 8, 256, 1e-3  # the recipe's defaults
@@ -44,7 +43,7 @@ def command(seed: int, folder: Path) -> tuple[float, float]:
     began = time.perf_counter()
     subprocess.run([*words, "--name", f"command-{seed}"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     took_s = time.perf_counter() - began
-    last = list(ranks.records(folder / f"command-{seed}", "val/return").values())[-1]
+    last = list(runner.records(folder / f"command-{seed}", "val/return").values())[-1]
     print(f"seed {seed}: {last:.0f} after {took_s:.0f} s", flush=True)
     return last, took_s
 
@@ -52,13 +51,13 @@ def command(seed: int, folder: Path) -> tuple[float, float]:
 def curve(how: str, seed: int, updates: int, folder: Path) -> dict[int, float]:
     """Environment steps to greedy return, as the ranks' policies have it on average."""
     name = f"{HOW.index(how)}-{seed}"
-    recipe = ranks.mutate(PPO, folder / name, PLAIN) if how == HOW[1] else PPO
+    recipe = runner.mutate(PPO, folder / name, PLAIN) if how == HOW[1] else PPO
     more = ["--no-batch-norm"] if how == HOW[2] else []
     flags = ["--max-steps", str(updates), "--eval-every", "4", "--eval-episodes", "40", "--save-every", str(updates)]
     flags += ["--seed", str(seed), "--out", str(folder), "--name", name, *more]
-    result = ranks.run_recipe(recipe, SIZE, *flags, timeout_s=900)
+    result = runner.run_recipe(recipe, SIZE, *flags, timeout_s=900)
     assert result.ok, str(result)
-    returns = {step * ENVS * STEPS: value for step, value in ranks.records(folder / name, "val/return").items()}
+    returns = {step * ENVS * STEPS: value for step, value in runner.records(folder / name, "val/return").items()}
     print(f"{how:24} seed {seed}  last return {list(returns.values())[-1]:.0f}", flush=True)
     return returns
 
@@ -68,9 +67,9 @@ def recipe_rate(size: int, updates: int, folder: Path, more: tuple[str, ...] = (
     name = f"rate-{size}-{time.monotonic_ns()}"
     flags = ["--max-steps", str(updates), "--log-every", str(updates), "--eval-every", str(updates), "--eval-episodes"]
     flags += ["4", "--save-every", str(updates), "--target-kl", "0", "--out", str(folder), "--name", name, *more]
-    result = ranks.run_recipe(PPO, size, *flags, timeout_s=900)
+    result = runner.run_recipe(PPO, size, *flags, timeout_s=900)
     assert result.ok, str(result)
-    (rate,) = ranks.records(folder / name, "perf/samples_per_s").values()
+    (rate,) = runner.records(folder / name, "perf/samples_per_s").values()
     return rate
 
 
@@ -147,7 +146,7 @@ def single_file(updates: int, result: str) -> None:
 def single_file_rate(updates: int, folder: Path) -> float:
     """Environment steps per second of the single file, in a process as the recipe's."""
     result = folder / "single"
-    ended = ranks.spawn(single_file, [(updates, str(result))], timeout_s=900)
+    ended = runner.spawn(single_file, [(updates, str(result))], timeout_s=900)
     assert ended.ok, str(ended)
     return float(result.read_text())
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from tests import ranks
-from tests.ranks import ROOT
+from tests.harness import runner
+from tests.harness.runner import ROOT
 
 STEP = 3  # that `probe` looks at: DDP has formed its buckets, stages know their shapes
 KINDS = {  # operators of torch.distributed, and which of their tensors is the whole one
@@ -63,7 +63,7 @@ def in_ranks(
     folder.mkdir()
     argv = ["--out", str(folder), "--name", "run", "--log-every", "1", "--dtype", "float32", *flags]
     files = [folder / f"{rank}.json" for rank in range(size)]
-    result = ranks.spawn(target, [(str(path), argv, str(file), *more) for file in files], timeout_s=120)
+    result = runner.spawn(target, [(str(path), argv, str(file), *more) for file in files], timeout_s=120)
     assert result.ok, str(result)
     return [json.loads(file.read_text()) for file in files]
 
@@ -95,7 +95,7 @@ def probe(path: str, argv: list[str], file: str) -> None:
 
     seen: dict[str, Any] = {"alone": []}
     finite: Any = guard.FiniteGuard
-    init, judge, all_reduce = finite.__init__, finite.judge, dist.all_reduce
+    init, skip_if_not_finite, all_reduce = finite.__init__, finite.skip_if_not_finite, dist.all_reduce
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
     now = 0
 
@@ -103,13 +103,15 @@ def probe(path: str, argv: list[str], file: str) -> None:
         self.model = model
         init(self, model, *rest)
 
-    def look(self: Any, grad_norm: torch.Tensor) -> None:  # the guard judges between backward pass and update
+    def look(
+        self: Any, grad_norm: torch.Tensor
+    ) -> None:  # the guard skip_if_not_finites between backward pass and update
         if now == STEP:
             parameters = list(self.model.parameters())
             states = [value for state in self._optimizer.state.values() for value in state.values()]
             held = (parameters, [parameter.grad for parameter in parameters], states)
             seen.update(zip(HELD, map(local_bytes, held), strict=True))
-        judge(self, grad_norm)
+        skip_if_not_finite(self, grad_norm)
 
     def reduce(tensor: torch.Tensor, *args: Any, group: Any = None, **more: Any) -> Any:
         if now == STEP and group is not None and group.size() == 1:
@@ -126,6 +128,6 @@ def probe(path: str, argv: list[str], file: str) -> None:
             profile.export_chrome_trace(f"{file}.trace")
             Path(file).write_text(json.dumps(seen | {"calls": calls_of(Path(f"{file}.trace"))}))
 
-    finite.__init__, finite.judge = begin, look
+    finite.__init__, finite.skip_if_not_finite = begin, look
     dist.all_reduce = reduce
     run_until(path, argv, STEP, before, Path(file))

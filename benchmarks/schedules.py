@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import probes
-from tests.ranks import ROOT
+from tests.harness.runner import ROOT
 
 RECIPE, DEFAULT = "pipeline_gpt", "1f1b"
 MICROBATCHES = 8

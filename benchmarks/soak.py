@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.harness import pages
-from tests.ranks import ROOT
+from tests.harness.runner import ROOT
 
 RECIPE, RANKS = "recipes/ddp_resnet", 2
 PAUSE_S = 20.0

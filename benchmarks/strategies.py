@@ -15,9 +15,8 @@ import torch
 
 from benchmarks import probes, schedules
 from common.workloads import gpt
-from tests import ranks
-from tests.harness import pages
-from tests.ranks import ROOT
+from tests.harness import pages, runner
+from tests.harness.runner import ROOT
 
 LAYERS, WIDTH, LENGTH, BATCH, ROWS = 8, 256, 64, 16, 2  # ROWS: sequences of a pipeline's microbatch
 REPLICAS = ("accelerate_gpt", "ddp_gpt")
@@ -60,18 +59,18 @@ P, BLOCK, NORMS = model_bytes(""), model_bytes("blocks.0."), model_bytes("norm")
 Term = tuple[str, float]  # a formula in words, and its bytes
 
 
-def options(layout: ranks.Layout) -> dict[str, str]:
+def options(layout: runner.Layout) -> dict[str, str]:
     """Its flags."""
     return dict(zip(layout.flags[::2], layout.flags[1::2], strict=True))
 
 
-def owners(layout: ranks.Layout) -> list[int]:
+def owners(layout: runner.Layout) -> list[int]:
     """Rank, in its pipeline, of each stage."""
     flags = options(layout)
     return list(range(int(flags["--pp"]))) * schedules.STAGES[flags["--schedule"]]
 
 
-def stage_bytes(layout: ranks.Layout) -> list[int]:
+def stage_bytes(layout: runner.Layout) -> list[int]:
     """Parameters of each stage: its blocks, and what comes before the first and after the last."""
     num = len(owners(layout))
     sizes = [BLOCK * (LAYERS * (i + 1) // num - LAYERS * i // num) for i in range(num)]
@@ -80,7 +79,7 @@ def stage_bytes(layout: ranks.Layout) -> list[int]:
     return sizes
 
 
-def share(layout: ranks.Layout, rank: int) -> Term:
+def share(layout: runner.Layout, rank: int) -> Term:
     """What a rank should hold of the parameters; the optimizer's state is twice that."""
     flags = options(layout)
     if "--pp" in flags:
@@ -93,11 +92,11 @@ def share(layout: ranks.Layout, rank: int) -> Term:
     return "P/N", P / layout.size
 
 
-def traffic(layout: ranks.Layout, rank: int) -> dict[str, list[Term]]:
+def traffic(layout: runner.Layout, rank: int) -> dict[str, list[Term]]:
     """What a rank should send in a step, by kind: first the textbook's term, then what it leaves out."""
     flags, found = options(layout), dict[str, list[Term]]()
     rest = P - LAYERS * BLOCK  # what FSDP gathers first, and gives back last
-    stream = 4 * BATCH * LENGTH * WIDTH / layout.shards  # of a group's part of the batch
+    stream = 4 * BATCH * LENGTH * WIDTH / layout.dp_size  # of a group's part of the batch
     if layout.recipe in REPLICAS:
         found["all-reduce"] = [("P", P)]
     elif layout.recipe == "fsdp_gpt":
@@ -127,7 +126,7 @@ def traffic(layout: ranks.Layout, rank: int) -> dict[str, list[Term]]:
         me = rank % int(flags["--pp"])
         count = sum(me in border for border in itertools.pairwise(owners(layout)) if border[0] != border[1])
         found |= {kind: [(f"{count} B T C", count * stream)] for kind in ("send", "receive")}
-        if layout.shards > 1:
+        if layout.dp_size > 1:
             found["all-reduce"] = [share(layout, rank)]
     return found
 
@@ -135,32 +134,32 @@ def traffic(layout: ranks.Layout, rank: int) -> dict[str, list[Term]]:
 # --- Tables -----------------------------------------------------------------------------------------------
 
 
-def gpt_layouts() -> list[ranks.Layout]:
+def gpt_layouts() -> list[runner.Layout]:
     """Those of 2 and 4 ranks, of the GPT recipes, without the odd sizes of tests; hybrids with one schedule."""
     found = []
-    for recipe in ranks.RECIPES:
-        for one in ranks.layouts(recipe) if ranks.workload(recipe) == "gpt" else []:
-            again = one.shards > 1 and options(one).get("--schedule", schedules.DEFAULT) != schedules.DEFAULT
+    for recipe in runner.RECIPES:
+        for one in runner.layouts(recipe) if runner.workload(recipe) == "gpt" else []:
+            again = one.dp_size > 1 and options(one).get("--schedule", schedules.DEFAULT) != schedules.DEFAULT
             if one.size in (2, 4) and not again and options(one).get("--pp") != "1":
-                found.append(ranks.Layout(recipe, one.size, one.strategy, one.shards))
+                found.append(runner.Layout(recipe, one.size, one.strategy, one.dp_size))
     return found
 
 
-def measure(layout: ranks.Layout, folder: Path, recipe: str | Path = "") -> list[dict[str, Any]]:
+def measure(layout: runner.Layout, folder: Path, recipe: str | Path = "") -> list[dict[str, Any]]:
     """What each rank holds and calls."""
     sizes = {"num-layers": LAYERS, "width": WIDTH, "seq-len": LENGTH, "global-batch-size": BATCH}
     if "--pp" in layout.flags:
-        sizes["num-microbatches"] = BATCH // layout.shards // ROWS
+        sizes["num-microbatches"] = BATCH // layout.dp_size // ROWS
     flags = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
     return probes.in_ranks(probes.probe, recipe or layout.recipe, layout.size, [*flags, *layout.flags], folder)
 
 
-def title(layout: ranks.Layout) -> str:
+def title(layout: runner.Layout) -> str:
     """As a row has it."""
     return " ".join([layout.recipe, *layout.flags]) + f" | {layout.size}"
 
 
-def held_row(layout: ranks.Layout, found: list[dict[str, Any]]) -> str:
+def held_row(layout: runner.Layout, found: list[dict[str, Any]]) -> str:
     """The most of any rank, in MB; and how far the ranks are from theory."""
     expected = [share(layout, rank) for rank in range(layout.size)]
     most = {what: max(one[what] for one in found) / 1e6 for what in probes.HELD}
@@ -176,7 +175,7 @@ def calls_to_others(one: dict[str, Any], kind: str) -> list[int]:
     return [size for (which, size), times in left.items() if which == kind for _ in range(times)]
 
 
-def sent_rows(layout: ranks.Layout, found: list[dict[str, Any]]) -> list[str]:
+def sent_rows(layout: runner.Layout, found: list[dict[str, Any]]) -> list[str]:
     """A row for each kind of call, of the rank that moves most with it."""
     rows = []
     for kind in dict.fromkeys(kind for kind, _ in probes.KINDS.values()):

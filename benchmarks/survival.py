@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from common import guard, keymap, run_dir, sampler, saver, stop, watch, world
+from common import guard, keymap, process_group, run_dir, sampler, saver, stop, watch
 from common.workloads.resnet import make_resnet
-from tests import ranks
-from tests.harness import pages
-from tests.ranks import ROOT
+from tests.harness import pages, runner
+from tests.harness.runner import ROOT
 
 CALLS, SAVES, IDLE_STEPS, STEP_S = 200, 7, 100, 0.1
 
@@ -46,26 +45,26 @@ def idle_s(begin_step: Callable[[int], object]) -> float:
 
 def measure(folder: str) -> None:
     """One rank's part; rank 0 prints the rows of the tables."""
-    here = world.start()
-    mesh = init_device_mesh("cpu", (here.size,), mesh_dim_names=("dp",))
+    world = process_group.start()
+    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     model = DistributedDataParallel(make_resnet("resnet18", 3, 10, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     path = Path(folder, "run")
     run_dir.claim(path)
-    plan = sampler.make_plan(10000, 0, 0, 10**6, 100, 100, here.size, {})
+    plan = sampler.make_plan(10000, 0, 0, 10**6, 100, 100, world.size, {})
     idle_before = idle_s(lambda step: None)
     stopping = stop.Stop(0, 0)
-    watching = watch.Watch(here, path, 0, 60.0)
+    watching = watch.Watch(world, path, 0, 60.0)
     finite = guard.FiniteGuard(model, optimizer, plan, 3)
     norm = torch.ones(())
-    finite.judge(norm)
+    finite.skip_if_not_finite(norm)
     step = iter(range(10**9))
     rows = {
         "Watch.step": timed(lambda: watching.step(1)),
         "Stop.after": timed(lambda: stopping.after(next(step))),
-        "FiniteGuard.judge": timed(lambda: finite.judge(norm)),
-        "FiniteGuard.after": timed(lambda: finite.after(1)),
+        "FiniteGuard.skip_if_not_finite": timed(lambda: finite.skip_if_not_finite(norm)),
+        "FiniteGuard.restore_if_skipped": timed(lambda: finite.restore_if_skipped(1)),
         "check_replicas, every 100 steps": timed(lambda: guard.check_replicas(model, 1)) / 100,
     }
     rows["threads of Watch and Stop, their processor time"] = idle_s(watching.step) - idle_before
@@ -80,7 +79,7 @@ def measure(folder: str) -> None:
         savers[in_background].save(i, tensors, i, last=False)
         stalls[in_background].append(time.perf_counter() - start)
         savers[in_background].drain()
-    if here.rank == 0:
+    if world.rank == 0:
         total = sum(rows.values())
         lines = [f"| {name} | {1e6 * seconds:,.0f} |" for name, seconds in rows.items()]
         lines.append(f"| **sum, of a step of {1e3 * STEP_S:.0f} ms** | **{1e6 * total:,.0f} = {total / STEP_S:.2%}** |")
@@ -88,13 +87,13 @@ def measure(folder: str) -> None:
         size = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
         save = f"| {size:.0f} MB | {1e3 * plain:.0f} | {1e3 * background:.0f} | {background / plain:.1%} |"
         Path(folder, "rows").write_text("\n".join(lines) + "\0" + save)
-    world.finish()
+    process_group.finish()
 
 
 def main() -> None:
     """Measure on two ranks and write the page."""
     with tempfile.TemporaryDirectory() as folder:
-        result = ranks.spawn(measure, [(folder,), (folder,)], timeout_s=300.0)
+        result = runner.spawn(measure, [(folder,), (folder,)], timeout_s=300.0)
         assert result.ok, str(result)
         calls, save = Path(folder, "rows").read_text().split("\0")
     print(f"{calls}\n{save}")

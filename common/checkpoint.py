@@ -10,6 +10,7 @@ import functools
 import socket
 import stat
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from common import UserError, keymap, log, manifest, world
-from common.world import Answer
+from common import UserError, keymap, manifest, ranks
+from common.ranks import Answer
 
 
 def folder(run_dir: Path, step: int) -> Path:
@@ -34,9 +35,24 @@ def committed(run_dir: Path) -> list[Path]:
     return sorted((path for path in found if path.name[5:].isdigit()), reverse=True)
 
 
-def find(
-    run_dir: Path, resume: str, terms: dict[str, Any], model: nn.Module | None = None
-) -> tuple[Path | None, dict[str, Any]]:
+@dataclass(frozen=True)
+class Found:
+    """What a run starts from.
+
+    Attributes:
+        run_dir: the run's own folder.
+        fingerprint: of this run: what a position in the data depends on.
+        path: the checkpoint to load; None for a new run.
+        progress: its manifest, with "step" and "samples"; empty for a new run.
+    """
+
+    run_dir: Path
+    fingerprint: dict[str, Any]
+    path: Path | None
+    progress: dict[str, Any]
+
+
+def find(run_dir: Path, resume: str, model: nn.Module | None = None, **fingerprint: Any) -> Found:
     """Choose what to start from (all ranks take part; rank 0 looks, each reads some of the files, all get one choice).
 
     A run that has checkpoints continues from its newest whole one, also when `resume` is given, so that the
@@ -45,29 +61,26 @@ def find(
     Args:
         run_dir: this run's folder.
         resume: the flag; "" for none.
-        terms: what the position depends on, such as the seed, the same on all ranks; a checkpoint written under
-            others is named.
         model: the plain one, which need not have its weights yet; the checkpoint must fit it.
-
-    Returns:
-        The checkpoint and its manifest, or (None, {}) for a run that is new.
+        **fingerprint: what a position in the data depends on, such as the seed, the same on all ranks; a line on the
+            terminal says so where the checkpoint was written with another one.
 
     Raises:
         UserError: there are checkpoints, and none of them is whole; `resume` names nothing; or it is another model's;
-            or the ranks differ in their terms.
+            or the ranks differ in their fingerprint.
     """
-    world.check_same(data=terms)
-    continued = world.from_rank0(lambda: bool(committed(run_dir)))
-    path, facts = None, dict[str, Any]()
-    if continued or resume:
-        path, facts = choose(run_dir) if continued else choose(Path(resume), "--resume ")
-        log.say(f"continues from step {facts['step']} of {path}")
-        for key, value in terms.items():
-            if facts.get(key, value) != value:
-                log.say(f"note: it was written with {key} {facts[key]}, this run has {value}")
-        if model:
-            check_fits(path, model)
-    return path, facts
+    ranks.check_same(data=fingerprint)
+    continued = ranks.from_rank0(lambda: bool(committed(run_dir)))
+    if not continued and not resume:
+        return Found(run_dir, fingerprint, None, {})
+    path, progress = choose(run_dir) if continued else choose(Path(resume), "--resume ")
+    ranks.print0(f"continues from step {progress['step']} of {path}")
+    for key, value in fingerprint.items():
+        if progress.get(key, value) != value:
+            ranks.print0(f"note: it was written with {key} {progress[key]}, this run has {value}")
+    if model:
+        check_fits(path, model)
+    return Found(run_dir, fingerprint, path, progress)
 
 
 def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
@@ -95,7 +108,7 @@ def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
         facts, fault = _verify(path)
         if not fault:
             if faults:
-                log.say(f"damaged, not used: {'; '.join(faults)}")
+                ranks.print0(f"damaged, not used: {'; '.join(faults)}")
             return path, facts
         faults.append(f"{path.name}: {fault}")
     raise UserError(
@@ -120,7 +133,7 @@ def _verify(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _from_rank0(answer: Callable[[], Answer]) -> Answer:
-    return world.from_rank0(answer) if dist.is_initialized() else answer()
+    return ranks.from_rank0(answer) if dist.is_initialized() else answer()
 
 
 def _refuse_open_folder(path: Path) -> None:
@@ -164,7 +177,7 @@ def load(path: Path | None, tensors: dict[str, torch.Tensor]) -> None:
     saved = {name: tuple(entry.size) for name, entry in tensors_in(path).items()}
     weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(keymap.NO_WEIGHTS)}
     if len(weights) < len(tensors) and not any(name.startswith(keymap.OPTIMIZER) for name in saved):
-        log.say(f"{path} holds weights only: the optimizer starts anew")
+        ranks.print0(f"{path} holds weights only: the optimizer starts anew")
         tensors = weights
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     differences = keymap.differences(wanted, {name: size for name, size in saved.items() if name in wanted})

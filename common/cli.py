@@ -1,49 +1,47 @@
-"""Dataclass to command line and config.json; one clear error, from rank 0 only."""
+"""Dataclass to command line, and back from a run's config.json; an error is printed once, by rank 0."""
 
 import argparse
 import contextlib
 import dataclasses
-import functools
+import difflib
 import io
 import json
 import math
-import os
-import signal
 import sys
-import time
-from collections.abc import Callable
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 
-import torch.distributed as dist
 import tyro
-from torch.distributed.elastic.multiprocessing.errors import record
 
-from common import UserError, watch, world
+from common import UserError, exits, ranks
 
 Args = TypeVar("Args")
 
-USAGE_ERROR = 2  # exit code of every refusal
-# Numbers of any flag are not negative; these flags have other bounds.
-RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(
-        ("epochs", "log_every", "keep", "global_batch_size", "lr_reference_batch", "seq_len"), (1, math.inf)
-    ),
-    **dict.fromkeys(
-        ("num_layers", "num_heads", "width", "dp_replicate", "tp", "pp", "num_microbatches"), (1, math.inf)
-    ),
-    **dict.fromkeys(("num_envs", "rollout_steps", "update_epochs", "eval_episodes"), (1, math.inf)),
-    **dict.fromkeys(("momentum", "label_smoothing", "gamma", "gae_lambda"), (0, 1)),
-    "hang_timeout": (1, math.inf),
-    "seed": (0, 2**64 - 1),  # what common/seed.py mixes
-}
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of a flag's number: `rate: Annotated[float, Bounds(0, 1)] = 0.5`."""
+
+    least: float = -math.inf
+    most: float = math.inf
+
+    def __str__(self) -> str:
+        """For a message."""
+        return f"at least {self.least}" if self.most == math.inf else f"between {self.least} and {self.most}"
+
+
+PositiveInt = Annotated[int, Bounds(1)]
+NonNegativeInt = Annotated[int, Bounds(0)]
+NonNegativeFloat = Annotated[float, Bounds(0)]
+Fraction = Annotated[float, Bounds(0, 1)]
+Timeout = Annotated[float, Bounds(1)]  # seconds
+Seed = Annotated[int, Bounds(0, 2**64 - 1)]  # the bits that common/seed.py mixes
+# Of one run, not of its training: from another run's config.json, the name would continue that very run, and the
+# others would end this one early.
 OF_ONE_RUN = ("name", "stop_after", "deadline")
-# Time for rank 0 to print a refusal that all ranks have reached. torchrun ends everyone as soon as one rank
-# has left, so the one that speaks must be the first.
-GRACE_S = 5.0
-JOIN_S = 2.0  # for the others to find the same as rank 0, which they find together but for what joining a group takes
-REFUSED = "cli/refused"
-HELD_BACK = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
@@ -52,31 +50,53 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
     `--config PATH` takes the values of a run's config.json; flags beside it win.
 
     Args:
-        args_type: a flat frozen dataclass whose fields all have defaults.
+        args_type: a flat frozen dataclass whose fields all have defaults; `Bounds` stand beside a field's type.
         argv: the command line without the program's name; default: this process's.
 
     Raises:
         SystemExit: 2 after an error message from rank 0, 0 after --help.
-        UserError: a number out of range, two lengths of the training, or a --config that is none.
+        UserError: a number out of range, two lengths of the training, or an unusable --config.
     """
-    told = io.StringIO()
+    printed = io.StringIO()
     try:
         with contextlib.ExitStack() as stack:
-            if world.rank() != 0:
-                stack.enter_context(contextlib.redirect_stdout(told))
-                stack.enter_context(contextlib.redirect_stderr(told))
+            if ranks.rank() != 0:
+                stack.enter_context(contextlib.redirect_stdout(printed))
+                stack.enter_context(contextlib.redirect_stderr(printed))
             args = _parse(args_type, argv)
     except SystemExit as refusal:
-        if refusal.code and world.rank() != 0:
-            _let_rank_0_speak()
-            print(told.getvalue(), file=sys.stderr, flush=True)  # rank 0 had nothing to refuse
+        if refusal.code and ranks.rank() != 0:
+            exits.let_rank0_exit()
+            print(printed.getvalue(), file=sys.stderr, flush=True)  # rank 0 had nothing to refuse
         raise
-    for name, value in vars(args).items():
-        least, most = RANGES.get(name, (0, math.inf))
-        if isinstance(value, int | float) and not least <= value <= most:
-            limit = f"at least {least}" if most == math.inf else f"between {least} and {most}"
-            raise UserError(f"--{name.replace('_', '-')} {value:g} is out of range: it must be {limit}")
+    for name, bounds in _bounds(args_type):
+        value = getattr(args, name)
+        if not bounds.least <= value <= bounds.most:
+            raise UserError(f"--{name.replace('_', '-')} {value:g} is out of range: it must be {bounds}")
     return args
+
+
+def check_divides(flag: str, divisor: int, numbers: Mapping[str, int]) -> None:
+    """Check that a flag's number divides others.
+
+    Args:
+        flag: its name on the command line.
+        divisor: its number.
+        numbers: to divide, by what the user calls them, such as "--seq-len".
+
+    Raises:
+        UserError: names the first that is not divisible, and both numbers.
+    """
+    for name, number in numbers.items():
+        if number % divisor:
+            raise UserError(f"{flag} {divisor} does not divide {name}, {number}")
+
+
+def _bounds(args_type: type) -> Iterator[tuple[str, Bounds]]:
+    for name, hint in typing.get_type_hints(args_type, include_extras=True).items():
+        for bounds in getattr(hint, "__metadata__", ()):
+            if isinstance(bounds, Bounds):
+                yield name, bounds
 
 
 def _parse(args_type: type[Args], argv: list[str] | None) -> Args:
@@ -97,16 +117,16 @@ def _parse(args_type: type[Args], argv: list[str] | None) -> Args:
     return args
 
 
-def _read_config(args_type: type, path: Path) -> list[str]:
-    """The flags that a config.json stands for, but those of one run only."""
+def _read_config(args_type: Any, path: Path) -> list[str]:
+    """The flags that a config.json stands for, without those of one run only."""
     try:
-        # A run's own, not of what it trains: the name would continue that very run, the others end this one early.
         values = {k: v for k, v in json.loads(path.read_text())["args"].items() if k not in OF_ONE_RUN}
-        unknown = values.keys() - {field.name for field in dataclasses.fields(args_type)}
+        fields = [field.name for field in dataclasses.fields(args_type)]
+        unknown = [_closest(name, fields) for name in sorted(values.keys() - set(fields))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--config {path} is not the config.json of a run: {error!r}") from error
     if unknown:
-        raise UserError(f"--config {path} has flags that this recipe lacks: {', '.join(sorted(unknown))}")
+        raise UserError(f"--config {path} has flags that this recipe lacks: {', '.join(unknown)}")
     flags = []
     for name, value in values.items():
         flag = name.replace("_", "-")
@@ -114,49 +134,7 @@ def _read_config(args_type: type, path: Path) -> list[str]:
     return flags
 
 
-def _let_rank_0_speak() -> None:
-    """Wait to be ended by the launcher."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
-    if dist.is_initialized():
-        dist.distributed_c10d._get_default_store().add(REFUSED, 1)
-    time.sleep(GRACE_S)
-
-
-def _let_others_join() -> None:
-    """Wait until the others have found the same: one that still joins a group would print what torch says of it."""
-    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + JOIN_S
-    while store.add(REFUSED, 0) < dist.get_world_size() - 1 and time.monotonic() < end:
-        time.sleep(0.01)
-
-
-def entry(main: Callable[[], None]) -> Callable[[], None]:
-    """Decorate a recipe's main: a refusal is told once and exits with 2, a crash reaches torchrun's summary."""
-
-    @functools.wraps(main)
-    def wrapped() -> None:
-        # Held back until `stop.Stop` listens: asked to leave while it still starts, a run does so in its own way.
-        signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
-        try:
-            main()
-        except SystemExit:
-            raise
-        except BaseException as error:
-            if isinstance(error, UserError) and world.rank() == 0:
-                # First of all: once another rank has left, the launcher ends this one.
-                print(f"error: {error}", file=sys.stderr)
-                sys.stdout.flush()
-                sys.stderr.flush()
-            if watch.Watch.active:  # since the training began
-                watch.Watch.active.report(error)
-            if not isinstance(error, UserError):
-                raise
-            if world.rank() != 0:
-                # Nearly always rank 0 has found the same and has printed it; if not, this rank must speak.
-                _let_rank_0_speak()
-                raise
-            if dist.is_initialized() and not watch.Watch.active:
-                _let_others_join()
-            # Peers may sit in a collective, where an orderly exit would wait for them: go without a goodbye.
-            os._exit(USAGE_ERROR)
-
-    return record(wrapped)
+def _closest(name: str, fields: list[str]) -> str:
+    """A name and, where there is one, the flag that may have taken its place."""
+    close = difflib.get_close_matches(name, fields, n=1)
+    return f"{name} (see --{close[0].replace('_', '-')})" if close else name

@@ -15,7 +15,7 @@ from common.sampler import Request
 
 
 class Batch(NamedTuple):
-    """A request, read: one forward pass of one rank."""
+    """A request, read: one micro-batch of one rank."""
 
     inputs: torch.Tensor  # (b, ...)
     targets: torch.Tensor  # (b, ...)
@@ -29,7 +29,14 @@ class BatchReader(Protocol):
     def __len__(self) -> int:
         """Samples in the set."""
 
-    def figures(self, means: dict[str, float]) -> dict[str, float]:
+    @property
+    def sample_units(self) -> dict[str, int]:
+        """What a sample counts as, for rates, such as `{"tokens": 128}`."""
+
+    def digest(self) -> str:
+        """Hash of the set: ranks compare it before they train together."""
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
         """What an evaluation shows, of its means."""
 
     def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +98,7 @@ class Loader:
             Loader.batches_read += 1
 
     def step(self) -> Iterator[Batch]:
-        """The passes of the next step."""
+        """The micro-batches of the next step."""
         for batch in self:
             yield batch
             if batch.last:
@@ -107,7 +114,7 @@ class Loader:
                 with torch.cuda.stream(copies):
                     inputs = batch.inputs.to(self._device, non_blocking=True)
                     targets = batch.targets.to(self._device, non_blocking=True)
-                    waiting.append((Batch(inputs, targets, *batch[2:]), copies.record_event()))
+                    waiting.append((batch._replace(inputs=inputs, targets=targets), copies.record_event()))
             if len(waiting) == 2 or (batch is None and waiting):
                 ready, copied = waiting.popleft()
                 compute.wait_event(copied)

@@ -6,15 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from common import UserError, keymap, log, sampler, sync_batchnorm
-
-
-def least_samples(model: nn.Module) -> int:
-    """Samples that a rank needs in a training pass: a BatchNorm of its own takes the variance of at least 2."""
-    over_ranks = (sync_batchnorm.SyncBatchNorm, nn.SyncBatchNorm)
-    return 2 if any(isinstance(m, _BatchNorm) and not isinstance(m, over_ranks) for m in model.modules()) else 1
+from common import UserError, keymap, ranks, sampler
 
 
 class FiniteGuard:
@@ -24,15 +17,13 @@ class FiniteGuard:
     so they all leave the same update out, and nobody waits for a device to know.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: sampler.Plan | None, most: int
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: sampler.Plan, most: int) -> None:
         """Begin, with the optimizer's state in place: its first update may be the one to leave out.
 
         Args:
             model: whose buffers, such as BatchNorm's statistics, a bad forward pass spoils as well.
             optimizer: a fused one.
-            plan: which samples each step reads, to name them; None where samples are not numbered.
+            plan: which samples each step reads, to name them.
             most: updates in a row that may be left out.
         """
         assert optimizer.defaults.get("fused"), "only a fused optimizer knows found_inf"
@@ -42,14 +33,14 @@ class FiniteGuard:
         self._buffers = list(model.buffers())
         self._kept = [buffer.clone() for buffer in self._buffers]
         device = next(model.parameters()).device
-        self._row, self._total, self._tripped_at = torch.zeros(3, dtype=torch.long, device=device).unbind()
-        self._told = 0
+        self._in_a_row, self._total, self._tripped_at = torch.zeros(3, dtype=torch.long, device=device).unbind()
+        self._reported = 0
 
-    def judge(self, grad_norm: torch.Tensor) -> None:
+    def skip_if_not_finite(self, grad_norm: torch.Tensor) -> None:
         """Before the optimizer's step: it is left out if the global gradient norm, (), is not finite."""
         self._optimizer.found_inf = (~grad_norm.isfinite()).float()
 
-    def after(self, step: int) -> None:
+    def restore_if_skipped(self, step: int) -> None:
         """Once `step` is done: undo what it did to the buffers, if its update was left out."""
         bad = self._optimizer.found_inf.bool()
         for buffer, kept in zip(self._buffers, self._kept, strict=True):
@@ -57,25 +48,26 @@ class FiniteGuard:
         if self._buffers:
             torch._foreach_copy_(self._kept, self._buffers)
         self._total += bad
-        self._row.copy_(torch.where(bad, self._row + 1, 0))
-        trips = (self._row > self._most) & (self._tripped_at == 0)
+        self._in_a_row.copy_(torch.where(bad, self._in_a_row + 1, 0))
+        trips = (self._in_a_row > self._most) & (self._tripped_at == 0)
         self._tripped_at.copy_(torch.where(trips, step, self._tripped_at))
 
-    def check(self) -> None:
+    def report(self) -> None:
         """Now that the device is waited for anyway: tell what was left out (all ranks).
 
         Raises:
             UserError: more in a row than allowed; names their steps and samples.
         """
         total, tripped_at = torch.stack((self._total, self._tripped_at)).tolist()
-        if total > self._told:
-            log.say(f"warning: left out {total - self._told} update(s) whose gradient was not finite")
-            self._told = total
+        if total > self._reported:
+            ranks.print0(f"warning: left out {total - self._reported} update(s) whose gradient was not finite")
+            self._reported = total
         if tripped_at:
             steps = range(tripped_at - self._most, tripped_at + 1)
             told = f"no finite gradient in steps {steps[0]} to {steps[-1]} (--max-skips {self._most})"
             told += ": look at --lr, --max-grad-norm"
-            if plan := self._plan:
+            plan = self._plan
+            if plan.num_samples:  # else they are made anew for each step, and have no numbers
                 ends = [(plan.position(step - 1), plan.position(step)) for step in steps]
                 read = "; ".join(str(plan.samples(start, stop)[1].tolist()) for start, stop in ends)
                 told += f", and at the samples of these steps: {read}"

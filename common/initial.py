@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from common import keymap, seed
 
 
-def place(model: Any, run_seed: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def materialize(model: Any, run_seed: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Put a model on its device. One that was built on the meta device gets its initial weights there.
 
     Those are drawn one tensor after the other, of which each rank keeps its part, so that no rank ever holds the

@@ -72,9 +72,9 @@ def differences(
     """
     lines = []
     for name in [*wanted, *(name for name in found if name not in wanted)]:
-        here, there = wanted.get(name), found.get(name)
-        if here is None or there is None:
-            lines.append(f"{name}: only in the {'checkpoint' if here is None else 'model'}")
-        elif tuple(here) != tuple(there):
-            lines.append(f"{name}: {tuple(there)} in the checkpoint, {tuple(here)} in the model")
+        in_model, in_checkpoint = wanted.get(name), found.get(name)
+        if in_model is None or in_checkpoint is None:
+            lines.append(f"{name}: only in the {'checkpoint' if in_model is None else 'model'}")
+        elif tuple(in_model) != tuple(in_checkpoint):
+            lines.append(f"{name}: {tuple(in_checkpoint)} in the checkpoint, {tuple(in_model)} in the model")
     return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]

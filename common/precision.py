@@ -7,7 +7,7 @@ from common import UserError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-def pick(name: str, device: torch.device) -> torch.dtype:
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """Map `--dtype` to a torch.dtype; auto is bfloat16 where the hardware computes in it, else float32."""
     if name == "auto":
         if device.type == "cuda":
@@ -21,7 +21,7 @@ def pick(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def storage(dtype: torch.dtype) -> torch.dtype:
+def param_dtype(dtype: torch.dtype) -> torch.dtype:
     """Type of the stored parameters: bfloat16 is for computing, under autocast; what is stored stays float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 

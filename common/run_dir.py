@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import fcntl
+import hashlib
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 
-from common import UserError, world
+from common import UserError, process_group, ranks
 
 SHARED_S = 10.0  # until a file of another machine must be seen
 _locks: list[TextIO] = []
@@ -43,7 +44,7 @@ def choose(out: str, name: str) -> Path:
         except OSError as error:
             raise UserError(f"--out {out}: {existing} cannot be written to ({error.strerror})") from error
 
-    return world.from_rank0(choose)
+    return ranks.from_rank0(choose)
 
 
 def claim(path: Path) -> None:
@@ -84,7 +85,7 @@ def claim(path: Path) -> None:
             raise UserError(f"{error.filename or path} cannot be written to ({error.strerror})") from error
         return mine
 
-    wanted = world.from_rank0(lock)
+    wanted = ranks.from_rank0(lock)
     seen: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
     # Rank 0 does not look: to close the file a second time would give its lock back.
     sees = dist.get_rank() == 0 or _reads(path / "lock", wanted)
@@ -118,14 +119,14 @@ def redirect_output(path: Path, rank: int) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def write_config(path: Path, recipe: str, args: Any, here: world.World) -> list[str]:
+def write_config(path: Path, recipe: str, args: Any, world: process_group.World) -> list[str]:
     """Write config.json and a copy of train.py (rank 0).
 
     Args:
         path: the run's folder, claimed.
         recipe: the train.py that runs.
         args: its dataclass of flags.
-        here: this process.
+        world: this process.
 
     Returns:
         In a run that continues, a line for each flag that has changed.
@@ -135,11 +136,11 @@ def write_config(path: Path, recipe: str, args: Any, here: world.World) -> list[
         "recipe": Path(recipe).resolve().parent.name,
         "args": flags,
         "command": shlex.join(sys.argv),
-        "world_size": here.size,
-        "device": here.device.type,
-        "backend": here.backend,
+        "world_size": world.size,
+        "device": world.device.type,
+        "backend": world.backend,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "code": world.code_digests(recipe),
+        "code": code_digests(recipe),
     }
     file = path / "config.json"
     try:
@@ -151,6 +152,14 @@ def write_config(path: Path, recipe: str, args: Any, here: world.World) -> list[
     _replace(file, json.dumps(config, indent=1))
     _replace(path / "train.py", Path(recipe).read_text())
     return lines
+
+
+def code_digests(recipe: str) -> dict[str, str]:
+    """SHA-256 of the recipe's file and of each file of common/, to compare between ranks and to keep with a run."""
+    common = Path(__file__).parent
+    files = {str(path.relative_to(common.parent)): path for path in sorted(common.rglob("*.py"))}
+    files |= {"train.py": Path(recipe)}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
 
 
 def continuing(path: Path, world_size: int) -> str:
@@ -165,9 +174,8 @@ def continuing(path: Path, world_size: int) -> str:
     if not any(flag.split("=")[0] == "--name" for flag in kept):
         kept += ["--name", path.name]
     plain = "python" if world_size == 1 else f"torchrun --nproc-per-node={world_size}"
-    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # its launcher sets this, and does not tell which file it follows
-        plain = "accelerate launch --config_file FILE"
-    launched_as = os.environ.get("LAUNCHED_AS") or f"{plain} {shlex.quote(sys.argv[0])}"  # launch/torchrun.sh sets it
+    # launch/torchrun.sh sets it, and so does a recipe that another launcher has started.
+    launched_as = os.environ.get("LAUNCHED_AS") or f"{plain} {shlex.quote(sys.argv[0])}"
     return f"{launched_as} {shlex.join(kept)}"
 
 

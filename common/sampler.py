@@ -1,4 +1,4 @@
-"""Which samples each step, pass and rank reads: a stream that depends on (seed, epoch) alone.
+"""Which samples each step, micro-batch and rank reads: a stream that depends on (seed, epoch) alone.
 
 Epochs follow each other without a seam: step t consumes the t-th run of `global_batch_size` samples of the
 stream, so every step is full but the last one of a training that is counted in epochs. The position of a run
@@ -16,12 +16,12 @@ from common import UserError, seed
 
 
 class Request(NamedTuple):
-    """What one rank reads for one forward pass."""
+    """What one rank reads for one micro-batch."""
 
     epochs: np.ndarray  # (b,) epoch of each sample
     indices: np.ndarray  # (b,) its index in the data set
-    step_samples: int  # samples of the whole step, over all ranks and passes
-    last: bool  # whether this pass ends the step
+    step_samples: int  # samples of the whole step, over all ranks and micro-batches
+    last: bool  # whether this micro-batch ends the step
 
 
 @functools.lru_cache(maxsize=2)  # a run of the stream can straddle two epochs
@@ -29,6 +29,11 @@ def permutation(num_samples: int, run_seed: int, epoch: int) -> np.ndarray:
     """Order of the samples in an epoch, (num_samples,): sorted by their hash."""
     keys = seed.mix(run_seed, seed.ORDER, epoch, np.arange(num_samples))
     return np.argsort(keys, kind="stable")
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Quotient, rounded up."""
+    return -(-a // b)
 
 
 def _part(start: int, stop: int, parts: int, part: int) -> tuple[int, int]:
@@ -39,19 +44,49 @@ def _part(start: int, stop: int, parts: int, part: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class Division:
+    """How the samples of a step are divided.
+
+    Attributes:
+        global_batch_size: samples of every step but possibly the last of a training.
+        global_micro_batch_size: samples of a micro-batch over all dp ranks, at most.
+        dp_size: ranks, or groups of ranks, that read different samples.
+    """
+
+    global_batch_size: int
+    global_micro_batch_size: int
+    dp_size: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a whole step on each rank."""
+        return ceil_div(self.global_batch_size, self.global_micro_batch_size)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of a micro-batch on a rank, at most."""
+        return ceil_div(self.global_micro_batch_size, self.dp_size)
+
+    def __str__(self) -> str:
+        """For the terminal."""
+        number = self.num_micro_batches
+        micro_batches = f"{number} micro-batch{'es' * (number > 1)} of {self.micro_batch_size}"
+        where = f"each of {self.dp_size} dp ranks" if self.dp_size > 1 else "1 dp rank"
+        return f"{self.global_batch_size:,} samples ({micro_batches} on {where})"
+
+
+@dataclass(frozen=True)
 class Plan:
     """Which samples of the stream of epochs each remaining step consumes.
 
     Attributes:
-        num_samples: size of the training set.
+        num_samples: size of the training set; 0 where samples are not read but made, as by an environment.
         run_seed: decides, with the epoch, the order in it.
         first_step: steps done before this process began.
         max_steps: the last step of the training.
         start: samples consumed by the steps done.
         end: samples consumed after the last step.
-        global_batch_size: samples of every step but possibly the last.
-        pass_size: samples of a forward pass over all shards, at most.
-        num_shards: how many read different samples.
+        division: of each step's samples.
     """
 
     num_samples: int
@@ -60,23 +95,26 @@ class Plan:
     max_steps: int
     start: int
     end: int
-    global_batch_size: int
-    pass_size: int
-    num_shards: int
+    division: Division
 
     def __str__(self) -> str:
         """For the terminal."""
-        steps = f"steps {self.first_step + 1} to {self.max_steps} of {self.global_batch_size} samples"
-        return f"{steps} in passes of {self.pass_size // self.num_shards} on each rank, {self.num_samples} to train on"
+        if self.first_step >= self.max_steps:
+            return f"training is complete at step {self.first_step} of {self.max_steps}"
+        first = f"{self.first_step + 1} to " if self.first_step else ""
+        samples = f"; {self.num_samples:,} training samples" if self.num_samples else ""
+        return f"steps {first}{self.max_steps} of {self.division}{samples}"
 
     @property
     def epoch_steps(self) -> int:
-        """Steps that an epoch takes, the last one perhaps in part."""
-        return -(-self.num_samples // self.global_batch_size)
+        """Steps that an epoch takes, the last one perhaps in part; all of them where there is no set of samples."""
+        if not self.num_samples:
+            return self.max_steps
+        return ceil_div(self.num_samples, self.division.global_batch_size)
 
     def position(self, step: int) -> int:
         """Samples consumed once `step` is done."""
-        return min(self.start + (step - self.first_step) * self.global_batch_size, self.end)
+        return min(self.start + (step - self.first_step) * self.division.global_batch_size, self.end)
 
     def samples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Epoch and index in the data set of the positions [start, stop), both (stop - start,)."""
@@ -89,111 +127,112 @@ class Plan:
 
 
 def make_plan(
-    num_samples: int,
-    run_seed: int,
-    epochs: int,
-    max_steps: int,
-    global_batch_size: int,
-    pass_size: int,
-    num_shards: int,
-    done: Mapping[str, int],
-    least: int = 1,
+    division: Division, num_samples: int, *, run_seed: int, epochs: int, max_steps: int, progress: Mapping[str, int]
 ) -> Plan:
-    """Plan the training from its length and what a checkpoint has done of it.
+    """Plan the training from its length and a checkpoint's progress.
 
     Args:
-        num_samples: size of the training set.
+        division: of each step's samples.
+        num_samples: size of the training set; 0 where samples are not read but made.
         run_seed: of the order.
         epochs: length of the training if `max_steps` is 0.
         max_steps: length of the training in steps, or 0.
-        global_batch_size: samples per step.
-        pass_size: samples per forward pass over all shards.
-        num_shards: how many read different samples.
-        done: "step" and "samples" of the checkpoint, possibly in steps of another size; empty for a new run.
-        least: samples that each shard needs in a pass.
+        progress: "step" and "samples" of the checkpoint, possibly in steps of another size; empty for a new run.
+    """
+    step, start = progress.get("step", 0), progress.get("samples", 0)
+    if max_steps:
+        end = start + max(0, max_steps - step) * division.global_batch_size
+        return Plan(num_samples, run_seed, step, max_steps, start, end, division)
+    left = max(0, epochs * num_samples - start)
+    last_step = step + ceil_div(left, division.global_batch_size)
+    return Plan(num_samples, run_seed, step, last_step, start, start + left, division)
+
+
+def check_min_samples(plan: Plan, least: int) -> None:
+    """Check that no rank gets fewer samples in a micro-batch than its model needs, as one with BatchNorm does.
+
+    Args:
+        plan: of the training.
+        least: samples that each rank needs in a micro-batch.
 
     Raises:
-        UserError: a pass, or one of the last step, would leave a shard with fewer.
+        UserError: a micro-batch, or one of the last step, would give a rank fewer.
     """
-    step, start = done.get("step", 0), done.get("samples", 0)
-    sizes = (global_batch_size, pass_size, num_shards)
-    smallest = _smallest_pass(global_batch_size, pass_size)
-    if smallest < least * num_shards:
+    division = plan.division
+    smallest = _smallest_micro_batch(division.global_batch_size, division)
+    if smallest < least * division.dp_size:
         raise UserError(
-            f"--global-batch-size {global_batch_size} gives a rank {smallest // num_shards} samples in a pass, "
-            f"and this model needs {least}: use a larger one, or a larger --micro-batch-size"
+            f"--global-batch-size {division.global_batch_size} gives a rank {smallest // division.dp_size} samples in "
+            f"a micro-batch, and this model needs {least}: use a larger one, or a larger --micro-batch-size"
         )
-    if max_steps:
-        end = start + max(0, max_steps - step) * global_batch_size
-        return Plan(num_samples, run_seed, step, max_steps, start, end, *sizes)
-    left = max(0, epochs * num_samples - start)
-    steps, rest = divmod(left, global_batch_size)
-    if rest and _smallest_pass(rest, pass_size) < least * num_shards:
-        last = step + steps
-        way_out = f"--max-steps {last} alone leaves them out" if last else "use a smaller --global-batch-size"
+    rest = (plan.end - plan.start) % division.global_batch_size
+    if rest and _smallest_micro_batch(rest, division) < least * division.dp_size:
+        last = plan.max_steps - 1
+        way_out = f"use --max-steps {last} to drop it" if last else "use a smaller --global-batch-size"
         raise UserError(
-            f"--epochs {epochs} of {num_samples} samples leaves {rest} for the last step: "
-            f"too few for {num_shards} ranks in passes of {pass_size}; {way_out}"
+            f"the last step of these --epochs has {rest} of {plan.num_samples} samples, too few for "
+            f"{division.dp_size} ranks in micro-batches of {division.global_micro_batch_size} over all ranks: {way_out}"
         )
-    return Plan(num_samples, run_seed, step, step + steps + (rest > 0), start, start + left, *sizes)
 
 
-def _smallest_pass(samples: int, pass_size: int) -> int:
-    """Samples over all shards in the smallest of the near-equal passes that `passes` cuts `samples` into."""
-    return samples // -(-samples // pass_size)
+def _smallest_micro_batch(samples: int, division: Division) -> int:
+    """Samples over all ranks in the smallest of the near-equal parts that `micro_batches` cuts `samples` into."""
+    return samples // ceil_div(samples, division.global_micro_batch_size)
 
 
-def passes(start: int, stop: int, pass_size: int, shard: int, num_shards: int) -> Iterator[tuple[int, int]]:
-    """Split the positions [start, stop) into forward passes, and each pass over the shards.
+def micro_batches(start: int, stop: int, division: Division, dp_rank: int) -> Iterator[tuple[int, int]]:
+    """Split the positions [start, stop) into micro-batches, and each of these over the dp ranks.
 
-    Every shard makes the same number of passes, because a pass may hold collectives; passes and shards
-    are near-equal when nothing divides, and a shard may be empty. No position is lost or doubled.
+    Every rank gets the same number of micro-batches, because each may need collectives; micro-batches and ranks'
+    parts of them are near-equal when nothing divides, and a part may be empty. No position is lost or doubled.
 
     Args:
         start: first position.
         stop: one past the last position.
-        pass_size: positions of a pass over all shards, at most.
-        shard: whose bounds to yield.
-        num_shards: shards that a pass is split into.
+        division: how large a micro-batch is, and over how many ranks it is split.
+        dp_rank: whose bounds to yield.
 
     Yields:
-        (first, end) of this shard in each pass.
+        (first, end) of this rank's part of each micro-batch.
     """
-    num_passes = -(-(stop - start) // pass_size)
-    for i in range(num_passes):
-        yield _part(*_part(start, stop, num_passes, i), num_shards, shard)
+    number = ceil_div(stop - start, division.global_micro_batch_size)
+    for i in range(number):
+        first, end = _part(start, stop, number, i)
+        yield _part(first, end, division.dp_size, dp_rank)
 
 
-def training_requests(plan: Plan, shard: int) -> Iterator[Request]:
-    """Everything this shard reads from now to the end of the plan."""
+def training_requests(plan: Plan, dp_rank: int) -> Iterator[Request]:
+    """Everything that this rank reads from now to the end of the plan."""
     for step in range(plan.first_step + 1, plan.max_steps + 1):
         start, stop = plan.position(step - 1), plan.position(step)
-        bounds = list(passes(start, stop, plan.pass_size, shard, plan.num_shards))
+        bounds = list(micro_batches(start, stop, plan.division, dp_rank))
         for i, (first, end) in enumerate(bounds):
             yield Request(*plan.samples(first, end), stop - start, i == len(bounds) - 1)
 
 
-def evaluation_requests(plan: Plan, num_samples: int, shard: int) -> Iterator[Request]:
-    """Every sample of a held-out set once over all shards, in its order, in passes as large as the training's."""
-    bounds = list(passes(0, num_samples, plan.pass_size, shard, plan.num_shards))
+def evaluation_requests(plan: Plan, num_samples: int, dp_rank: int) -> Iterator[Request]:
+    """Every sample of a held-out set once over all ranks, in order, in micro-batches as large as the training's."""
+    bounds = list(micro_batches(0, num_samples, plan.division, dp_rank))
     for i, (first, end) in enumerate(bounds):
         yield Request(np.zeros(end - first, int), np.arange(first, end), num_samples, i == len(bounds) - 1)
 
 
-def divide_batch(global_batch_size: int, micro_batch_size: int, num_shards: int) -> int:
-    """Samples of one forward pass over all shards, at most; `passes` makes those of a step near-equal.
+def divide_batch(global_batch_size: int, micro_batch_size: int, dp_size: int) -> Division:
+    """Divide a step into micro-batches and over dp ranks; `micro_batches` makes those of a step near-equal.
 
-    With a `micro_batch_size` any number of shards will do, so that a run goes on when it loses some of them.
+    With a `micro_batch_size` any number of ranks will do, so that a run can continue after it has lost some.
 
     Args:
-        global_batch_size: samples per optimizer step over all shards.
-        micro_batch_size: most samples per forward pass of a shard; 0 for one pass a step, in equal parts.
-        num_shards: how many read different samples.
+        global_batch_size: samples per optimizer step over all ranks.
+        micro_batch_size: most samples per forward pass of a rank; 0 for one micro-batch a step, in equal parts.
+        dp_size: ranks, or groups of ranks, that read different samples.
 
     Raises:
         UserError: the numbers do not divide.
     """
-    if global_batch_size < num_shards or (not micro_batch_size and global_batch_size % num_shards):
-        whole = -(-global_batch_size // num_shards) * num_shards
-        raise UserError(f"--global-batch-size {global_batch_size} does not divide by {num_shards} ranks: {whole} would")
-    return min(global_batch_size, micro_batch_size * num_shards or global_batch_size)
+    if global_batch_size < dp_size or (not micro_batch_size and global_batch_size % dp_size):
+        divisible = ceil_div(global_batch_size, dp_size) * dp_size
+        raise UserError(
+            f"--global-batch-size {global_batch_size} does not divide by {dp_size} ranks: {divisible} would"
+        )
+    return Division(global_batch_size, min(global_batch_size, micro_batch_size * dp_size or global_batch_size), dp_size)

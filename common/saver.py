@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import UserError, checkpoint, log, manifest, world
+from common import UserError, checkpoint, manifest, process_group, ranks
 from common.diagnose import SAVING
 
 Tensors = dict[str, torch.Tensor]
@@ -33,7 +33,7 @@ class Saver:
     """Writes the checkpoints of one run, beside the training if asked to."""
 
     def __init__(
-        self, run_dir: Path, recipe: str, mesh: DeviceMesh, terms: dict[str, Any], keep: int, in_background: bool
+        self, run_dir: Path, recipe: str, mesh: DeviceMesh, fingerprint: dict[str, Any], keep: int, in_background: bool
     ) -> None:
         """Join a group of its own, so that a save beside the training crosses none of its collectives (all ranks).
 
@@ -41,13 +41,15 @@ class Saver:
             run_dir: the run's folder, which all ranks see.
             recipe: the train.py that runs.
             mesh: the ranks and their axes.
-            terms: what the position depends on, such as the seed; JSON values.
+            fingerprint: what the position depends on, such as the seed; JSON values.
             keep: older whole checkpoints beyond this many are deleted after each commit.
             in_background: copy the state, and write it while the training goes on; at most one at a time.
         """
         self._run_dir, self._keep = run_dir, keep
-        self._group: Any = dist.new_group(backend="gloo", group_desc=SAVING, timeout=timedelta(seconds=world.TIMEOUT_S))
-        self._facts = terms | {
+        self._group: Any = dist.new_group(
+            backend="gloo", group_desc=SAVING, timeout=timedelta(seconds=process_group.TIMEOUT_S)
+        )
+        self._facts = fingerprint | {
             "recipe": Path(recipe).resolve().parent.name,
             "world": dist.get_world_size(),
             "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
@@ -56,7 +58,7 @@ class Saver:
         self._stager = DefaultStager(StagingOptions(False, False, False, False)) if in_background else None
         self._pending: threading.Thread | None = None
         self._failure = ""
-        world.background.callback(self._end)
+        process_group.background.callback(self._end)
 
     def _end(self) -> None:
         """After an error: wait a little for a save under way, whose peers leave as well."""
@@ -93,7 +95,7 @@ class Saver:
             self._pending.join()
             self._pending = None
         if self._failure:
-            log.say(f"warning: {self._failure}; the training goes on")
+            ranks.print0(f"warning: {self._failure}; the training goes on")
             self._failure = ""
 
     def _write(self, tensors: Tensors, facts: dict[str, Any]) -> None:
@@ -169,7 +171,7 @@ class Saver:
                 for path in (*older, *final.parent.glob("step_*.tmp-*")):
                     shutil.rmtree(path)
         except (SaveError, OSError) as error:  # the first on all ranks alike
-            log.say(f"warning: {final} is saved, but not all that is too old is deleted: {error}")
+            ranks.print0(f"warning: {final} is saved, but not all that is too old is deleted: {error}")
 
 
 def _plain(error: BaseException, run_dir: Path) -> str:

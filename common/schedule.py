@@ -36,8 +36,8 @@ def warmup_cosine(step: int, warmup_steps: int, max_steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, max_steps - warmup_steps)))
 
 
-def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> float:
-    """Use this rate for all parameters, and return it."""
+def scale_rates(optimizer: torch.optim.Optimizer, factor: float) -> float:
+    """Give each parameter group this share of the peak rate that it was made with; returns the first group's rate."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
-    return lr
+        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])  # torch's schedulers keep it there as well
+    return optimizer.param_groups[0]["lr"]

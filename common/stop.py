@@ -15,7 +15,7 @@ import time
 
 import torch.distributed as dist
 
-from common import log, world
+from common import process_group, ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_S = 0.2
@@ -31,15 +31,16 @@ class Stop:
         reason: why the ranks leave, and which rank noticed; "" while there is no reason.
     """
 
-    def __init__(self, deadline_min: float, first_step: int) -> None:
+    def __init__(self, world: process_group.World, deadline_min: float, first_step: int) -> None:
         """Take over the signals (main thread, before any loader worker is forked; all ranks).
 
         Args:
+            world: this process.
             deadline_min: minutes from now after which to leave; 0 for never.
             first_step: steps done already.
         """
         self.reason = ""
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._rank, self._size = world.rank, world.size
         self._deadline = time.monotonic() + 60 * deadline_min if deadline_min else float("inf")
         if "SLURM_JOB_END_TIME" in os.environ:  # seconds since 1970; launch/slurm.sh sets it where Slurm does not
             left_s = float(os.environ["SLURM_JOB_END_TIME"]) - time.time()
@@ -55,12 +56,12 @@ class Stop:
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        store = dist.distributed_c10d._get_default_store()
-        self._store = store.clone() if self._size > 1 else store  # the main thread may be waiting in the other one
+        # The main thread may be waiting in the store itself.
+        self._store = world.store.clone() if world.size > 1 else world.store
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stop", daemon=True)
         self._thread.start()
-        world.background.callback(self.close)
+        process_group.background.callback(self.close)
         dist.barrier()  # from here on a signal to any rank is a request
 
     def after(self, step: int) -> bool:
@@ -73,7 +74,7 @@ class Stop:
             self._done = step
             if not self.reason:
                 return False
-        if not self._agreed.wait(world.TIMEOUT_S):
+        if not self._agreed.wait(process_group.TIMEOUT_S):
             raise RuntimeError(f"rank {self._rank}: no agreement on the step to leave after ({self.reason})")
         return step >= self._target
 
@@ -117,4 +118,6 @@ class Stop:
         self._store.set(f"stop/done/{self._rank}", str(done))
         self._target = 1 + max(int(self._store.get(f"stop/done/{rank}")) for rank in range(self._size))
         self._agreed.set()
-        log.say(f"{reason}: all ranks leave, saved, after step {self._target}; the same again quits at once, unsaved")
+        ranks.print0(
+            f"{reason}: all ranks leave, saved, after step {self._target}; the same again quits at once, unsaved"
+        )

@@ -105,3 +105,9 @@ def convert(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     for name, child in model.named_children():
         converted.add_module(name, convert(child, group))
     return converted
+
+
+def min_samples(model: nn.Module) -> int:
+    """Samples that a rank needs in a micro-batch: a BatchNorm of its own takes the variance of at least 2."""
+    over_ranks = (SyncBatchNorm, nn.SyncBatchNorm)
+    return 2 if any(isinstance(m, _BatchNorm) and not isinstance(m, over_ranks) for m in model.modules()) else 1

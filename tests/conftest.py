@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from common.workloads import images, text
-from tests import ranks
+from tests.harness import runner
 
 torch.set_num_threads(1)  # the ranks need the other cores, and threads that wait for each other are slow beside them
 
@@ -121,10 +121,10 @@ def pytest_sessionstart() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the budgets: 200 lines a module, 300 a recipe, 2,000 of code for common/ without its workloads."""
-    texts = {path: path.read_text() for path in ranks.ROOT.glob("common/**/*.py")}
+    texts = {path: path.read_text() for path in runner.ROOT.glob("common/**/*.py")}
     common = {path: len(text.splitlines()) for path, text in texts.items()}
     longest = max(common, key=lambda path: common[path])
-    recipes = ", ".join(f"{name} {len(ranks.source(name).splitlines())}" for name in ranks.RECIPES)
+    recipes = ", ".join(f"{name} {len(runner.source(name).splitlines())}" for name in runner.RECIPES)
     code = sum(code_lines(text) for path, text in texts.items() if path.parent.name == "common")
     workloads = sum(map(code_lines, texts.values())) - code
     terminalreporter.write_line(

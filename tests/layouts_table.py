@@ -15,7 +15,7 @@ from typing import Any
 
 from tests import test_layouts as moves
 from tests.harness import pages
-from tests.ranks import ROOT
+from tests.harness.runner import ROOT
 
 
 def main() -> None:

@@ -14,16 +14,15 @@ import pytest
 import torch
 
 from launch import strategy
-from tests import ranks
 from tests.conftest import write_text
-from tests.faults import inject
+from tests.harness import inject, runner
 from tests.test_bad_input import assert_refused
 from tests.test_equivalence import COARSE, FLAGS, PASS, RATES, STEPS, plain_gpt_loop, worst
 from tests.test_launch import assert_trained, launch, shell, training_flags
 
 HUGGING = "accelerate_gpt"
-TRAIN = ranks.ROOT / "recipes" / HUGGING / "train.py"
-CONFIGS = sorted((ranks.ROOT / "recipes" / HUGGING / "configs").glob("*.yaml"))
+TRAIN = runner.ROOT / "recipes" / HUGGING / "train.py"
+CONFIGS = sorted((runner.ROOT / "recipes" / HUGGING / "configs").glob("*.yaml"))
 CPU, DDP, FSDP2, HSDP = CONFIGS
 ACCELERATE = Path(sys.executable).with_name("accelerate")
 # Of the standing part of `accelerate launch`: in the ranks of every launch.
@@ -104,17 +103,17 @@ def run(
     variables: Mapping[str, str | None] | None = None,
     stand_in: bool = False,
     tracker: str = "",
-) -> ranks.Result:
+) -> runner.Result:
     one = (str(recipe), flags, variables or {}, stand_in, tracker)
-    return ranks.spawn(start, [one] * size)
+    return runner.spawn(start, [one] * size)
 
 
 def trained(size: int, out: Path, data: Path, *flags: str, **how: Any) -> list[dict[int, float]]:
     """Loss, gradient norm and validation loss by step."""
-    sizes = (*ranks.SMALL["gpt"], "--lr", str(2 * RATES["gpt"]), "--micro-batch-size", str(PASS // size))
+    sizes = (*runner.SMALL["gpt"], "--lr", str(2 * RATES["gpt"]), "--micro-batch-size", str(PASS // size))
     result = run(size, *FLAGS, *sizes, "--data", str(data), "--out", str(out), "--name", "run", *flags, **how)
     assert result.ok, str(result)
-    return [ranks.records(out / "run", tag) for tag in ("train/loss", "train/grad_norm", "val/loss")]
+    return [runner.records(out / "run", tag) for tag in ("train/loss", "train/grad_norm", "val/loss")]
 
 
 def refused(tmp_path: Path, size: int, variables: Mapping[str, str | None], *messages: str, flags: Any = ()) -> None:
@@ -173,7 +172,7 @@ def test_sharding_on_a_cpu(config: Path, tmp_path: Path) -> None:
 def test_file_on_one_machine_only(tmp_path: Path) -> None:
     """As of two machines that were started by hand: before one builds FSDP2 and the other DDP."""
     one = (str(TRAIN), ("--out", str(tmp_path / "out")))
-    result = ranks.spawn(start, [(*one, LAUNCHED, False, ""), (*one, {}, False, "")])
+    result = runner.spawn(start, [(*one, LAUNCHED, False, ""), (*one, {}, False, "")])
     assert_refused(result, "rank 1 was started with accelerate ACCELERATE_", "rank 0 with 'no'")
     assert not (tmp_path / "out").exists()
 
@@ -183,7 +182,7 @@ ALONE = {"PartialState(cpu=on_cpu)": "PartialState()"}
 
 def test_ranks_that_believe_that_they_are_alone(tmp_path: Path) -> None:
     """Of torchrun on a CPU, they are, without what the recipe says about the CPU: then it refuses."""
-    mutant = ranks.mutate(HUGGING, tmp_path, ALONE)
+    mutant = runner.mutate(HUGGING, tmp_path, ALONE)
     result = run(2, "--out", str(tmp_path / "out"), recipe=mutant)
     assert_refused(result, "Accelerate has 1 of the processes, asked for were 2")
 
@@ -191,7 +190,7 @@ def test_ranks_that_believe_that_they_are_alone(tmp_path: Path) -> None:
 def test_what_is_not_used() -> None:
     """load_state races with save_state, and end_training takes the process group down."""
     assert not re.findall(
-        r"\.(load_state|save_state|end_training|accumulate|skip_first_batches)\(", ranks.source(HUGGING)
+        r"\.(load_state|save_state|end_training|accumulate|skip_first_batches)\(", runner.source(HUGGING)
     )
 
 
@@ -203,18 +202,18 @@ def test_accelerate_launch(small_text: Path, tmp_path: Path) -> None:
     default = tmp_path / "home" / "accelerate" / "default_config.yaml"
     default.parent.mkdir(parents=True)
     default.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp16\ndynamo_backend: EAGER\n")
-    where = {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ranks.ROOT)}
-    flags = [*training_flags(small_text, tmp_path / "out", "run"), *ranks.small("ddp_gpt"), "--dtype", "float64"]
+    where = {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(runner.ROOT)}
+    flags = [*training_flags(small_text, tmp_path / "out", "run"), *runner.small("ddp_gpt"), "--dtype", "float64"]
     port = ("--main_process_port", "0")
     result = shell([ACCELERATE, "launch", *port, "--config_file", CPU, TRAIN, *flags], **where)
     assert result.returncode == 0, result.stdout + result.stderr
     assert_trained(tmp_path / "out" / "run", 2)
     assert f"\ngo on  accelerate launch --config_file FILE {TRAIN} " in result.stdout
-    other = ranks.run_recipe("ddp_gpt", 2, *flags, "--name", "other")
+    other = runner.run_recipe("ddp_gpt", 2, *flags, "--name", "other")
     assert other.ok, str(other)
     for tag in ("train/loss", "train/grad_norm", "val/loss"):
-        wanted = ranks.records(tmp_path / "out" / "other", tag)
-        assert ranks.records(tmp_path / "out" / "run", tag) == pytest.approx(wanted, rel=1e-9), tag
+        wanted = runner.records(tmp_path / "out" / "other", tag)
+        assert runner.records(tmp_path / "out" / "run", tag) == pytest.approx(wanted, rel=1e-9), tag
 
     result = shell([ACCELERATE, "launch", *port, TRAIN, *flags, "--name", "default"], **where)
     assert result.returncode, result.stdout
@@ -227,7 +226,7 @@ def test_accelerate_launch(small_text: Path, tmp_path: Path) -> None:
 
 def test_accelerate_launch_starts_one_on_a_cpu(tmp_path: Path) -> None:
     words = ("--cpu", "--num_processes", "2", TRAIN, "--out", tmp_path / "out")
-    result = shell([ACCELERATE, "launch", *words], PYTHONPATH=str(ranks.ROOT), HF_HOME=str(tmp_path))
+    result = shell([ACCELERATE, "launch", *words], PYTHONPATH=str(runner.ROOT), HF_HOME=str(tmp_path))
     assert result.returncode, result.stdout
     assert result.stderr.count(f"error: {ALONE_HERE}") == 1
     assert not (tmp_path / "out").exists()
@@ -240,7 +239,7 @@ def test_cpu_is_part_of_the_file() -> None:
 
 
 def test_torchrun_with_a_file(small_text: Path, tmp_path: Path) -> None:
-    flags = [*training_flags(small_text, tmp_path / "out", "run"), *ranks.small("ddp_gpt")]
+    flags = [*training_flags(small_text, tmp_path / "out", "run"), *runner.small("ddp_gpt")]
     result = launch(f"recipes/{HUGGING}", *flags, ACCELERATE_CONFIG="configs/cpu.yaml")
     assert result.returncode == 0, result.stdout + result.stderr
     assert_trained(tmp_path / "out" / "run", 2)
@@ -317,7 +316,7 @@ def test_more_of_a_file(small_text: Path, tmp_path: Path) -> None:
     more = {"FSDP_ACTIVATION_CHECKPOINTING": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     more |= {"FSDP_RESHARD_AFTER_FORWARD": "false"}
     followed = "    assert any('_checkpoint_wrapped_module' in name for name, _ in model.named_modules())\n"
-    recipe = ranks.mutate(HUGGING, tmp_path, {"    if args.compile:\n": followed + "    if args.compile:\n"})
+    recipe = runner.mutate(HUGGING, tmp_path, {"    if args.compile:\n": followed + "    if args.compile:\n"})
     how = {"variables": sharding(FSDP2, 2) | more, "stand_in": True, "recipe": recipe}
     found = trained(2, tmp_path, small_text, "--dtype", "float64", "--tied", **how)
     assert worst(found[0], wanted.losses) < 1e-9
@@ -328,7 +327,7 @@ def test_checkpoints_of_the_stand_in(small_text: Path, tmp_path: Path) -> None:
     """From FSDP2 to pipeline stages, to DDP on 3 ranks, and back to FSDP2: one training."""
     wanted = plain_gpt_loop(str(small_text), torch.float64)
     shared = {"variables": sharding(FSDP2, 2), "stand_in": True}
-    pipeline = {"recipe": ranks.ROOT / "recipes" / "pipeline_gpt" / "train.py"}
+    pipeline = {"recipe": runner.ROOT / "recipes" / "pipeline_gpt" / "train.py"}
     legs: list[tuple[int, dict[str, Any]]] = [(2, shared), (2, pipeline), (3, {}), (2, shared)]
     for i, (size, how) in enumerate(legs):
         stages = ("--pp", "2", "--micro-batch-size", str(PASS), "--num-microbatches", "2") if how == pipeline else ()
@@ -346,8 +345,8 @@ def test_bfloat16_of_the_stand_in(small_text: Path, tmp_path: Path) -> None:
     flags = ("--dtype", "bfloat16", "--stop-after", "3")
     (tmp_path / "mutant").mkdir()
     own = {"(mixed_precision_policy=policy)": "()"}
-    mutant = {"recipe": ranks.mutate(HUGGING, tmp_path / "mutant", own)}
-    fsdp = {"recipe": ranks.ROOT / "recipes" / "fsdp_gpt" / "train.py"}
+    mutant = {"recipe": runner.mutate(HUGGING, tmp_path / "mutant", own)}
+    fsdp = {"recipe": runner.ROOT / "recipes" / "fsdp_gpt" / "train.py"}
     curves = [
         trained(2, tmp_path / name, small_text, *flags, **which)[0]
         for name, which in (("fsdp", fsdp), ("ours", how), ("theirs", how | mutant))
@@ -375,7 +374,7 @@ def test_evaluation_is_exact(count: int, tmp_path: Path) -> None:
     wanted = trained(1, tmp_path / "1", data, *flags)[2]
     assert trained(4, tmp_path / "4", data, *flags)[2] == pytest.approx(wanted, rel=1e-12)
     gathers_all = {"gather_for_metrics(": "gather("}
-    mutant = ranks.mutate(HUGGING, tmp_path / "mutant", gathers_all)
+    mutant = runner.mutate(HUGGING, tmp_path / "mutant", gathers_all)
     found = trained(4, tmp_path / "5", data, *flags, recipe=mutant)[2]
     assert count == 1 or found != pytest.approx(wanted, rel=1e-4)  # one sequence, read four times, has the same mean
 
@@ -383,19 +382,19 @@ def test_evaluation_is_exact(count: int, tmp_path: Path) -> None:
 # --- what is set on Accelerate's wrapper ------------------------------------------------------------------
 
 
-def test_mutant_that_judges_the_wrapper(small_text: Path, tmp_path: Path) -> None:
+def test_mutant_that_skip_if_not_finites_the_wrapper(small_text: Path, tmp_path: Path) -> None:
     """An update is left out by torch's optimizer, in which the guard says so; Accelerate's makes it."""
     (tmp_path / "mutant").mkdir()
     wrapper = {"guard.FiniteGuard(model, inner, plan": "guard.FiniteGuard(model, optimizer, plan"}
-    mutant = ranks.mutate(HUGGING, tmp_path / "mutant", wrapper)
-    sizes = (*ranks.SMALL["gpt"], "--max-steps", "4", "--global-batch-size", "4", "--log-every", "1")
+    mutant = runner.mutate(HUGGING, tmp_path / "mutant", wrapper)
+    sizes = (*runner.SMALL["gpt"], "--max-steps", "4", "--global-batch-size", "4", "--log-every", "1")
     for recipe, finite in ((TRAIN, True), (mutant, False)):
         out = tmp_path / str(finite)
         argv = [*sizes, "--dtype", "float32", "--out", str(out), "--name", "run", "--check-every", "0"]
         faults = [("backward", "spoil", -1, 2)]
-        result = ranks.spawn(inject.run, [(str(recipe), argv, faults, str(tmp_path / f"{finite}.jsonl"))] * 2)
+        result = runner.spawn(inject.run, [(str(recipe), argv, faults, str(tmp_path / f"{finite}.jsonl"))] * 2)
         assert result.ok, str(result)
-        norms = ranks.records(out / "run", "train/grad_norm")
+        norms = runner.records(out / "run", "train/grad_norm")
         assert [math.isfinite(norms[step]) for step in (1, 2, 3, 4)] == [True, False, finite, finite]
 
 
@@ -433,5 +432,5 @@ def test_tracker(names: str, small_text: Path, tmp_path: Path) -> None:
 
 def test_commands_of_the_docstring() -> None:
     """The files that it names are there."""
-    named = re.findall(r"configs/\w+\.yaml", ranks.source(HUGGING) + (TRAIN.parent / "README.md").read_text())
+    named = re.findall(r"configs/\w+\.yaml", runner.source(HUGGING) + (TRAIN.parent / "README.md").read_text())
     assert {Path(name).name for name in named} == {config.name for config in CONFIGS}

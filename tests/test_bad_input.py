@@ -18,12 +18,13 @@ import pytest
 import torch
 from PIL import Image
 
-from tests import ranks
+from common import ranks
 from tests.conftest import write_image_folder, write_parquet
+from tests.harness import runner
 
 SECONDS = 12.0  # a rank that alone has found a fault waits 5 s for rank 0 to tell it first
 DDP = "ddp_resnet"
-TWO_STEPS = ("--max-steps", "2", "--global-batch-size", "8", "--log-every", "1", *ranks.small(DDP))
+TWO_STEPS = ("--max-steps", "2", "--global-batch-size", "8", "--log-every", "1", *runner.small(DDP))
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Where:
 
 
 def start(recipe: str, argv: Sequence[str], where: Where) -> None:
-    """Run a recipe in this process, as ranks.run_recipe does."""
+    """Run a recipe in this process, as runner.run_recipe does."""
     if where.gpus is not None:
         # A mock, only because no machine of the test run has a GPU: what is tested is what people read who
         # start more processes than they have GPUs.
@@ -49,17 +50,17 @@ def start(recipe: str, argv: Sequence[str], where: Where) -> None:
     runpy.run_path(recipe, run_name="__main__")
 
 
-def run_where(places: Sequence[Where], *flags: str, paths: Sequence[Path] = ()) -> ranks.Result:
-    path = ranks.ROOT / "recipes" / DDP / "train.py"
+def run_where(places: Sequence[Where], *flags: str, paths: Sequence[Path] = ()) -> runner.Result:
+    path = runner.ROOT / "recipes" / DDP / "train.py"
     args = [(str(paths[rank] if paths else path), flags, where) for rank, where in enumerate(places)]
-    return ranks.spawn(start, args, timeout_s=40.0)
+    return runner.spawn(start, args, timeout_s=40.0)
 
 
 def processes(recipe: str) -> int:
-    return min(2, ranks.world_sizes(recipe)[-1])
+    return min(2, runner.world_sizes(recipe)[-1])
 
 
-def assert_refused(result: ranks.Result, *messages: str) -> None:
+def assert_refused(result: runner.Result, *messages: str) -> None:
     """Every rank fails, and one of them, rank 0, says why, once, in words of ours."""
     everything = "".join(result.outputs)
     assert all(result.codes), str(result)
@@ -77,7 +78,7 @@ def nothing() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _fork_server() -> Iterator[None]:
-    assert ranks.spawn(nothing, [()]).ok
+    assert runner.spawn(nothing, [()]).ok
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "GRACE_S", 0.2)  # enough for a second rank that refuses, as none should
         yield
@@ -94,7 +95,7 @@ def out(tmp_path: Path) -> Iterator[Path]:
 
 
 def refused(recipe: str | Path, out: Path, flags: Sequence[str], *messages: str, size: int | None = None) -> None:
-    result = ranks.run_recipe(recipe, size or processes(recipe), "--out", str(out), "--name", "run", *flags)
+    result = runner.run_recipe(recipe, size or processes(recipe), "--out", str(out), "--name", "run", *flags)
     assert_refused(result, *messages)
 
 
@@ -113,11 +114,11 @@ BAD_FLAGS = {
 }
 
 
-@pytest.mark.parametrize("recipe", ranks.RECIPES)
+@pytest.mark.parametrize("recipe", runner.RECIPES)
 @pytest.mark.parametrize("case", BAD_FLAGS)
 def test_flag(recipe: str, case: str, out: Path) -> None:
     flags, messages = BAD_FLAGS[case]
-    if flags[0] == "--data" and recipe not in ranks.SUPERVISED:
+    if flags[0] == "--data" and recipe not in runner.SUPERVISED:
         messages = ["--data"]
     refused(recipe, out, flags, *messages)
 
@@ -145,14 +146,14 @@ def test_batch_does_not_divide_by_ranks(out: Path) -> None:
     refused(DDP, out, ["--global-batch-size", "9"], "--global-batch-size 9 does not divide by 2 ranks")
 
 
-@pytest.mark.parametrize("recipe", ranks.SUPERVISED)
+@pytest.mark.parametrize("recipe", runner.SUPERVISED)
 def test_last_batch_too_small(recipe: str, out: Path, small_data: dict[str, Path]) -> None:
     """One sample over several shards; in one process, BatchNorm's variance of it."""
-    layouts = ranks.layouts(recipe)
-    layout = next((one for one in layouts if one.shards > 1), layouts[-1])
-    flags = ["--data", str(small_data[ranks.workload(recipe)]), *ranks.small(recipe), *layout.flags]
+    layouts = runner.layouts(recipe)
+    layout = next((one for one in layouts if one.dp_size > 1), layouts[-1])
+    flags = ["--data", str(small_data[runner.workload(recipe)]), *runner.small(recipe), *layout.flags]
     flags += ["--epochs", "1", "--max-steps", "0", "--global-batch-size", "36"]  # 469 = 13 * 36 + 1
-    flags += layout.passes(36)
+    flags += layout.micro_batches(36)
     refused(recipe, out, flags, "--epochs 1 of 469 samples leaves 1", "--max-steps 13 alone", size=layout.size)
 
 
@@ -173,7 +174,7 @@ def test_one_sample_in_a_pass_of_the_last_step(out: Path, tmp_path: Path) -> Non
 
 # --- sizes ------------------------------------------------------------------------------------------------
 
-GPT = [recipe for recipe in ranks.RECIPES if ranks.workload(recipe) == "gpt"]
+GPT = [recipe for recipe in runner.RECIPES if runner.workload(recipe) == "gpt"]
 # Ranks, flags, which a recipe that is asked has, and what is told of them.
 BAD_SIZES = {
     "model": (2, ["--model", "resnet17"], ["--model resnet17", "resnet18"]),
@@ -230,7 +231,7 @@ BAD_SIZES = {
 
 def without_weights(recipe: str, folder: Path) -> Path:
     """A copy that fails where it would make the model's weights."""
-    return ranks.mutate(recipe, folder, {"initial.place(": "initial.must_not_be_called("})
+    return runner.mutate(recipe, folder, {"initial.materialize(": "initial.must_not_be_called("})
 
 
 @pytest.mark.parametrize(
@@ -238,15 +239,15 @@ def without_weights(recipe: str, folder: Path) -> Path:
     [
         (case, recipe)
         for case, (_, flags, _) in BAD_SIZES.items()
-        for recipe in ranks.RECIPES
-        if all(ranks.has_flag(recipe, flag) for flag in flags[::2])
+        for recipe in runner.RECIPES
+        if all(runner.has_flag(recipe, flag) for flag in flags[::2])
     ],
 )
 def test_sizes(case: str, recipe: str, out: Path, tmp_path: Path) -> None:
     """Before there are weights, which take long to make if they are many."""
     size, flags, messages = BAD_SIZES[case]
     path = without_weights(recipe, tmp_path)
-    refused(path, out, flags, *messages, size=min(size, ranks.world_sizes(recipe)[-1]))
+    refused(path, out, flags, *messages, size=min(size, runner.world_sizes(recipe)[-1]))
 
 
 def test_every_schedule_is_asked_for_layers() -> None:
@@ -254,7 +255,7 @@ def test_every_schedule_is_asked_for_layers() -> None:
     names = {
         layout.flags[layout.flags.index("--schedule") + 1]
         for one in GPT
-        for layout in ranks.layouts(one)
+        for layout in runner.layouts(one)
         if "--schedule" in layout.flags
     }
     assert names == {flags[1] for _, flags, _ in BAD_SIZES.values() if flags[0] == "--schedule"}
@@ -262,8 +263,8 @@ def test_every_schedule_is_asked_for_layers() -> None:
 
 @pytest.mark.parametrize("recipe", GPT)
 def test_weights_are_made_where_the_tests_above_think(recipe: str, small_text: Path, tmp_path: Path) -> None:
-    flags = ("--data", str(small_text), "--out", str(tmp_path / "out"), *ranks.small(recipe))
-    result = ranks.run_recipe(without_weights(recipe, tmp_path), processes(recipe), *flags)
+    flags = ("--data", str(small_text), "--out", str(tmp_path / "out"), *runner.small(recipe))
+    result = runner.run_recipe(without_weights(recipe, tmp_path), processes(recipe), *flags)
     assert "has no attribute 'must_not_be_called'" in str(result), str(result)
 
 
@@ -388,13 +389,13 @@ def test_dp_resnet_in_two_processes(out: Path) -> None:
     [(["--lr", "0.3"], "flag lr 0.3, rank 0 with 0.2"), (["--flip"], "flag flip True, rank 0 with False")],
 )
 def test_ranks_with_different_flags(flags: list[str], message: str, out: Path) -> None:
-    result = ranks.run_recipe(DDP, 3, "--out", str(out), "--global-batch-size", "12", rank_flags={2: flags})
+    result = runner.run_recipe(DDP, 3, "--out", str(out), "--global-batch-size", "12", rank_flags={2: flags})
     assert_refused(result, "rank 2 was started with", message)
 
 
 def test_one_rank_with_an_unknown_flag(out: Path) -> None:
     """Only this rank can tell; rank 0 waits for it, until it gives up and says why."""
-    result = ranks.run_recipe(DDP, 2, "--out", str(out), rank_flags={1: ["--batchsize", "8"]})
+    result = runner.run_recipe(DDP, 2, "--out", str(out), rank_flags={1: ["--batchsize", "8"]})
     assert all(result.codes), str(result)
     assert "".join(result.outputs).count("--batchsize") == 1, str(result)
 
@@ -409,10 +410,10 @@ def test_ranks_with_different_data(out: Path, tmp_path: Path) -> None:
 
 
 def test_ranks_with_different_code(out: Path, tmp_path: Path) -> None:
-    mutant = ranks.mutate(
+    mutant = runner.mutate(
         DDP, tmp_path, {"label_smoothing: float = 0.1  # share": "label_smoothing: float = 0.1  # part"}
     )
-    paths = [ranks.ROOT / "recipes" / DDP / "train.py", mutant]
+    paths = [runner.ROOT / "recipes" / DDP / "train.py", mutant]
     result = run_where([Where()] * 2, "--out", str(out), paths=paths)
     assert_refused(result, "rank 1 was started with code train.py")
 
@@ -421,20 +422,20 @@ def test_unused_parameter(tmp_path: Path, small_digits: Path, monkeypatch: pytes
     """DDP would wait for its gradient: the second step dies, and says which one it is."""
     monkeypatch.setattr(ranks, "GRACE_S", 5.0)  # whichever rank dies first, rank 0 is to say it
     keep = "    return model.to(memory_format=torch.channels_last)"
-    path = ranks.mutate(DDP, tmp_path, {keep: f"    model.forgotten = nn.Linear(1, 1)\n{keep}"})
+    path = runner.mutate(DDP, tmp_path, {keep: f"    model.forgotten = nn.Linear(1, 1)\n{keep}"})
     where = ("--data", str(small_digits), "--out", str(tmp_path / "out"), "--name", "run")
     began = time.monotonic()
-    result = ranks.run_recipe(path, 2, *where, *TWO_STEPS)
+    result = runner.run_recipe(path, 2, *where, *TWO_STEPS)
     assert all(result.codes), str(result)
     assert "forgotten.weight" in result.outputs[0], str(result)
-    assert list(ranks.records(tmp_path / "out" / "run", "train/loss")) == [1]
+    assert list(runner.records(tmp_path / "out" / "run", "train/loss")) == [1]
     assert time.monotonic() - began < 2 * SECONDS
 
 
 # --- folders ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ranks.RECIPES)
+@pytest.mark.parametrize("recipe", runner.RECIPES)
 @pytest.mark.parametrize("parent", ["file", "proc"])
 def test_out_not_writable(recipe: str, parent: str, tmp_path: Path) -> None:
     """Root may write anywhere but below a file, and in /proc."""
@@ -465,7 +466,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, small_digits: Path) -> Pat
     """A run of two ranks that has saved after each of its two steps."""
     out = tmp_path_factory.mktemp("trained")
     where = ("--data", str(small_digits), "--out", str(out), "--name", "run")
-    result = ranks.run_recipe(DDP, 2, *where, *TWO_STEPS, "--save-every", "1")
+    result = runner.run_recipe(DDP, 2, *where, *TWO_STEPS, "--save-every", "1")
     assert result.ok, str(result)
     return out / "run"
 
@@ -523,9 +524,9 @@ DAMAGES = [flip_bit, truncate, delete_file, break_manifest, delete_manifest]
 Damage = Callable[[Path], str]
 
 
-def again(run: Path, data: Path, *flags: str, size: int = 1) -> ranks.Result:
+def again(run: Path, data: Path, *flags: str, size: int = 1) -> runner.Result:
     where = ("--data", str(data), "--out", str(run.parent), "--name", run.name)
-    return ranks.run_recipe(DDP, size, *where, *TWO_STEPS, *flags)
+    return runner.run_recipe(DDP, size, *where, *TWO_STEPS, *flags)
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -564,7 +565,7 @@ def test_continues_from_the_older_checkpoint(damage: Damage, run: Path, small_di
     assert result.outputs[0].count(fault) == 1, str(result)
     assert "damaged, not used: step_00000002" in result.outputs[0]
     assert "continues from step 1 of" in result.outputs[0]
-    assert list(ranks.records(run, "train/loss")) == [1, 2]
+    assert list(runner.records(run, "train/loss")) == [1, 2]
     assert sorted(path.name for path in run.glob("checkpoints/step_*")) == ["step_00000001", "step_00000002"]
 
 
@@ -596,7 +597,7 @@ def trained_gpt(tmp_path_factory: pytest.TempPathFactory, small_text: Path) -> P
     """A run that has saved after its second step."""
     out = tmp_path_factory.mktemp("trained")
     where = ("--data", str(small_text), "--out", str(out), "--name", "run")
-    result = ranks.run_recipe(GPT[0], 1, *where, "--max-steps", "2", "--global-batch-size", "8", *ranks.small(GPT[0]))
+    result = runner.run_recipe(GPT[0], 1, *where, "--max-steps", "2", "--global-batch-size", "8", *runner.small(GPT[0]))
     assert result.ok, str(result)
     return out / "run"
 
@@ -620,6 +621,6 @@ def test_checkpoint_of_another_size(
     """Names and shapes are compared before this model has weights."""
     more, messages = OTHER_SIZES[case]
     before = listing(trained_gpt)
-    flags = ["--data", str(small_text), "--resume", str(trained_gpt), *ranks.small(recipe), *more]
+    flags = ["--data", str(small_text), "--resume", str(trained_gpt), *runner.small(recipe), *more]
     refused(without_weights(recipe, tmp_path), out, flags, f"--resume: {trained_gpt}", "is of another model", *messages)
     assert listing(trained_gpt) == before

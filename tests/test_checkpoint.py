@@ -13,8 +13,19 @@ import torch
 import torch.distributed as dist
 
 from common import UserError, checkpoint, manifest
-from tests import ranks
-from tests.states import bits, blank, check_equal, damage, find_step, flip_bit, loaded, make_saver, make_state, save
+from tests.harness import runner
+from tests.harness.states import (
+    bits,
+    blank,
+    check_equal,
+    damage,
+    find_step,
+    flip_bit,
+    loaded,
+    make_saver,
+    make_state,
+    save,
+)
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -59,7 +70,7 @@ def load_and_save(first: str, second: str) -> None:
 
 
 def test_from_one_rank_to_two_to_one(saved: Path, tmp_path: Path) -> None:
-    result = ranks.spawn(load_and_save, [(str(saved), str(tmp_path))] * 2)
+    result = runner.spawn(load_and_save, [(str(saved), str(tmp_path))] * 2)
     assert result.ok, str(result)
     path, facts = checkpoint.find(tmp_path, "", {})
     assert path is not None
@@ -235,7 +246,7 @@ def find_in_parts(run_dir: str) -> None:
 
 def test_ranks_share_the_reading(tmp_path: Path) -> None:
     """One alone would need longer for a large model than the others wait."""
-    result = ranks.spawn(find_in_parts, [(str(tmp_path),)] * 3)
+    result = runner.spawn(find_in_parts, [(str(tmp_path),)] * 3)
     assert result.ok, str(result)
 
 
@@ -262,19 +273,19 @@ def test_leftovers_are_never_chosen(tmp_path: Path) -> None:
 
 
 def test_resume_names_a_run_or_a_checkpoint(tmp_path: Path) -> None:
-    here, other = tmp_path / "here", tmp_path / "other"
+    world, other = tmp_path / "here", tmp_path / "other"
     for step in (5, 6):
         save(other, step)
-    assert find_step(here, resume=str(other)) == 6
-    assert find_step(here, resume=str(other / "checkpoints" / "step_00000005")) == 5
+    assert find_step(world, resume=str(other)) == 6
+    assert find_step(world, resume=str(other / "checkpoints" / "step_00000005")) == 5
     with pytest.raises(UserError, match=r"--resume \S+/missing: no checkpoint there"):
-        checkpoint.find(here, str(tmp_path / "missing"), {})
+        checkpoint.find(world, str(tmp_path / "missing"), {})
     damage(other, 6)
-    assert find_step(here, resume=str(other)) == 5
+    assert find_step(world, resume=str(other)) == 5
     with pytest.raises(UserError, match="none of them is whole"):
-        checkpoint.find(here, str(other / "checkpoints" / "step_00000006"), {})
-    save(here, 2)
-    assert find_step(here, resume=str(other)) == 2, "a run that has checkpoints continues from its own"
+        checkpoint.find(world, str(other / "checkpoints" / "step_00000006"), {})
+    save(world, 2)
+    assert find_step(world, resume=str(other)) == 2, "a run that has checkpoints continues from its own"
 
 
 def test_folders_that_everybody_can_write_are_not_trusted(tmp_path: Path) -> None:
@@ -323,12 +334,12 @@ def test_other_terms_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def find_on_each(run_dir: str, wanted: Any) -> None:
     """Rank 1 looks at a folder of its own, as if a file system had not caught up, and still goes with rank 0."""
     dist.init_process_group("gloo")
-    here = Path(run_dir) if dist.get_rank() == 0 else Path(run_dir) / "elsewhere"
+    world = Path(run_dir) if dist.get_rank() == 0 else Path(run_dir) / "elsewhere"
     if wanted is None:
         with pytest.raises(UserError, match="none of them is whole"):
-            checkpoint.find(here, "", {})
+            checkpoint.find(world, "", {})
     else:
-        path, facts = checkpoint.find(here, "", {})
+        path, facts = checkpoint.find(world, "", {})
         assert path == Path(run_dir) / "checkpoints" / f"step_{wanted:08d}"
         assert facts["step"] == wanted
     dist.destroy_process_group()
@@ -336,8 +347,8 @@ def find_on_each(run_dir: str, wanted: Any) -> None:
 
 def test_all_ranks_go_with_rank_0(copied: Path) -> None:
     run_dir = copied.parent.parent
-    result = ranks.spawn(find_on_each, [(str(run_dir), 4)] * 2)
+    result = runner.spawn(find_on_each, [(str(run_dir), 4)] * 2)
     assert result.ok, str(result)
     damage(run_dir, 4)
-    result = ranks.spawn(find_on_each, [(str(run_dir), None)] * 2)
+    result = runner.spawn(find_on_each, [(str(run_dir), None)] * 2)
     assert result.ok, str(result)

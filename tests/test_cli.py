@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from common import UserError, cli, seed
-from tests import ranks
+from common import UserError, cli, exits, seed
+from tests.harness import runner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ BAD = [["--learning-rate", "1"], ["--global-batch-size", "many"], ["--lr"], ["--
 def test_bad_flags_exit_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refusal:
         cli.parse(Args, argv)
-    assert refusal.value.code == cli.USAGE_ERROR == 2
+    assert refusal.value.code == exits.USAGE_ERROR == 2
     assert argv[0] in capsys.readouterr().err
 
 
@@ -145,7 +145,7 @@ def test_other_ranks_say_nothing_and_leave_later(
     with pytest.raises(SystemExit) as refusal:
         cli.parse(Args, BAD[0])
     assert refusal.value.code == 2
-    assert slept == [(cli.GRACE_S, ("", ""))], "nothing is said while rank 0 may be speaking"
+    assert slept == [(exits.GRACE_S, ("", ""))], "nothing is said while rank 0 may be speaking"
     assert "--learning-rate" in capsys.readouterr().err, "rank 0 had nothing to say"
 
 
@@ -164,7 +164,7 @@ def test_help_names_every_flag_with_its_meaning(capsys: pytest.CaptureFixture[st
 def refuse(told: str) -> None:
     """All ranks find the same mistake."""
 
-    @cli.entry
+    @exits.entry
     def main() -> None:
         """Meant for nothing."""
         raise UserError(told)
@@ -174,16 +174,16 @@ def refuse(told: str) -> None:
 
 
 def test_refusal_is_told_once_without_a_traceback() -> None:
-    result = ranks.spawn(refuse, [("--lr must be positive",)] * 2)
+    result = runner.spawn(refuse, [("--lr must be positive",)] * 2)
     assert result.codes[0] == 2
     assert result.outputs[0] == "error: --lr must be positive\n"
     assert result.outputs[1] == "", "rank 1 leaves the word to rank 0"
 
 
 def refuse_on_rank_1() -> None:
-    cli.GRACE_S = 0.01
+    exits.GRACE_S = 0.01
 
-    @cli.entry
+    @exits.entry
     def main() -> None:
         if os.environ["RANK"] == "1":
             raise UserError("this rank alone")
@@ -192,13 +192,13 @@ def refuse_on_rank_1() -> None:
 
 
 def test_refusal_that_rank_0_has_not_reached_is_told_too() -> None:
-    result = ranks.spawn(refuse_on_rank_1, [(), ()])
+    result = runner.spawn(refuse_on_rank_1, [(), ()])
     assert result.codes == [0, 1]
     assert "UserError: this rank alone" in result.outputs[1]
 
 
 def refuse_while_another_joins(joins_s: float) -> None:
-    @cli.entry
+    @exits.entry
     def main() -> None:
         dist.init_process_group("gloo")
         if dist.get_rank() == 1:
@@ -211,7 +211,7 @@ def refuse_while_another_joins(joins_s: float) -> None:
 
 
 def test_rank_0_does_not_leave_while_others_join_a_group() -> None:
-    result = ranks.spawn(refuse_while_another_joins, [(0.2,)] * 2)
+    result = runner.spawn(refuse_while_another_joins, [(0.2,)] * 2)
     assert result.codes[0] == 2
     assert result.outputs == ["error: --dtype float8\n", ""]
 
@@ -219,7 +219,7 @@ def test_rank_0_does_not_leave_while_others_join_a_group() -> None:
 def crash(error_file: str) -> None:
     os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
 
-    @cli.entry
+    @exits.entry
     def main() -> None:
         raise ZeroDivisionError("a defect")
 
@@ -228,7 +228,7 @@ def crash(error_file: str) -> None:
 
 def test_crash_reaches_the_summary_of_torchrun(tmp_path: Path) -> None:
     path = tmp_path / "error.json"
-    result = ranks.spawn(crash, [(str(path),)])
+    result = runner.spawn(crash, [(str(path),)])
     assert result.codes == [1]
     assert "ZeroDivisionError: a defect" in result.outputs[0]
     assert "ZeroDivisionError: a defect" in path.read_text()

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import diagnose, world
-from tests import ranks
+from common import diagnose, process_group, ranks
+from tests.harness import runner
 
 RECIPE = "multinode_resnet"
 STEPS = 6
@@ -25,24 +25,24 @@ FLAGS = [
 def _recorded(path: str, argv: list[str], file: str) -> None:
     """Run a recipe, and keep what rank 0 has sent."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "5000"
-    finish = world.finish
+    finish = process_group.finish
 
     def keep_and_finish() -> None:
-        if world.rank() == 0:
+        if ranks.rank() == 0:
             Path(file).write_text(json.dumps(diagnose.flight_recorder(torch.device("cpu"), only_active=False)))
         finish()
 
-    world.finish = keep_and_finish
+    process_group.finish = keep_and_finish
     sys.argv = [path, *argv]
     runpy.run_path(path, run_name="__main__")
 
 
 def gradient_bytes(recipe: str | Path, folder: Path, *flags: str) -> tuple[int, dict[int, float]]:
     """Bytes of the all-reduces of the gradients in the last steps, and the loss of each step."""
-    path = recipe if isinstance(recipe, Path) else ranks.ROOT / "recipes" / recipe / "train.py"
+    path = recipe if isinstance(recipe, Path) else runner.ROOT / "recipes" / recipe / "train.py"
     file = folder / "record.json"
-    argv = [*FLAGS, *ranks.small(RECIPE), "--out", str(folder), "--name", "run", *flags]
-    result = ranks.spawn(_recorded, [(str(path), argv, str(file))] * 2)
+    argv = [*FLAGS, *runner.small(RECIPE), "--out", str(folder), "--name", "run", *flags]
+    result = runner.spawn(_recorded, [(str(path), argv, str(file))] * 2)
     assert result.ok, str(result)
     entries = json.loads(file.read_text())["entries"]
     sent = [
@@ -50,7 +50,7 @@ def gradient_bytes(recipe: str | Path, folder: Path, *flags: str) -> tuple[int, 
         for e in entries
         if e["profiling_name"] == "gloo:all_reduce" and e["input_dtypes"] != ["Long"]
     ]
-    return sum(sent), ranks.records(folder / "run", "train/loss")
+    return sum(sent), runner.records(folder / "run", "train/loss")
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +96,6 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(mutant: str, plain: tuple[int, dict[int, float]], tmp_path: Path) -> None:
-    path = ranks.mutate(RECIPE, tmp_path, MUTANTS[mutant])
+    path = runner.mutate(RECIPE, tmp_path, MUTANTS[mutant])
     sent, _ = gradient_bytes(path, tmp_path, "--compress", "bf16", "--micro-batch-size", "2")
     assert sent / plain[0] > 0.9

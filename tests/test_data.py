@@ -15,7 +15,7 @@ DEVICES = [torch.device("cpu")] + [torch.device("cuda", 0)] * torch.cuda.is_avai
 
 
 def requests(num_samples: int) -> Iterator[sampler.Request]:
-    """Two passes a step on each of two shards, and an uneven last step."""
+    """Two passes a step on each of two dp_size, and an uneven last step."""
     plan = sampler.make_plan(num_samples, 0, 1, 0, 512, 256, 2, {})
     return sampler.training_requests(plan, 1)
 

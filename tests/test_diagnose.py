@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from common import data, diagnose, manifest, sampler
-from tests import ranks
-from tests.states import make_saver, make_state
+from tests.harness import runner
+from tests.harness.states import make_saver, make_state
 
 CPU = torch.device("cpu")
 
@@ -203,7 +203,7 @@ def wait_for_rank_1() -> None:
 
 
 def test_torch_records_what_a_rank_waits_in() -> None:
-    result = ranks.spawn(wait_for_rank_1, [()] * 2)
+    result = runner.spawn(wait_for_rank_1, [()] * 2)
     assert result.ok, str(result)
 
 

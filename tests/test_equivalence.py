@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from common import initial, sampler, seed
 from common.workloads import gpt, images, text
 from common.workloads.resnet import make_resnet
-from tests import ranks, short_resnet  # noqa: F401 (--model resnet6)
+from tests.harness import runner, short_resnet  # noqa: F401 (--model resnet6)
 
 # One epoch of 469 images: 19 steps of 24, in two passes each, and a last one of 13, which divides by none of
 # 2, 3 and 4. Augmentation, weight decay, warm-up, and clipping at a norm that every step exceeds.
@@ -72,7 +72,7 @@ def plain_gpt_loop(
     with torch.device("meta"):
         shape = {"num_layers": 3, "num_heads": 4, "width": 40, "mlp_width": 44} | dict(sizes)
         model = gpt.GPT(gpt.Shape(256, **shape, tied=tied))
-    initial.place(model, 0, torch.device("cpu"), dtype)
+    initial.materialize(model, 0, torch.device("cpu"), dtype)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
@@ -116,21 +116,21 @@ def plain() -> dict[tuple, Curve]:
 
 
 def plain_curve(plain: dict, recipe: str, dtype: str, folder: Path, *how: Any) -> Curve:
-    workload = ranks.workload(recipe)
+    workload = runner.workload(recipe)
     if (workload, dtype, *how) not in plain:
         plain[workload, dtype, *how] = PLAIN_LOOPS[workload](str(folder), getattr(torch, dtype), *how)
     return plain[workload, dtype, *how]
 
 
-def curves(layout: ranks.Layout, out: Path, *flags: str, mutant: Path | None = None) -> list[dict[int, float]]:
+def curves(layout: runner.Layout, out: Path, *flags: str, mutant: Path | None = None) -> list[dict[int, float]]:
     """Loss, gradient norm and validation loss by step of a run of a recipe, or of a mutant of one."""
-    sync = ("--sync-bn",) if "sync_bn" in ranks.source(layout.recipe) else ()
-    rate = ("--lr", str(2 * RATES[ranks.workload(layout.recipe)]))
-    flags = (*ranks.small(layout.recipe), *rate, *layout.flags, *layout.passes(PASS), *sync, *flags)
+    sync = ("--sync-bn",) if "sync_bn" in runner.source(layout.recipe) else ()
+    rate = ("--lr", str(2 * RATES[runner.workload(layout.recipe)]))
+    flags = (*runner.small(layout.recipe), *rate, *layout.flags, *layout.micro_batches(PASS), *sync, *flags)
     where = ("--out", str(out), "--name", "run")
-    result = ranks.run_recipe(mutant or layout.recipe, layout.size, *FLAGS, *where, *flags)
+    result = runner.run_recipe(mutant or layout.recipe, layout.size, *FLAGS, *where, *flags)
     assert result.ok, str(result)
-    return [ranks.records(out / "run", tag) for tag in ("train/loss", "train/grad_norm", "val/loss")]
+    return [runner.records(out / "run", tag) for tag in ("train/loss", "train/grad_norm", "val/loss")]
 
 
 def worst(found: dict[int, float], wanted: list[float], steps: int = STEPS) -> float:
@@ -145,8 +145,8 @@ def ways() -> Iterator[Any]:
     A plain `pytest` runs all but the many of pipelines, of which it runs each schedule once, and each number of ranks.
     tests/test_ppo.py has the recipe that trains on no data set.
     """
-    for layout in (layout for recipe in ranks.SUPERVISED for layout in ranks.layouts(recipe)):
-        default = layout == ranks.layout(layout.recipe, layout.size)
+    for layout in (layout for recipe in runner.SUPERVISED for layout in runner.layouts(recipe)):
+        default = layout == runner.layout(layout.recipe, layout.size)
         for tied in [(), (True,)] if "--pp" in layout.flags else [()]:
             core = "--pp" not in layout.flags or (default and not tied) or (layout.size == 2 and default != (not tied))
             yield pytest.param(
@@ -155,8 +155,8 @@ def ways() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("layout", "tied"), list(ways()))
-def test_float64(layout: ranks.Layout, tied: tuple, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
-    folder = small_data[ranks.workload(layout.recipe)]
+def test_float64(layout: runner.Layout, tied: tuple, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
+    folder = small_data[runner.workload(layout.recipe)]
     flags = ("--data", str(folder), "--dtype", "float64")
     how = (layout.sizes, *tied) if layout.sizes or tied else ()
     wanted = plain_curve(plain, layout.recipe, "float64", folder, *how)
@@ -174,10 +174,10 @@ COARSE = {"float32": 1e-4, "bfloat16": 0.02}
 
 
 @pytest.mark.parametrize("dtype", COARSE)
-@pytest.mark.parametrize("recipe", ranks.SUPERVISED)
+@pytest.mark.parametrize("recipe", runner.SUPERVISED)
 def test_coarser(recipe: str, dtype: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
-    folder = small_data[ranks.workload(recipe)]
-    layout = ranks.layout(recipe, 2)
+    folder = small_data[runner.workload(recipe)]
+    layout = runner.layout(recipe, 2)
     wanted = plain_curve(plain, recipe, "float32", folder, *([layout.sizes] if layout.sizes else []))
     found = curves(layout, tmp_path, "--data", str(folder), "--dtype", dtype)
     assert worst(found[0], wanted.losses) < COARSE[dtype]
@@ -196,7 +196,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...], tuple[tuple[str, int], ...]]] = 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variant(variant: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
     recipe, flags, sizes = VARIANTS[variant]
-    layout = ranks.layout(recipe, 2)
+    layout = runner.layout(recipe, 2)
     wanted = plain_curve(plain, recipe, "float64", small_data["gpt"], (*layout.sizes, *sizes))
     found = curves(layout, tmp_path, "--data", str(small_data["gpt"]), "--dtype", "float64", *flags)
     assert worst(found[0], wanted.losses) < 1e-9
@@ -205,31 +205,31 @@ def test_variant(variant: str, plain: dict, small_data: dict[str, Path], tmp_pat
 
 def pairs() -> Iterator[Any]:
     """The layouts on two ranks, or on the most that there can be; of one recipe the first in every run of the tests."""
-    for layout in (layout for recipe in ranks.SUPERVISED for layout in ranks.layouts(recipe)):
-        first = ranks.layout(layout.recipe, 2)
-        if layout.size == first.size and layout.shards == first.shards:
+    for layout in (layout for recipe in runner.SUPERVISED for layout in runner.layouts(recipe)):
+        first = runner.layout(layout.recipe, 2)
+        if layout.size == first.size and layout.dp_size == first.dp_size:
             yield pytest.param(layout, id=str(layout), marks=() if layout == first else pytest.mark.layouts)
 
 
 @pytest.mark.parametrize("layout", list(pairs()))
-def test_compiled(layout: ranks.Layout, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
+def test_compiled(layout: runner.Layout, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
     """With --compile: traced, forward and backward, but not translated to C++, which would take half a minute each."""
-    folder = small_data[ranks.workload(layout.recipe)]
+    folder = small_data[runner.workload(layout.recipe)]
     wanted = plain_curve(plain, layout.recipe, "float64", folder, *([layout.sizes] if layout.sizes else []))
-    call = f"{'part' if 'part.compile()' in ranks.source(layout.recipe) else 'model'}.compile("
-    path = ranks.mutate(layout.recipe, tmp_path, {f"{call})": f'{call}backend="aot_eager")'})
+    call = f"{'part' if 'part.compile()' in runner.source(layout.recipe) else 'model'}.compile("
+    path = runner.mutate(layout.recipe, tmp_path, {f"{call})": f'{call}backend="aot_eager")'})
     flags = ("--data", str(folder), "--dtype", "float64", "--stop-after", "3", "--compile")
     found = curves(layout, tmp_path, *flags, mutant=path)
     assert worst(found[0], wanted.losses, steps=3) < 1e-9
     assert worst(found[1], wanted.norms, steps=3) < 1e-9
 
 
-@pytest.mark.parametrize("recipe", [name for name in ranks.RECIPES if name.endswith("_resnet")])
+@pytest.mark.parametrize("recipe", [name for name in runner.RECIPES if name.endswith("_resnet")])
 def test_default_model(recipe: str, plain: dict, small_digits: Path, tmp_path: Path) -> None:
     """The tests above train a small network; here is the one that people get, for a few steps."""
     losses, norms, _ = plain_curve(plain, recipe, "float32", small_digits, "resnet18", 4)
     flags = ("--data", str(small_digits), "--dtype", "float32", "--model", "resnet18", "--stop-after", "4")
-    found = curves(ranks.layout(recipe, 2), tmp_path, *flags)
+    found = curves(runner.layout(recipe, 2), tmp_path, *flags)
     assert worst(found[0], losses, steps=4) < 1e-4
     assert worst(found[1], norms, steps=4) < 1e-2  # its roundings grow through 18 layers; the mutants are far beyond
 
@@ -242,7 +242,7 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], dict[str, str]]] = {
     ),
     "the mean is taken over the rank's own samples": (
         *("ddp_resnet", 2, ()),
-        {"(num_shards / batch.step_samples)": "(1 / batch.step_samples)"},
+        {"(dp_size / batch.step_samples)": "(1 / batch.step_samples)"},
     ),
     "every rank reads the next rank's samples too": (
         *("ddp_resnet", 2, ()),
@@ -251,7 +251,7 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], dict[str, str]]] = {
     "BatchNorm sees the rank's own samples": ("ddp_resnet", 2, (), {"if args.sync_bn:": "if not args.sync_bn:"}),
     "accumulated passes are divided by their number again": (
         *("fsdp_gpt", 2, ()),
-        {"(num_shards / batch.step_samples)": "(num_shards / batch.step_samples / 2)"},
+        {"(dp_size / batch.step_samples)": "(dp_size / batch.step_samples / 2)"},
     ),
     "the groups of HSDP train apart": (
         *("fsdp_gpt", 4, ("--dp-replicate", "2")),
@@ -296,10 +296,10 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], dict[str, str]]] = {
 def test_mutant_fails(mutant: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
     """The proof above can fail: each of these defects is far outside the looser tolerance."""
     recipe, size, how, defect = MUTANTS[mutant]
-    folder = small_data[ranks.workload(recipe)]
+    folder = small_data[runner.workload(recipe)]
     losses, norms, _ = plain_curve(plain, recipe, "float32", folder, *([(), True] if "--tied" in how else []))
-    layout = ranks.Layout(recipe, size, how, size // int(how[1]) if "--pp" in how else size)
+    layout = runner.Layout(recipe, size, how, size // int(how[1]) if "--pp" in how else size)
     flags = ("--data", str(folder), "--dtype", "float32", "--stop-after", "4", "--check-every", "0")
-    found = curves(layout, tmp_path, *flags, mutant=ranks.mutate(recipe, tmp_path, defect))
+    found = curves(layout, tmp_path, *flags, mutant=runner.mutate(recipe, tmp_path, defect))
     # Clipping hides a gradient that is only scaled from the losses, not from its norm.
     assert max(worst(found[0], losses, steps=4), worst(found[1], norms, steps=4)) > 1e-3

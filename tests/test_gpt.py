@@ -21,7 +21,7 @@ def make(shape: gpt.Shape = SHAPE) -> gpt.GPT:
     """With weights so large, and norms so unequal, that every term matters."""
     with torch.device("meta"):
         model = gpt.GPT(shape)
-    initial.place(model, 0, torch.device("cpu"), torch.float64)
+    initial.materialize(model, 0, torch.device("cpu"), torch.float64)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

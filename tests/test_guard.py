@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from common import UserError, guard, keymap, sampler
-from tests import ranks
-from tests.states import bits
+from tests.harness import runner
+from tests.harness.states import bits
 
 NUM_SAMPLES, SEED, BATCH = 37, 5, 6
 
@@ -64,16 +64,16 @@ def run(make_optimizer: Optimizer, steps: Sequence[int], bad: dict[int, float]) 
             model(x).square().sum().backward()
         grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert grad_norm.isfinite() == (step not in bad)
-        finite.judge(grad_norm)
+        finite.skip_if_not_finite(grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         if step in bad:
             assert any(not tensor.isfinite().all() for tensor in model.buffers()), "the check has something to undo"
-        finite.after(step)
+        finite.restore_if_skipped(step)
         after = {name: bits(tensor) for name, tensor in state(model, optimizer).items()}
         changed = {name for name in after if after[name] != before.get(name)}
         assert changed == (set() if step in bad else set(after)), f"step {step}"
-    finite.check()
+    finite.report()
     return state(model, optimizer)
 
 
@@ -99,7 +99,7 @@ def test_left_out_update_is_as_if_the_step_were_absent(
         assert found["optimizer.0.weight.step"] == 8 - len(bad)
 
 
-def judge_nothing(finite: guard.FiniteGuard, grad_norm: torch.Tensor) -> None:
+def skip_if_not_finite_nothing(finite: guard.FiniteGuard, grad_norm: torch.Tensor) -> None:
     finite._optimizer.found_inf = torch.zeros_like(grad_norm)
 
 
@@ -108,7 +108,7 @@ def undo_nothing(finite: guard.FiniteGuard, step: int) -> None:
 
 
 MUTANTS = [
-    (guard.FiniteGuard, "judge", judge_nothing),
+    (guard.FiniteGuard, "skip_if_not_finite", skip_if_not_finite_nothing),
     (guard.FiniteGuard, "after", undo_nothing),
     (guard, "keymap", types.SimpleNamespace(optimizer_tensors=lambda *_: {})),  # creates no state beforehand
 ]
@@ -128,8 +128,8 @@ def test_mutants_are_found(name: str, owner: Any, part: str, mutant: Any, monkey
 def go_through(finite: guard.FiniteGuard, finite_steps: str, first_step: int) -> None:
     """One letter per step after `first_step`: x is a bad one."""
     for step, letter in enumerate(finite_steps, start=first_step + 1):
-        finite.judge(torch.tensor(NAN if letter == "x" else 1.0))
-        finite.after(step)
+        finite.skip_if_not_finite(torch.tensor(NAN if letter == "x" else 1.0))
+        finite.restore_if_skipped(step)
 
 
 def make_guard(first_step: int = 0, most: int = 3) -> guard.FiniteGuard:
@@ -143,7 +143,7 @@ def test_too_many_in_a_row_end_the_training(after: str) -> None:
     finite = make_guard(first_step=2)
     go_through(finite, "..x.xxxx" + after, first_step=2)  # steps 7 to 10
     with pytest.raises(UserError) as refusal:
-        finite.check()
+        finite.report()
     told = str(refusal.value)
     assert told.startswith("no finite gradient in steps 7 to 10 (--max-skips 3): look at --lr, --max-grad-norm, ")
     order = [int(i) for epoch in range(2) for i in sampler.permutation(NUM_SAMPLES, SEED, epoch)]
@@ -157,33 +157,33 @@ def test_samples_without_numbers_are_not_named() -> None:
     finite = guard.FiniteGuard(model, OPTIMIZERS["SGD"](model), None, most=1)
     go_through(finite, "..xx", first_step=0)
     with pytest.raises(UserError, match=r"in steps 3 to 4 \(--max-skips 1\): look at --lr, --max-grad-norm$"):
-        finite.check()
+        finite.report()
 
 
 @pytest.mark.parametrize("steps", ["xxx", "xxx.xxx", "x.x.x.x.x.x", ".xx.xxx.x"])
 def test_fewer_in_a_row_are_told_and_survived(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
     finite = make_guard()
     go_through(finite, steps, first_step=0)
-    finite.check()
+    finite.report()
     assert f"left out {steps.count('x')} update(s)" in capsys.readouterr().out
-    finite.check()
+    finite.report()
     assert capsys.readouterr().out == "", "told once"
     go_through(finite, ".x", first_step=len(steps))
-    finite.check()
+    finite.report()
     assert "left out 1 update(s)" in capsys.readouterr().out
 
 
 def test_row_goes_on_from_one_check_to_the_next() -> None:
     finite = make_guard(most=1)
     go_through(finite, ".x", first_step=0)
-    finite.check()
+    finite.report()
     go_through(finite, "x", first_step=2)
     with pytest.raises(UserError, match=r"in steps 2 to 3 \(--max-skips 1\)"):
-        finite.check()
+        finite.report()
     finite = make_guard(most=0)
     go_through(finite, "..x", first_step=0)
     with pytest.raises(UserError, match=r"in steps 3 to 3 \(--max-skips 0\)"):
-        finite.check()
+        finite.report()
 
 
 # --- replicas ---
@@ -241,7 +241,7 @@ CASES_OF_3: list[tuple[list[Drift], str]] = [
 
 @pytest.mark.parametrize("cases", [CASES_OF_2, CASES_OF_3], ids=["2 ranks", "3 ranks"])
 def test_one_unit_in_the_last_place_is_found_and_named(cases: list[tuple[list[Drift], str]]) -> None:
-    result = ranks.spawn(compare_replicas, [(cases,)] * (2 if cases is CASES_OF_2 else 3))
+    result = runner.spawn(compare_replicas, [(cases,)] * (2 if cases is CASES_OF_2 else 3))
     assert result.ok, str(result)
 
 
@@ -264,7 +264,7 @@ def compare_parts() -> None:
 
 
 def test_parts_are_not_compared_with_each_other() -> None:
-    result = ranks.spawn(compare_parts, [()] * 2)
+    result = runner.spawn(compare_parts, [()] * 2)
     assert result.ok, str(result)
 
 
@@ -280,7 +280,7 @@ def compare_replicated_parts() -> None:
 
 
 def test_drift_of_a_replicated_part_is_named() -> None:
-    result = ranks.spawn(compare_replicated_parts, [()] * 4)
+    result = runner.spawn(compare_replicated_parts, [()] * 4)
     assert result.ok, str(result)
 
 
@@ -297,7 +297,7 @@ def compare_parts_of_parts() -> None:
 
 
 def test_parts_of_parts_are_not_compared_with_each_other() -> None:
-    result = ranks.spawn(compare_parts_of_parts, [()] * 4)
+    result = runner.spawn(compare_parts_of_parts, [()] * 4)
     assert result.ok, str(result)
 
 
@@ -311,5 +311,5 @@ def compare_small_parts() -> None:
 
 
 def test_rank_can_hold_nothing_of_a_small_parameter() -> None:
-    result = ranks.spawn(compare_small_parts, [()] * 2)
+    result = runner.spawn(compare_small_parts, [()] * 2)
     assert result.ok, str(result)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import initial, keymap
 from common.workloads import gpt
-from tests import ranks
+from tests.harness import runner
 
 CPU = torch.device("cpu")
 SHAPE = gpt.Shape(13, num_layers=3, num_heads=2, width=12, mlp_width=14)  # sizes that divide by few numbers
@@ -28,7 +28,7 @@ def make(shape: gpt.Shape = SHAPE) -> gpt.GPT:
 
 
 def placed(run_seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    return initial.place(make(), run_seed, CPU, dtype).state_dict()
+    return initial.materialize(make(), run_seed, CPU, dtype).state_dict()
 
 
 def check_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -45,7 +45,7 @@ def test_any_part_has_the_weights_of_the_whole() -> None:
             part.embed = None
         if "2" not in kept:
             part.norm = part.head = None
-        found = initial.place(part, 0, CPU, torch.float64).state_dict()
+        found = initial.materialize(part, 0, CPU, torch.float64).state_dict()
         assert len(found) == 9 * len(kept) + ("0" in kept) + 2 * ("2" in kept)
         check_same(found, whole)
 
@@ -56,7 +56,7 @@ def test_wrapped_blocks_have_the_weights_of_the_plain_ones() -> None:
         warnings.simplefilter("ignore", FutureWarning)
         apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, gpt.Block))
     assert any("_checkpoint_wrapped_module" in name for name, _ in model.named_parameters())
-    check_same(keymap.model_tensors(initial.place(model, 0, CPU, torch.float64)), placed())
+    check_same(keymap.model_tensors(initial.materialize(model, 0, CPU, torch.float64)), placed())
 
 
 def test_what_was_drawn_before_does_not_matter() -> None:
@@ -92,7 +92,7 @@ def test_types_round_the_same_numbers() -> None:
 def test_widths_are_as_documented() -> None:
     """0.02, and 0.02 / sqrt(2 x layers) where a layer adds to the stream, as in GPT-2; norms start at 1."""
     shape = gpt.Shape(256, num_layers=8, num_heads=2, width=128, mlp_width=256)
-    state = initial.place(make(shape), 0, CPU, torch.float32).state_dict()
+    state = initial.materialize(make(shape), 0, CPU, torch.float32).state_dict()
     for name, tensor in state.items():
         if name.endswith("norm.weight"):
             assert bool((tensor == 1).all())
@@ -108,7 +108,7 @@ def test_widths_are_as_documented() -> None:
 def test_a_model_with_weights_is_moved() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     before = copy.deepcopy(model.state_dict())
-    found = initial.place(model, 0, CPU, torch.float64)
+    found = initial.materialize(model, 0, CPU, torch.float64)
     assert found is model
     assert found[0].weight.dtype == found[1].running_mean.dtype == torch.float64
     assert found[1].num_batches_tracked.dtype == torch.int64
@@ -117,7 +117,7 @@ def test_a_model_with_weights_is_moved() -> None:
 
 def test_tied_weights_stay_tied() -> None:
     tied = gpt.Shape(13, num_layers=1, num_heads=2, width=12, mlp_width=14, tied=True)
-    state = initial.place(make(tied), 0, CPU, torch.float64).state_dict()
+    state = initial.materialize(make(tied), 0, CPU, torch.float64).state_dict()
     assert "head.weight" not in state
     assert torch.equal(state["embed.weight"], placed()["embed.weight"])
 
@@ -144,7 +144,7 @@ def slices(mesh_sizes: tuple[int, ...]) -> None:
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    initial.place(model, 0, CPU, torch.float64)
+    initial.materialize(model, 0, CPU, torch.float64)
     for name, parameter in model.named_parameters():
         placements, wanted = parameter.placements, whole[name]
         assert torch.equal(parameter.full_tensor(), wanted), name
@@ -153,14 +153,14 @@ def slices(mesh_sizes: tuple[int, ...]) -> None:
     sharded = sum(p.to_local().numel() for p in model.parameters())
     assert sharded < sum(tensor.numel() for tensor in whole.values()), "it holds a part"
 
-    replica = DistributedDataParallel(initial.place(make(), 0, CPU, torch.float64))
+    replica = DistributedDataParallel(initial.materialize(make(), 0, CPU, torch.float64))
     check_same(keymap.model_tensors(replica), whole)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("mesh_sizes", [(2,), (1, 2), (3,)], ids=str)
 def test_ranks_hold_slices_of_the_whole(mesh_sizes: tuple[int, ...]) -> None:
-    result = ranks.spawn(slices, [(mesh_sizes,)] * math.prod(mesh_sizes))
+    result = runner.spawn(slices, [(mesh_sizes,)] * math.prod(mesh_sizes))
     assert result.ok, str(result)
 
 
@@ -170,6 +170,6 @@ def test_mutant_that_draws_parts_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     part = make()
     part.blocks = nn.ModuleDict({"2": part.blocks["2"]})
     monkeypatch.setattr(keymap, "canonical", lambda name: name.replace("blocks.2", "blocks.0"))
-    found = initial.place(part, 0, CPU, torch.float64).state_dict()
+    found = initial.materialize(part, 0, CPU, torch.float64).state_dict()
     with pytest.raises(AssertionError, match=r"blocks\.2\.attention\.query\.weight"):
         check_same(found, whole)

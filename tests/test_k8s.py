@@ -17,10 +17,10 @@ import jsonschema
 import pytest
 import yaml
 
-from tests import ranks
+from tests.harness import runner
 from tests.test_launch import popen, shell, wait
 
-MANIFEST = yaml.safe_load((ranks.ROOT / "launch" / "k8s.yaml").read_text())
+MANIFEST = yaml.safe_load((runner.ROOT / "launch" / "k8s.yaml").read_text())
 SCHEMA = json.loads(Path(__file__).with_name("trainjob.schema.json").read_text())
 TRAINER = MANIFEST["spec"]["trainer"]
 JOB = MANIFEST["metadata"]["name"]
@@ -117,8 +117,8 @@ def test_volumes() -> None:
 
 def command(out: Path, *args: str) -> list[str]:
     """The container's command with other arguments, for this machine's folders."""
-    words = [word.replace("/workspace", str(ranks.ROOT)).replace("/runs", str(out)) for word in TRAINER["command"]]
-    assert words[2].count(str(ranks.ROOT)) == 1
+    words = [word.replace("/workspace", str(runner.ROOT)).replace("/runs", str(out)) for word in TRAINER["command"]]
+    assert words[2].count(str(runner.ROOT)) == 1
     return [*words, *args]
 
 
@@ -240,6 +240,6 @@ def test_two_pods(small_digits: Path, tmp_path: Path) -> None:
     results = ends(start(left + 2))
     assert [result.returncode for result in results] == [0, 0], [result.stderr for result in results]
     assert f"done   step {left + 2} of {left + 2}" in results[0].stdout
-    assert list(ranks.records(run, "train/loss")) == list(range(1, left + 3))
+    assert list(runner.records(run, "train/loss")) == list(range(1, left + 3))
     assert (run / "checkpoints" / f"step_{left + 2:08d}" / "MANIFEST.json").is_file()
     assert not (run / "stopped.json").exists()

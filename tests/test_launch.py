@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import ranks
+from tests.harness import runner
 
-LAUNCHER = ranks.ROOT / "launch" / "torchrun.sh"
+LAUNCHER = runner.ROOT / "launch" / "torchrun.sh"
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 DDP = "recipes/ddp_resnet"
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -27,7 +27,11 @@ TAGS = {
     *("train/loss", "train/lr", "train/grad_norm"),
     *("perf/samples_per_s", "perf/memory_gib", "perf/data_wait_s"),
 }
-FIGURE = {"resnet": "val/top1", "gpt": "val/bits_per_byte", "ppo": "val/return"}  # what a workload is judged by
+FIGURE = {
+    "resnet": "val/top1",
+    "gpt": "val/bits_per_byte",
+    "ppo": "val/return",
+}  # what a workload is skip_if_not_finited by
 LAUNCH_VARIABLES = {
     *("NPROC_PER_NODE", "MAX_RESTARTS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"),
     *("PYTHONPATH", "LAUNCHED_AS", "STAGE_DIR", "STAGED_DATA", "ACCELERATE_CONFIG"),
@@ -62,15 +66,15 @@ def wait(process: subprocess.Popen[str], timeout_s: float = 90.0) -> subprocess.
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def shell(command: Sequence[str | Path], cwd: Path = ranks.ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+def shell(command: Sequence[str | Path], cwd: Path = runner.ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     return wait(popen(command, cwd, variables))
 
 
-def launch(*args: str | Path, cwd: Path = ranks.ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+def launch(*args: str | Path, cwd: Path = runner.ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     return shell(["bash", LAUNCHER, *args], cwd, **variables)
 
 
-def planned(*args: str | Path, cwd: Path = ranks.ROOT, **variables: str) -> list[str]:
+def planned(*args: str | Path, cwd: Path = runner.ROOT, **variables: str) -> list[str]:
     """What --dry-run prints, taken apart as a shell would."""
     result = launch("--dry-run", *args, cwd=cwd, **variables)
     assert result.returncode == 0, result.stderr
@@ -84,28 +88,28 @@ def training_flags(data: Path, out: Path, name: str) -> list[str]:
 
 
 def assert_trained(run: Path, world_size: int) -> None:
-    assert list(ranks.records(run, "train/loss")) == [1, 2]
+    assert list(runner.records(run, "train/loss")) == [1, 2]
     assert json.loads((run / "config.json").read_text())["world_size"] == world_size
 
 
-@pytest.mark.parametrize("recipe", ranks.RECIPES)
+@pytest.mark.parametrize("recipe", runner.RECIPES)
 def test_copied_recipe(recipe: str, small_data: dict[str, Path], tmp_path: Path) -> None:
     """`cp -r recipes/X my_project; cp -r common my_project/` is a project of its own, launched from anywhere."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    copy = shutil.copytree(ranks.ROOT / "recipes" / recipe, tmp_path / "my project")
-    shutil.copytree(ranks.ROOT / "common", copy / "common")
+    copy = shutil.copytree(runner.ROOT / "recipes" / recipe, tmp_path / "my project")
+    shutil.copytree(runner.ROOT / "common", copy / "common")
     with (copy / "common" / "__init__.py").open("a") as file:
         file.write('\n\nimport os\n\nos.write(1, f"imported {__file__}\\n".encode())\n')  # whole: ranks share a pipe
     (tmp_path / "elsewhere").mkdir()
-    workload = ranks.workload(recipe)
-    supervised = recipe in ranks.SUPERVISED
-    flags = ["--max-steps", "2", "--log-every", "1", *ranks.small(recipe), "--out", "our runs", "--name", "first"]
+    workload = runner.workload(recipe)
+    supervised = recipe in runner.SUPERVISED
+    flags = ["--max-steps", "2", "--log-every", "1", *runner.small(recipe), "--out", "our runs", "--name", "first"]
     if supervised:
         flags = training_flags(small_data[workload], Path("our runs"), "first")
     result = launch("../my project", *flags, cwd=tmp_path / "elsewhere")
     assert result.returncode == 0, result.stdout + result.stderr
-    world_size = min(2, ranks.world_sizes(recipe)[-1])
+    world_size = min(2, runner.world_sizes(recipe)[-1])
     imported = re.findall("^imported (.*)$", result.stdout, re.MULTILINE)
     assert imported == [str(copy / "common" / "__init__.py")] * world_size
 
@@ -126,12 +130,12 @@ def test_copied_recipe(recipe: str, small_data: dict[str, Path], tmp_path: Path)
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
     logs = [path.name for path in sorted(run.glob("logs/*"))]
     assert logs == [f"rank_{rank:05d}.log" for rank in range(1, world_size)]
-    assert (run / "train.py").read_text() == ranks.source(recipe)
+    assert (run / "train.py").read_text() == runner.source(recipe)
     config = ("--config", str(run / "config.json"), "--out", str(tmp_path / "again"), "--name", "second")
-    repeated = ranks.run_recipe(recipe, world_size, *config)
+    repeated = runner.run_recipe(recipe, world_size, *config)
     assert repeated.ok, str(repeated)
     for tag in ("train/loss", "train/grad_norm", FIGURE[workload]):
-        assert ranks.records(tmp_path / "again" / "second", tag) == ranks.records(run, tag), tag
+        assert runner.records(tmp_path / "again" / "second", tag) == runner.records(run, tag), tag
 
     digest = hashlib.sha256((copy / "common" / "__init__.py").read_bytes()).hexdigest()
     assert digest[:16] in json.loads((run / "config.json").read_text())["code"].values(), "the copy's code is recorded"
@@ -153,7 +157,7 @@ def test_torchrun(what: list[str], world_size: int, small_digits: Path, tmp_path
     result = shell([TORCHRUN, "--standalone", "--nproc-per-node", str(world_size), *what, *flags])
     assert result.returncode == 0, result.stderr
     assert_trained(tmp_path / "run", world_size)
-    assert (tmp_path / "run" / "train.py").read_text() == ranks.source("ddp_resnet")
+    assert (tmp_path / "run" / "train.py").read_text() == runner.source("ddp_resnet")
 
 
 def test_two_machines(small_digits: Path, tmp_path: Path) -> None:
@@ -165,7 +169,7 @@ def test_two_machines(small_digits: Path, tmp_path: Path) -> None:
     machines = [
         popen(
             command,
-            ranks.ROOT,
+            runner.ROOT,
             {
                 "NNODES": "2",
                 "NODE_RANK": str(i),
@@ -188,7 +192,7 @@ def test_rank_that_raises(small_digits: Path, tmp_path: Path) -> None:
     """The launcher's last words: which rank, and its traceback."""
     seeded = "        seed.everything(args.seed, seed.STEP, step, shard)\n"
     broken = '        if step == 2 and here.rank == 1:\n            raise ArithmeticError("this one breaks")\n'
-    path = ranks.mutate("ddp_resnet", tmp_path, {seeded: broken + seeded})
+    path = runner.mutate("ddp_resnet", tmp_path, {seeded: broken + seeded})
     flags = training_flags(small_digits, tmp_path / "out", "run")
     result = launch(path.parent, *flags, NPROC_PER_NODE="2")
     everything = result.stdout + result.stderr
@@ -237,11 +241,11 @@ def test_dry_run(tmp_path: Path) -> None:
     """From any folder, the words of the command are those that were given."""
     words = ["--data", "my photos", "--name", 'it\'s "new" & $HOME; *', "--resume", ""]
     command = planned("--max-restarts=2", DDP, *words, cwd=tmp_path, OMP_NUM_THREADS="3")
-    assert command[:2] == ["OMP_NUM_THREADS=3", f"PYTHONPATH={ranks.ROOT}"]
-    assert command[2:4] == [sys.executable, str(ranks.ROOT / "launch" / "agent.py")]
+    assert command[:2] == ["OMP_NUM_THREADS=3", f"PYTHONPATH={runner.ROOT}"]
+    assert command[2:4] == [sys.executable, str(runner.ROOT / "launch" / "agent.py")]
     assert command[4:] == [
         *("--standalone", "--nproc-per-node=2", "--max-restarts=0", SIGNALS, "--max-restarts=2"),
-        *(str(ranks.ROOT / DDP / "train.py"), *words),
+        *(str(runner.ROOT / DDP / "train.py"), *words),
     ]
     assert not list(tmp_path.iterdir())
 
@@ -355,7 +359,7 @@ def test_cd_that_speaks() -> None:
 def test_only_a_cluster_is_taken_down(tmp_path: Path) -> None:
     """The command ends in rm -rf, as root."""
     (tmp_path / "precious").touch()
-    script = ranks.ROOT / "launch" / "local_slurm.sh"
+    script = runner.ROOT / "launch" / "local_slurm.sh"
     result = shell(["bash", script, "down"], LOCAL_SLURM_DIR=str(tmp_path))
     assert result.returncode == 2
     assert f"{tmp_path} is no cluster of this script: nothing removed" in result.stderr
@@ -377,7 +381,7 @@ def test_unknown_recipe(recipe: str) -> None:
     result = launch(recipe, "--epochs", "1")
     assert result.returncode == 2
     assert "holds no train.py" in result.stderr
-    assert all(f"recipes/{name}" in result.stderr for name in ranks.RECIPES)
+    assert all(f"recipes/{name}" in result.stderr for name in runner.RECIPES)
     assert result.stderr.count("\n") == 1
 
 

@@ -16,8 +16,8 @@ import torch
 
 from common import keymap
 from common.workloads import gpt
-from tests import legs, ranks
-from tests.ranks import Layout
+from tests.harness import runner, segments
+from tests.harness.runner import Layout
 from tests.test_equivalence import BATCH, FLAGS, RATES, STEPS, Curve, plain_gpt_loop
 
 STOP, MORE = 5, 5  # steps until the checkpoint, and after it
@@ -53,31 +53,31 @@ TIED = [KINDS[kind][i] for kind, i in zip(KINDS, (0, 1, 1, 0, 0, 0, 0, 0, 0), st
 @pytest.fixture(scope="module")
 def dp_gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe that is not there, as strategies can be exchanged: ddp_gpt with the strategy of dp_resnet."""
-    theirs = ranks.sections(ranks.source("dp_resnet"))[3]
+    theirs = runner.sections(runner.source("dp_resnet"))[3]
     strategy = {
-        ranks.sections(ranks.source("ddp_gpt"))[3]: theirs,
+        runner.sections(runner.source("ddp_gpt"))[3]: theirs,
         "import checkpoint,": "import UserError, checkpoint,",
     }
-    made = ranks.mutate("ddp_gpt", tmp_path_factory.mktemp("recipes"), strategy)
+    made = runner.mutate("ddp_gpt", tmp_path_factory.mktemp("recipes"), strategy)
     folder = made.parent.rename(made.parent.with_name("dp_gpt"))
     assert "nn.DataParallel(model)" in (folder / "train.py").read_text()
     return folder / "train.py"
 
 
-Make = Callable[..., legs.Leg]
+Make = Callable[..., segments.Segment]
 
 
 @pytest.fixture(scope="module")
-def leg(dp_gpt: Path, small_text: Path) -> Make:
-    """Makes one leg of a training: with a layout, to a folder."""
+def segment(dp_gpt: Path, small_text: Path) -> Make:
+    """Makes one segment of a training: with a layout, to a folder."""
 
-    def make(layout: Layout, out: Path, *more: str, tied: bool = False, mutant: Path | None = None) -> legs.Leg:
-        recipe = dp_gpt if layout.recipe == "dp_gpt" else ranks.ROOT / "recipes" / layout.recipe / "train.py"
-        sizes = (*ranks.SMALL["gpt"], "--num-layers", str(dict(SIZES)["num_layers"]), *("--tied" for _ in range(tied)))
+    def make(layout: Layout, out: Path, *more: str, tied: bool = False, mutant: Path | None = None) -> segments.Segment:
+        recipe = dp_gpt if layout.recipe == "dp_gpt" else runner.ROOT / "recipes" / layout.recipe / "train.py"
+        sizes = (*runner.SMALL["gpt"], "--num-layers", str(dict(SIZES)["num_layers"]), *("--tied" for _ in range(tied)))
         rate = ("--lr", str(2 * RATES["gpt"]), "--dtype", "float64")
         where = ("--data", str(small_text), "--out", str(out), "--name", "run")
-        how = (*layout.flags, *layout.passes(BATCH), *where, *more)
-        return legs.Leg(mutant or recipe, layout.size, (*FLAGS, *sizes, *rate, *how), out / "notes")
+        how = (*layout.flags, *layout.micro_batches(BATCH), *where, *more)
+        return segments.Segment(mutant or recipe, layout.size, (*FLAGS, *sizes, *rate, *how), out / "notes")
 
     return make
 
@@ -100,16 +100,16 @@ Begin = Callable[..., Source]
 
 
 @pytest.fixture(scope="module")
-def begin(leg: Make, tmp_path_factory: pytest.TempPathFactory) -> Begin:
+def begin(segment: Make, tmp_path_factory: pytest.TempPathFactory) -> Begin:
     """Begins a training with a layout, once, in processes of its own."""
 
     @functools.cache
     def make(layout: Layout, tied: bool = False, *flags: str, mutant: Path | None = None) -> Source:
         out = tmp_path_factory.mktemp(str(layout))
-        first = leg(layout, out, "--stop-after", str(STOP), *flags, tied=tied, mutant=mutant)
-        result = legs.run([first], out / "ports", timeout_s=100)
+        first = segment(layout, out, "--stop-after", str(STOP), *flags, tied=tied, mutant=mutant)
+        result = segments.run([first], out / "ports", timeout_s=100)
         assert result.ok, str(result)
-        return Source(out / "run", legs.held(first.notes, "end"))
+        return Source(out / "run", segments.held(first.notes, "end"))
 
     return make
 
@@ -130,10 +130,10 @@ def changed(before: dict[str, set[str]], after: dict[str, set[str]], tied: bool)
 
 
 def worst(out: Path, wanted: Curve, first: int, last: int) -> float:
-    """Largest relative difference of a leg's losses and norms, steps `first` to `last`, from the plain ones."""
+    """Largest relative difference of a segment's losses and norms, steps `first` to `last`, from the plain ones."""
     found = 0.0
     for tag, values in (("train/loss", wanted.losses), ("train/grad_norm", wanted.norms)):
-        curve = ranks.records(out / "run", tag)
+        curve = runner.records(out / "run", tag)
         assert list(curve) == list(range(first, last + 1)), "every step is recorded once"
         found = max(found, *(abs(curve[step] / values[step - 1] - 1) for step in curve))
     return found
@@ -159,20 +159,20 @@ MATRIX = [(target, False) for target in LAYOUTS] + [(target, True) for target in
 
 @pytest.mark.layouts
 @pytest.mark.parametrize(("target", "tied"), [pytest.param(*one, id=f"{one[0]}{'-tied' * one[1]}") for one in MATRIX])
-def test_any_to_any(target: Layout, tied: bool, begin: Begin, leg: Make, plain: Callable, tmp_path: Path) -> None:
+def test_any_to_any(target: Layout, tied: bool, begin: Begin, segment: Make, plain: Callable, tmp_path: Path) -> None:
     """What each layout has begun goes on with this one, all in a row in the same processes."""
     begun = {layout: begin(layout, tied) for layout in sources(target, tied)}
     rows = {
-        layout: leg(
+        layout: segment(
             target, tmp_path / str(layout), "--resume", str(one.run), "--stop-after", str(STOP + MORE), tied=tied
         )
         for layout, one in begun.items()
     }
-    result = legs.run(list(rows.values()), tmp_path / "ports", timeout_s=250)
+    result = segments.run(list(rows.values()), tmp_path / "ports", timeout_s=250)
     assert result.ok, str(result)
     faults = []
     for layout, one in rows.items():
-        differing = changed(begun[layout].held, legs.held(one.notes, "begin"), tied)
+        differing = changed(begun[layout].held, segments.held(one.notes, "begin"), tied)
         difference = worst(tmp_path / str(layout), plain(tied), STOP + 1, STOP + MORE)
         note(layout, target, tied, len(differing), difference)
         if differing or not difference < TOLERANCE:
@@ -197,22 +197,22 @@ PIPES = [KINDS["pp"][1], KINDS["tp"][0], KINDS["pp"][0], KINDS["fsdp"][1]]
     ],
 )
 def test_one_training_through_layouts(
-    path: list[Layout], tied: bool, leg: Make, plain: Callable, tmp_path: Path
+    path: list[Layout], tied: bool, segment: Make, plain: Callable, tmp_path: Path
 ) -> None:
     """Handed on from layout to layout, a step or two each: each is continued, and continues another."""
     stops = [STEPS * (i + 1) // len(path) for i in range(len(path))]
-    way: list[legs.Leg] = []
+    way: list[segments.Segment] = []
     for i, (layout, stop) in enumerate(zip(path, stops, strict=True)):
         before = ("--resume", str(tmp_path / str(i - 1) / "run")) if i else ()
-        way.append(leg(layout, tmp_path / str(i), "--stop-after", str(stop), *before, tied=tied))
-    result = legs.run(way, tmp_path / "ports", timeout_s=200)
+        way.append(segment(layout, tmp_path / str(i), "--stop-after", str(stop), *before, tied=tied))
+    result = segments.run(way, tmp_path / "ports", timeout_s=200)
     assert result.ok, str(result)
     for i, (layout, stop) in enumerate(zip(path, stops, strict=True)):
         assert worst(tmp_path / str(i), plain(tied), stops[i - 1] + 1 if i else 1, stop) < TOLERANCE, str(layout)
         if i:
-            end, start = legs.held(way[i - 1].notes, "end"), legs.held(way[i].notes, "begin")
+            end, start = segments.held(way[i - 1].notes, "end"), segments.held(way[i].notes, "begin")
             assert not changed(end, start, tied), f"{path[i - 1]} -> {layout}"
-            assert changed(start, legs.held(way[i].notes, "end"), tied), "a step changes something"
+            assert changed(start, segments.held(way[i].notes, "end"), tied), "a step changes something"
 
 
 DDP, FSDP, PP = KINDS["ddp"][0], KINDS["fsdp"][0], Layout("pipeline_gpt", 2, ("--pp", "2"), 1)
@@ -234,27 +234,27 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutant_fails(mutant: str, begin: Begin, leg: Make, plain: Callable, tmp_path: Path) -> None:
+def test_mutant_fails(mutant: str, begin: Begin, segment: Make, plain: Callable, tmp_path: Path) -> None:
     """Each of these defects is seen in the bits, and in what comes of them."""
     layout, right, wrong = MUTANTS[mutant]
-    path = ranks.mutate(layout.recipe, tmp_path, {right: wrong})
+    path = runner.mutate(layout.recipe, tmp_path, {right: wrong})
     last = STOP + MORE
     # What compares the replicas in a run would see the third as well.
     how = ("--resume", str(begin(DDP).run), "--stop-after", str(last), "--check-every", "0")
-    one = leg(layout, tmp_path, *how, mutant=path)
-    result = legs.run([one], tmp_path / "ports", timeout_s=100)
+    one = segment(layout, tmp_path, *how, mutant=path)
+    result = segments.run([one], tmp_path / "ports", timeout_s=100)
     assert result.ok, str(result)
-    assert changed(begin(DDP).held, legs.held(one.notes, "begin"), False)
+    assert changed(begin(DDP).held, segments.held(one.notes, "begin"), False)
     assert worst(tmp_path, plain(False), STOP + 1, last) > 1e-6
 
 
-def test_drifted_copy_is_seen(begin: Begin, leg: Make, plain: Callable, tmp_path: Path) -> None:
+def test_drifted_copy_is_seen(begin: Begin, segment: Make, plain: Callable, tmp_path: Path) -> None:
     """A checkpoint has one embedding. Here the two copies of a tied one have drifted apart before it was saved."""
-    path = ranks.mutate("pipeline_gpt", tmp_path, {"    if model.tied_group:  #": "    if False:  #"})
+    path = runner.mutate("pipeline_gpt", tmp_path, {"    if model.tied_group:  #": "    if False:  #"})
     begun = begin(PP, True, "--check-every", "0", mutant=path)
     last = STOP + MORE
-    one = leg(DDP, tmp_path, "--resume", str(begun.run), "--stop-after", str(last), tied=True)
-    result = legs.run([one], tmp_path / "ports", timeout_s=100)
+    one = segment(DDP, tmp_path, "--resume", str(begun.run), "--stop-after", str(last), tied=True)
+    result = segments.run([one], tmp_path / "ports", timeout_s=100)
     assert result.ok, str(result)
-    assert "embed.weight" in changed(begun.held, legs.held(one.notes, "begin"), True)
+    assert "embed.weight" in changed(begun.held, segments.held(one.notes, "begin"), True)
     assert worst(tmp_path, plain(True), STOP + 1, last) > 1e-6

@@ -20,8 +20,8 @@ from common import UserError, checkpoint, initial, manifest
 from common.workloads import gpt
 from launch import checkpoint as exchange
 from launch import llama
-from tests import ranks
-from tests.states import make_saver
+from tests.harness import runner
+from tests.harness.states import make_saver
 
 pytestmark = [
     pytest.mark.usefixtures("group"),
@@ -198,7 +198,7 @@ def test_training_goes_on_from_what_was_imported(
     flags = ["--out", str(tmp_path), "--name", "run", "--data", str(small_text), "--seq-len", "16", "--log-every", "1"]
     flags += ["--resume", str(tmp_path / "start"), "--config", str(tmp_path / "start" / "config.json")]
     flags += ["--max-steps", "1", "--global-batch-size", "8", "--dtype", "float64", "--eval-every", "5"]
-    result = ranks.run_recipe("ddp_gpt", 2, *flags)
+    result = runner.run_recipe("ddp_gpt", 2, *flags)
     assert result.ok, str(result)
     assert "holds weights only: the optimizer starts anew" in result.outputs[0]
     from common import sampler
@@ -209,7 +209,7 @@ def test_training_goes_on_from_what_was_imported(
     rows, targets = train.read(first * 0, first)
     logits = theirs(rows).logits
     wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
-    assert ranks.records(tmp_path / "run", "train/loss") == {1: pytest.approx(wanted, rel=1e-6)}
+    assert runner.records(tmp_path / "run", "train/loss") == {1: pytest.approx(wanted, rel=1e-6)}
     trained = checkpoint.choose(tmp_path / "run")[0]
     assert manifest.verify(trained)[0]["step"] == 1
 
@@ -323,7 +323,7 @@ def test_what_cannot_be_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not (tmp_path / "out").exists()
 
 
-# --- the plain files of `python -m launch.checkpoint` ---
+# --- the plain files of `python -m tools.checkpoint` ---
 
 
 def commands(given: list[list[str]]) -> None:
@@ -339,13 +339,13 @@ def commands(given: list[list[str]]) -> None:
 def test_commands(tmp_path: Path) -> None:
     run, file, start = save_run(tmp_path / "run", make_ours(SHAPES["grouped"])), tmp_path / "file", tmp_path / "start"
     given = [
-        ["launch.checkpoint", "export", str(run), "--out", str(file)],
-        ["launch.checkpoint", "export", str(run), "--out", str(file)],
-        ["launch.checkpoint", "import", str(file), "--out", str(start)],
-        ["launch.llama", "export", str(run), "--out", str(tmp_path / "llama")],
-        ["launch.llama", "import", str(tmp_path / "llama"), "--out", str(tmp_path / "back")],
+        ["tools.checkpoint", "export", str(run), "--out", str(file)],
+        ["tools.checkpoint", "export", str(run), "--out", str(file)],
+        ["tools.checkpoint", "import", str(file), "--out", str(start)],
+        ["tools.llama", "export", str(run), "--out", str(tmp_path / "llama")],
+        ["tools.llama", "import", str(tmp_path / "llama"), "--out", str(tmp_path / "back")],
     ]
-    result = ranks.spawn(commands, [(given,)])
+    result = runner.spawn(commands, [(given,)])
     assert result.ok, str(result)
     for told in (
         f"{file}: 30 tensors of step 7 of {run}/checkpoints/step_00000007\n",
@@ -364,7 +364,7 @@ def test_export_and_import_of_plain_files(tmp_path: Path) -> None:
     exchange.import_(file, start)
     path, facts = checkpoint.choose(start)
     assert (facts["step"], facts["samples"], facts["source"]) == (0, 0, "model.safetensors")
-    model = initial.place(gpt.GPT(ours.shape), 0, torch.device("cpu"), torch.float64)
+    model = initial.materialize(gpt.GPT(ours.shape), 0, torch.device("cpu"), torch.float64)
     checkpoint.load(path, model.state_dict())
     assert all(torch.equal(tensor, ours.state_dict()[name]) for name, tensor in model.state_dict().items())
     torch.save(ours.state_dict(), tmp_path / "model.pt")

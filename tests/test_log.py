@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import log, metrics, run_dir, sampler, world
-from tests import ranks
+from common import log, metrics, process_group, ranks, run_dir, sampler
+from tests.harness import runner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +27,8 @@ def one_teraflop(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "peak_flops", lambda *_: 1e12)
 
 
-def make_world(rank: int, size: int) -> world.World:
-    return world.World(rank, size, rank, size, "host", torch.device("cpu"), "gloo")
+def make_world(rank: int, size: int) -> process_group.World:
+    return process_group.World(rank, size, rank, size, "host", torch.device("cpu"), "gloo")
 
 
 def make_run(path: Path, first_step: int = 0, max_steps: int = 20, lr: float = 0.1, rank: int = 0) -> log.Run:
@@ -46,20 +46,20 @@ def record(run: log.Run, step: int, loss: float, **more: float) -> None:
     for share in (0.25, 0.75):
         sums = {key: torch.tensor(16 * share * value, dtype=torch.float64) for key, value in means(loss).items()}
         run.add({**sums, "count": torch.tensor(8)})
-    run.train(step, **({"data_wait_s": 0.0} | more))
+    run.log_train(step, **({"data_wait_s": 0.0} | more))
 
 
 def test_say_speaks_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in ("0", "1", "3"):
         monkeypatch.setenv("RANK", rank)
-        log.say(f"from {rank}")
+        ranks.print0(f"from {rank}")
     assert capsys.readouterr().out == "from 0\n"
 
 
 def test_records_are_exact_under_the_tags_of_the_design(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     record(run, 10, 1 / 3, data_wait_s=0.25, lr=0.1 + 0.2, grad_norm=1e-30)
-    run.validation(10, means(2 / 3))
+    run.log_validation(10, means(2 / 3))
     run.finish()
     train, perf, validation = run_dir.records(tmp_path)
     assert train == {
@@ -90,7 +90,7 @@ def test_rate_counts_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     now[0] += 2
     record(run, 10, 0.5, data_wait_s=0.5)
     now[0] += 1
-    run.validation(12, means(0.5))
+    run.log_validation(12, means(0.5))
     record(run, 20, 0.5, data_wait_s=0.75)
     run.finish()
     first, second = (record for record in run_dir.records(tmp_path) if "perf/mfu" in record)
@@ -107,7 +107,7 @@ def test_continues_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     run = make_run(tmp_path)
     for step in (5, 10, 15):
         record(run, step, step / 100)
-    run.validation(16, means(0.01))
+    run.log_validation(16, means(0.01))
     run.finish()
     assert "continuing" not in capsys.readouterr().out
     run = make_run(tmp_path, first_step=10, lr=0.2)
@@ -116,9 +116,9 @@ def test_continues_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         record(run, step, step / 1000)
     run.finish()
     losses = {5: 0.05, 10: 0.1, 15: 0.015, 20: 0.02}
-    assert ranks.records(tmp_path, "train/loss") == losses
-    assert ranks.records(tmp_path, "val/loss") == {}
-    assert list(ranks.records(tmp_path, "perf/mfu")) == [5, 10, 15, 20]
+    assert runner.records(tmp_path, "train/loss") == losses
+    assert runner.records(tmp_path, "val/loss") == {}
+    assert list(runner.records(tmp_path, "perf/mfu")) == [5, 10, 15, 20]
     assert (tmp_path / "train.py").read_text() == Path(__file__).read_text()
 
 
@@ -129,7 +129,7 @@ def test_finish_says_the_best_and_how_to_go_on(
     path = tmp_path / "my run"
     run = make_run(path)
     for step, loss in ((5, 0.75), (10, 0.25), (12, 0.5)):
-        run.validation(step, means(loss))
+        run.log_validation(step, means(loss))
     run.finish()
     said = capsys.readouterr().out
     assert re.search(r"^step 10/20  val/loss 0\.25  val/top1 0\.75$", said, re.MULTILINE)
@@ -139,7 +139,7 @@ def test_finish_says_the_best_and_how_to_go_on(
     assert said.endswith("\ngo on  torchrun --nproc-per-node=4 train.py --lr 1 --name 'my run'\n")
     run = make_run(path, first_step=12)
     record(run, 20, 0.5)
-    run.validation(20, means(0.4))
+    run.log_validation(20, means(0.4))
     run.finish()
     said = capsys.readouterr().out
     assert re.search(r"^best +val/loss 0\.2500 at step 10$", said, re.MULTILINE), "of the whole run"
@@ -147,21 +147,21 @@ def test_finish_says_the_best_and_how_to_go_on(
 
 
 def use_all(path: str) -> None:
-    world.start()
-    rank = world.rank()
+    process_group.start()
+    rank = ranks.rank()
     os.write(1, b"before\n")
     run = make_run(Path(path, str(rank)), rank=rank)
     sys.stdout.write("printed\n")
     os.write(2, b"from C\n")
     record(run, 5, 0.5, lr=0.1)
     with run.paused():
-        run.validation(5, means(0.5))
+        run.log_validation(5, means(0.5))
     run.finish()
-    log.say("said")
+    ranks.print0("said")
 
 
 def test_other_ranks_write_nothing_but_their_log(tmp_path: Path) -> None:
-    result = ranks.spawn(use_all, [(str(tmp_path),)] * 2)
+    result = runner.spawn(use_all, [(str(tmp_path),)] * 2)
     assert result.ok, str(result)
     assert result.outputs[1] == "before\n"
     path = tmp_path / "1"
@@ -183,7 +183,7 @@ def test_full_disk_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert warned == [f"warning: step 10 is not recorded in {tmp_path}: [Errno 28] No space left on device"] * 2
         run._records = good
         record(run, 15, 0.125)
-        assert ranks.records(tmp_path, "train/loss") == {5: 0.5, 15: 0.125}
+        assert runner.records(tmp_path, "train/loss") == {5: 0.5, 15: 0.125}
         run._records = full
         record(run, 20, 0.1)
         run.finish()

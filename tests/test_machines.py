@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 
-from tests import ranks, short_resnet  # noqa: F401 (--model resnet6)
+from common import flops
 from tests.conftest import write_text
-from tests.faults.cell import checkpoints, same_tensors
-from tests.machines import Machine, joined
+from tests.harness import runner, short_resnet  # noqa: F401 (--model resnet6)
+from tests.harness.fault_case import checkpoints, same_tensors
+from tests.harness.machines import Machine, joined
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(150)]
 
-LAUNCHER = ranks.ROOT / "launch" / "torchrun.sh"
+LAUNCHER = runner.ROOT / "launch" / "torchrun.sh"
 RECIPE = "multinode_resnet"
 SAMPLES, BATCH, STEPS = 1433, 120, 12  # an epoch of the digits: 11 whole steps, and one of 113 samples
 SAVE_EVERY = 2
@@ -65,9 +66,9 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
 
 def train(recipe: str, folder: str, argv: Sequence[str]) -> None:
     """Run a recipe as one rank: note what it is asked to read, and wait after a step for as long as a test holds it."""
-    from common import metrics, sampler, stop
+    from common import sampler, stop
 
-    metrics.peak_flops = metrics.count_flops = lambda *_: 1e12  # measuring them takes longer than the training
+    flops.peak_flops = flops.count_flops = lambda *_: 1e12  # measuring them takes longer than the training
     requests, after = sampler.training_requests, stop.Stop.after
     group = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"  # each start of the ranks has another
 
@@ -109,12 +110,12 @@ class Job:
     ) -> None:
         self.folder, self.machines = folder, [*machines]
         self.run = folder / "out" / "run"
-        self.flags = (*FLAGS, *ranks.small(recipe), *flags, "--out", str(folder / "out"), "--name", "run")
+        self.flags = (*FLAGS, *runner.small(recipe), *flags, "--out", str(folder / "out"), "--name", "run")
         self.environ = {"NNODES": str(len(machines)), "NPROC_PER_NODE": "1", "MASTER_ADDR": machines[0].address}
         self.environ |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environ
         self.recipe = folder / recipe
         self.recipe.mkdir()
-        path = ranks.ROOT / "recipes" / recipe / "train.py"
+        path = runner.ROOT / "recipes" / recipe / "train.py"
         call = f"test_machines.train({str(path)!r}, {str(folder)!r}, sys.argv[1:])"
         self.recipe.joinpath("train.py").write_text(f"import sys\nfrom tests import test_machines\n\n{call}\n")
 
@@ -187,7 +188,7 @@ def check_each_once(notes: Sequence[dict[str, Any]], readers: int = 1) -> None:
 def check_curve(run: Path, wanted: Path, rel: float = 0.0) -> None:
     """Each step's figures are there once, and they are those of another run."""
     for tag in CURVES:
-        found, expected = ranks.records(run, tag), ranks.records(wanted, tag)
+        found, expected = runner.records(run, tag), runner.records(wanted, tag)
         assert found == pytest.approx(expected, rel=rel, abs=0), tag
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == [*range(1, STEPS + 1)]
@@ -195,8 +196,8 @@ def check_curve(run: Path, wanted: Path, rel: float = 0.0) -> None:
 
 def undisturbed(folder: Path, size: int, *flags: str, recipe: str = RECIPE) -> Path:
     """The same training on one machine."""
-    argv = (*FLAGS, *ranks.small(recipe), *flags)
-    result = ranks.run_recipe(recipe, size, *argv, "--out", str(folder), "--name", f"whole{size}")
+    argv = (*FLAGS, *runner.small(recipe), *flags)
+    result = runner.run_recipe(recipe, size, *argv, "--out", str(folder), "--name", f"whole{size}")
     assert result.ok, str(result)
     return folder / f"whole{size}"
 
@@ -204,20 +205,20 @@ def undisturbed(folder: Path, size: int, *flags: str, recipe: str = RECIPE) -> P
 # --- together ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ranks.ends())
+@pytest.mark.parametrize("recipe", runner.ends())
 def test_the_curve_is_that_of_one_process(recipe: str, machines: list[Machine], tmp_path: Path) -> None:
     exact = EXACT
-    if ranks.workload(recipe) == "gpt":
+    if runner.workload(recipe) == "gpt":
         exact = ("--micro-batch-size", "0", "--data", str(write_text(tmp_path / "text", SAMPLES, 30)))
-    layout = ranks.layout(recipe, 2)
+    layout = runner.layout(recipe, 2)
     job = Job(tmp_path, machines[:2], *exact, *layout.strategy, recipe=recipe)
     processes = [job.start(machine) for machine in job.machines]
-    wanted = undisturbed(tmp_path, 1, *exact, *ranks.layout(recipe, 1).strategy, recipe=recipe)
+    wanted = undisturbed(tmp_path, 1, *exact, *runner.layout(recipe, 1).strategy, recipe=recipe)
     assert job.wait_ended(*processes) == [0, 0], str(job)
     assert "2 processes on 2 hosts, the first machine0" in job.output(machines[0])
     assert not job.output(machines[1]), "rank 0 speaks for all"
     check_curve(job.run, wanted, rel=1e-9)
-    check_each_once(job.notes("read"), readers=layout.size // layout.shards)
+    check_each_once(job.notes("read"), readers=layout.size // layout.dp_size)
 
 
 # --- the link ---------------------------------------------------------------------------------------------
@@ -274,7 +275,7 @@ def test_link_down_and_restarts(machines: list[Machine], tmp_path: Path) -> None
     check_each_once(job.notes("read"))
     passes = {step: len(indices) for step, indices in reads(job.notes("read")).items()}
     assert [passes[step] for step in (1, STEPS - 1)] == [2 * 2, 3], "2 on each of two ranks, and 3 on one"
-    assert ranks.records(job.run, "train/lr") == ranks.records(wanted, "train/lr")
+    assert runner.records(job.run, "train/lr") == runner.records(wanted, "train/lr")
 
 
 # --- a machine lost ---------------------------------------------------------------------------------------
@@ -319,8 +320,8 @@ def test_machines_die(machines: list[Machine], tmp_path: Path) -> None:
     assert [len(steps[step]) for step in range(1, 8)] == [3, 3, *[4] * 5], "one pass on each of 3, two on each of 2"
     for step in range(1, 8):
         assert len({index for indices in steps[step] for index in indices}) == 123
-    lr = ranks.records(job.run, "train/lr")
-    assert lr == {step: one for step, one in ranks.records(wanted, "train/lr").items() if step in lr}
+    lr = runner.records(job.run, "train/lr")
+    assert lr == {step: one for step, one in runner.records(wanted, "train/lr").items() if step in lr}
     assert {*range(1, 7)} <= {*lr}
 
     machines[0].die()
@@ -339,10 +340,10 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_what_each_once_would_notice(mutant: str, tmp_path: Path) -> None:
     """The same bookkeeping on one machine: 2 ranks to step 5, then 1, of a recipe with a defect."""
-    path = ranks.mutate(RECIPE, tmp_path, MUTANTS[mutant])
-    argv = [*FLAGS, *ranks.small(RECIPE), *EXACT, "--out", str(tmp_path / "out"), "--name", "run"]
+    path = runner.mutate(RECIPE, tmp_path, MUTANTS[mutant])
+    argv = [*FLAGS, *runner.small(RECIPE), *EXACT, "--out", str(tmp_path / "out"), "--name", "run"]
     for size, more in ((2, ["--stop-after", "5"]), (1, [])):
-        result = ranks.spawn(train, [(str(path), str(tmp_path), argv + more)] * size)
+        result = runner.spawn(train, [(str(path), str(tmp_path), argv + more)] * size)
         assert result.ok, str(result)
     notes = notes_in(tmp_path, "read")
     with pytest.raises(AssertionError) if mutant else contextlib.nullcontext():

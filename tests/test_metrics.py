@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import data, metrics
+from common import data, flops, metrics
 from common.workloads import gpt, text
-from tests import ranks
+from tests.harness import runner
 
 # Unequal counts, none on one rank, and a count that float32 cannot hold. The mean of means would differ in each.
 PARTS = [
@@ -50,7 +50,7 @@ def means_of_two_ranks() -> None:
 
 
 def test_means_are_global() -> None:
-    result = ranks.spawn(means_of_two_ranks, [(), ()])
+    result = runner.spawn(means_of_two_ranks, [(), ()])
     assert result.ok, str(result)
 
 
@@ -68,7 +68,7 @@ class Rows:
     def __len__(self) -> int:
         return 1
 
-    def figures(self, means: dict[str, float]) -> dict[str, float]:
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
         return means
 
     def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +87,7 @@ def test_count_flops_of_linear_layers(device: str) -> None:
         return nn.functional.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
 
     first, second = 2 * 4 * 3 * 5, 2 * 4 * 5 * 7  # a multiplication and an addition for each weight and row
-    assert metrics.count_flops(loss, model, Rows()) == 2 * first + 3 * second
+    assert flops.count_flops(loss, model, Rows()) == 2 * first + 3 * second
     assert all(p.device.type == device and p.grad is None for p in model.parameters())
     assert model.training
     assert device == "meta" or int(model[1].num_batches_tracked) == 0
@@ -98,7 +98,7 @@ def test_count_flops_of_a_gpt() -> None:
     with torch.device("meta"):
         model = gpt.GPT(gpt.Shape(256, num_layers=2, num_heads=2, width=32, mlp_width=48))
     train = text.Text(np.zeros(99, np.uint16), 16, 256, 1.0)
-    found = metrics.count_flops(lambda model, batch: model(batch.inputs, batch.targets).sum(), model, train)
+    found = flops.count_flops(lambda model, batch: model(batch.inputs, batch.targets).sum(), model, train)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and name != "embed.weight")
     pairs = 12 * 2 * 16 * 16 * 32  # all of them: a mask saves none in this count
     assert found == pytest.approx(6 * 16 * matrices + pairs, rel=1e-12)
@@ -110,7 +110,7 @@ def test_count_flops_of_a_gpt() -> None:
 )
 def test_peak_flops_of_a_known_gpu(name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    assert metrics.peak_flops(torch.device("cuda", 0), torch.bfloat16) == peak
+    assert flops.peak_flops(torch.device("cuda", 0), torch.bfloat16) == peak
 
 
 RECORDS = [
@@ -147,5 +147,5 @@ def ticks(*durations: float) -> Callable[[], float]:
 
 def test_peak_flops_is_that_of_the_best_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "time", types.SimpleNamespace(perf_counter=ticks(9.0, 2.0, 0.5, 1.0)))
-    found = metrics.peak_flops(torch.device("cpu"), torch.float32)
+    found = flops.peak_flops(torch.device("cpu"), torch.float32)
     assert found == 2 * 1024**3 / 0.5

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import ranks as runner
 from tests.faults import table
-from tests.harness import pages
+from tests.harness import pages, runner
 
 ROOT = runner.ROOT
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")])

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common import UserError, seed
+from common import UserError, ranks, seed
 from common.workloads import actor_critic, environments
-from tests import ranks
+from tests.harness import runner
 
 PPO = "syncbn_ppo"
 STEPS, TARGET_KL = 10, 0.006  # which some updates reach before their last epoch
@@ -30,9 +30,9 @@ CONTINUOUS = ("--env", "Pendulum-v1", "--num-envs", "4", "--rollout-steps", "120
 
 
 def train(recipe: str | Path, size: int, out: Path, *flags: str) -> dict[str, dict[int, float]]:
-    result = ranks.run_recipe(recipe, size, *FLAGS, "--out", str(out), "--name", str(size), *flags)
+    result = runner.run_recipe(recipe, size, *FLAGS, "--out", str(out), "--name", str(size), *flags)
     assert result.ok, str(result)
-    return {tag: ranks.records(out / str(size), tag) for tag in CURVES + PLAYED}
+    return {tag: runner.records(out / str(size), tag) for tag in CURVES + PLAYED}
 
 
 def worst(found: dict[int, float], wanted: dict[int, float]) -> float:
@@ -154,7 +154,7 @@ def test_float64(size: int, alone: dict[str, dict[int, float]], tmp_path: Path) 
 
 def test_compiled(alone: dict[str, dict[int, float]], tmp_path: Path) -> None:
     """Traced, but not translated to C++, which would take half a minute."""
-    path = ranks.mutate(PPO, tmp_path, {"model.compile()": 'model.compile(backend="aot_eager")'})
+    path = runner.mutate(PPO, tmp_path, {"model.compile()": 'model.compile(backend="aot_eager")'})
     found = train(path, 2, tmp_path, "--dtype", "float64", "--stop-after", "2", "--compile")
     for tag in CURVES:
         assert worst(found[tag], {step: alone[tag][step] for step in (1, 2)}) < 1e-9, tag
@@ -190,17 +190,17 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(mutant: str, alone: dict[str, dict[int, float]], tmp_path: Path) -> None:
-    path = ranks.mutate(PPO, tmp_path, MUTANTS[mutant])
+    path = runner.mutate(PPO, tmp_path, MUTANTS[mutant])
     found = train(path, 2, tmp_path, "--dtype", "float64", "--stop-after", "3", "--check-every", "0")
     assert max(worst(found[tag], {step: alone[tag][step] for step in found[tag]}) for tag in CURVES) > 1e-4
 
 
 def test_mutant_whose_ranks_stop_by_themselves(alone: dict[str, dict[int, float]], tmp_path: Path) -> None:
     """One goes on to the next epoch, and the other does not: they wait for each other, or the numbers differ."""
-    path = ranks.mutate(PPO, tmp_path, {'metrics.means(epoch_sums)["kl"]': '(epoch_sums["kl"] / epoch_sums["count"])'})
+    path = runner.mutate(PPO, tmp_path, {'metrics.means(epoch_sums)["kl"]': '(epoch_sums["kl"] / epoch_sums["count"])'})
     flags = ("--dtype", "float64", "--hang-timeout", "2", "--out", str(tmp_path), "--name", "run")
-    result = ranks.run_recipe(path, 2, *FLAGS, *flags, timeout_s=40.0)
-    found = ranks.records(tmp_path / "run", "train/loss")
+    result = runner.run_recipe(path, 2, *FLAGS, *flags, timeout_s=40.0)
+    found = runner.records(tmp_path / "run", "train/loss")
     assert not result.ok or worst(found, alone["train/loss"]) > 1e-4
 
 
@@ -220,7 +220,7 @@ def test_resume_is_bitwise(how: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def test_mutant_that_forgets_where_it_was(tmp_path: Path) -> None:
-    path = ranks.mutate(PPO, tmp_path, {"    envs.restore(state)\n": ""})
+    path = runner.mutate(PPO, tmp_path, {"    envs.restore(state)\n": ""})
     flags = ("--max-steps", "3", "--save-every", "1")
     whole = train(PPO, 1, tmp_path / "whole", *flags)
     for stop in ("1", "0"):
@@ -258,7 +258,7 @@ def test_environment_that_cannot_be_played_again(group: None, monkeypatch: pytes
 @pytest.fixture(scope="module")
 def recipe() -> SimpleNamespace:
     """What the recipe's file defines."""
-    return SimpleNamespace(**runpy.run_path(str(ranks.ROOT / "recipes" / PPO / "train.py")))
+    return SimpleNamespace(**runpy.run_path(str(runner.ROOT / "recipes" / PPO / "train.py")))
 
 
 Step = tuple[float, bool, bool, np.ndarray, np.ndarray]
@@ -338,7 +338,7 @@ def make(recipe: SimpleNamespace, **how: Any) -> tuple[Any, Any, environments.En
 class Unguarded:
     """In the place of FiniteGuard."""
 
-    def judge(self, _: torch.Tensor) -> None: ...
+    def skip_if_not_finite(self, _: torch.Tensor) -> None: ...
 
 
 @pytest.mark.parametrize("env", ["CartPole-v1", "Pendulum-v1"])
@@ -430,7 +430,7 @@ def test_film(tmp_path: Path) -> None:
     upright = environments.film(env, lambda seen: (seen[:, 2] + seen[:, 3] > 0).astype(int), 0)
     assert 16 < len(upright) <= 32, "of several hundred"
     assert (upright[0] == frames[0]).all(), "the same episode once more"
-    train(PPO, 2, tmp_path, *ranks.small(PPO), "--max-steps", "1", "--film")
+    train(PPO, 2, tmp_path, *runner.small(PPO), "--max-steps", "1", "--film")
     events = EventAccumulator(str(tmp_path / "2"))
     events.Reload()
     assert [event.step for event in events.Images("val/film")] == [1] * len(events.Images("val/film"))
@@ -480,9 +480,9 @@ def test_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """By rank 0, in a message of ours, before anything is written."""
     monkeypatch.setattr(ranks, "GRACE_S", 0.2)
     flags, hidden, messages = REFUSED[case]
-    path = str(ranks.ROOT / "recipes" / PPO / "train.py")
+    path = str(runner.ROOT / "recipes" / PPO / "train.py")
     argv = ["--out", str(tmp_path / "out"), *flags]
-    result = ranks.spawn(hide, [(path, argv, *hidden)] * 2, timeout_s=40.0)
+    result = runner.spawn(hide, [(path, argv, *hidden)] * 2, timeout_s=40.0)
     assert result.codes[0] == 2, str(result)
     assert all(result.codes), str(result)
     for message in messages:

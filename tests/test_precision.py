@@ -10,9 +10,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 def test_pick_dtype() -> None:
     for name in ("float32", "float64", "bfloat16"):
-        assert precision.pick(name, CPU) == getattr(torch, name)
+        assert precision.compute_dtype(name, CPU) == getattr(torch, name)
     with pytest.raises(UserError, match=r"--dtype float16 is not known: auto, float32, bfloat16, float64"):
-        precision.pick("float16", CPU)
+        precision.compute_dtype("float16", CPU)
 
 
 @pytest.mark.parametrize(
@@ -30,14 +30,14 @@ def test_auto_dtype_on_a_cpu(
     capabilities: dict[str, bool], wanted: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert precision.pick("auto", CPU) == wanted
+    assert precision.compute_dtype("auto", CPU) == wanted
 
 
 @pytest.mark.parametrize(("native", "wanted"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_auto_dtype_on_a_gpu(native: bool, wanted: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     # A V100 emulates bfloat16, slower than float32.
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation)
-    assert precision.pick("auto", GPU) == wanted
+    assert precision.compute_dtype("auto", GPU) == wanted
 
 
 def test_autocast() -> None:
@@ -56,6 +56,6 @@ def test_autocast() -> None:
 
 
 def test_storage() -> None:
-    assert precision.storage(torch.bfloat16) == torch.float32
-    assert precision.storage(torch.float32) == torch.float32
-    assert precision.storage(torch.float64) == torch.float64
+    assert precision.param_dtype(torch.bfloat16) == torch.float32
+    assert precision.param_dtype(torch.float32) == torch.float32
+    assert precision.param_dtype(torch.float64) == torch.float64

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import ranks
 from tests.conftest import write_parquet, write_text
+from tests.harness import runner
 
 # 101 samples in batches of 40: epochs end within steps 3 and 6. A pass is 20 of them over all ranks.
 STEPS, PASS = 6, 20
@@ -54,20 +54,23 @@ def run(recipe: str | Path, world_size: int, out: Path, tiny: Tiny, *flags: str)
     """Run until it leaves; the curves recorded so far."""
     name = recipe if isinstance(recipe, str) else recipe.parent.name
     # Over different ranks the numbers are the same only if BatchNorm sees the same samples.
-    sync = ["--sync-bn"] if "sync_bn" in ranks.source(name) and "float64" in flags else []
-    data = ("--data", str(tiny[ranks.workload(name)])) if name in ranks.SUPERVISED else ()
+    sync = ["--sync-bn"] if "sync_bn" in runner.source(name) and "float64" in flags else []
+    data = ("--data", str(tiny[runner.workload(name)])) if name in runner.SUPERVISED else ()
     where = (*data, "--out", str(out.parent), "--name", out.name)
-    layout = ranks.layout(name, world_size)
+    layout = runner.layout(name, world_size)
     depth = ("--num-layers", "5") if "--pp" in layout.flags else ()  # the same for any number of stages
-    how = (*ranks.small(name), *layout.flags, *depth, *layout.passes(PASS))
-    result = ranks.run_recipe(recipe, world_size, *FLAGS, *how, *sync, *where, *flags)
+    how = (*runner.small(name), *layout.flags, *depth, *layout.micro_batches(PASS))
+    result = runner.run_recipe(recipe, world_size, *FLAGS, *how, *sync, *where, *flags)
     assert result.ok, str(result)
-    return {tag: ranks.records(out, tag) for tag in ("train/loss", "train/grad_norm", "train/lr", judged_by(name))}
+    return {
+        tag: runner.records(out, tag)
+        for tag in ("train/loss", "train/grad_norm", "train/lr", skip_if_not_finited_by(name))
+    }
 
 
-def judged_by(recipe: str) -> str:
+def skip_if_not_finited_by(recipe: str) -> str:
     """What an evaluation of a recipe gives."""
-    return "val/loss" if recipe in ranks.SUPERVISED else "val/return"
+    return "val/loss" if recipe in runner.SUPERVISED else "val/return"
 
 
 def same_tensors(one: Path, other: Path) -> bool:
@@ -81,20 +84,20 @@ def same_tensors(one: Path, other: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("recipe", ranks.RECIPES)
+@pytest.mark.parametrize("recipe", runner.RECIPES)
 def test_same_ranks_bitwise(recipe: str, whole: Whole, tiny: Tiny, tmp_path: Path) -> None:
-    world_size = ranks.world_sizes(recipe, most=2)[-1]
+    world_size = runner.world_sizes(recipe, most=2)[-1]
     out, curves = whole(recipe, world_size, "float32")
     for stop in ("2", "4", "0"):
         parts = run(recipe, world_size, tmp_path / "parts", tiny, "--dtype", "float32", "--stop-after", stop)
     # The parts were evaluated at each stop, too; running statistics of BatchNorm are included.
-    parts[judged_by(recipe)] = {STEPS: parts[judged_by(recipe)][STEPS]}
+    parts[skip_if_not_finited_by(recipe)] = {STEPS: parts[skip_if_not_finited_by(recipe)][STEPS]}
     assert parts == curves
     assert list(curves["train/loss"]) == list(range(1, STEPS + 1))
     assert same_tensors(tmp_path / "parts", out)
 
 
-@pytest.mark.parametrize("recipe", [name for name in ranks.RECIPES if len(ranks.world_sizes(name)) > 1])
+@pytest.mark.parametrize("recipe", [name for name in runner.RECIPES if len(runner.world_sizes(name)) > 1])
 def test_other_ranks(recipe: str, whole: Whole, tiny: Tiny, tmp_path: Path) -> None:
     flags = ("--dtype", "float64")
     _, curves = whole(recipe, 2, "float64")
@@ -107,7 +110,7 @@ def test_other_ranks(recipe: str, whole: Whole, tiny: Tiny, tmp_path: Path) -> N
 
 def test_there_and_back(tiny: Tiny, tmp_path: Path) -> None:
     """One training through the image recipes, from each to each, by --resume: optimizer, schedule, position and all."""
-    recipes = [name for name in ranks.RECIPES if ranks.workload(name) == "resnet"]
+    recipes = [name for name in runner.RECIPES if runner.workload(name) == "resnet"]
     # Of 0, 1 and 2: 0 1 0 2 1 2 0.
     path = [name for i, one in enumerate(recipes) for other in recipes[i + 1 :] for name in (one, other)] + recipes[:1]
     assert set(pairwise(path)) == set(permutations(recipes, 2))
@@ -118,7 +121,7 @@ def test_there_and_back(tiny: Tiny, tmp_path: Path) -> None:
         # From a run's folder, or from one of its checkpoints.
         before = (tmp_path / str(step - 1)) / ("" if step % 2 else f"checkpoints/step_{step - 1:08d}")
         resume = ("--resume", str(before)) if step > 1 else ()
-        world_size = ranks.world_sizes(recipe, most=2)[-1]
+        world_size = runner.world_sizes(recipe, most=2)[-1]
         leg = run(recipe, world_size, tmp_path / str(step), tiny, *flags, *resume, "--stop-after", str(step))
         joined = {tag: joined[tag] | leg[tag] for tag in joined}
     joined["val/loss"] = {len(path): joined["val/loss"][len(path)]}  # each leg ends with an evaluation
@@ -137,7 +140,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(mutant: str, whole: Whole, tiny: Tiny, tmp_path: Path) -> None:
-    path = ranks.mutate("ddp_resnet", tmp_path, MUTANTS[mutant])
+    path = runner.mutate("ddp_resnet", tmp_path, MUTANTS[mutant])
     _, curves = whole("ddp_resnet", 1, "float32")
     for stop in ("2", "4"):
         parts = run(path, 1, tmp_path / "parts", tiny, "--dtype", "float32", "--stop-after", stop)

@@ -18,11 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from common import UserError, cli, run_dir, world
-from tests import ranks
+from common import UserError, cli, process_group, run_dir
+from tests.harness import runner
 
 RECIPE = "recipes/some_recipe/train.py"
-HERE = world.World(rank=0, size=2, local_rank=0, local_size=2, host="host", device=torch.device("cpu"), backend="gloo")
+HERE = process_group.World(
+    rank=0, size=2, local_rank=0, local_size=2, host="host", device=torch.device("cpu"), backend="gloo"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +125,7 @@ def test_folder_is_one_process_s_alone_until_it_ends(tmp_path: Path, monkeypatch
                 refusals.append(str(error))
         os.kill(started[0], signal.SIGKILL)
 
-    result = ranks.spawn(claim_and_die, [(str(path), str(claimed))], 30.0, come_second)
+    result = runner.spawn(claim_and_die, [(str(path), str(claimed))], 30.0, come_second)
     assert result.codes == [-signal.SIGKILL], str(result)
     owner = f"process {pids[0]} on {socket.gethostname()}, Slurm job 1234"
     told = f"--name run: {path} is in use by {owner}; wait for it, or give another --name"
@@ -149,7 +151,7 @@ def test_refused_claim_is_every_rank_s(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     run_dir.claim(tmp_path)
     owner = f"process {os.getpid()} on {socket.gethostname()}"
-    result = ranks.spawn(refuse_all, [(str(tmp_path), owner)] * 2)
+    result = runner.spawn(refuse_all, [(str(tmp_path), owner)] * 2)
     assert result.ok, str(result)
 
 
@@ -179,7 +181,7 @@ def test_disk_of_one_machine_is_refused(tmp_path: Path) -> None:
     own = [("", str(runs)), ("", "")]
     for first, second in own:
         args = [(str(runs / "run"), place, bool(second)) for place in (first, second)]
-        result = ranks.spawn(claim_on_own_disk, args)
+        result = runner.spawn(claim_on_own_disk, args)
         assert result.ok, str(result)
 
 
@@ -193,7 +195,7 @@ def test_config_has_what_it_takes_to_run_again(recipe: str, tmp_path: Path) -> N
     assert config["recipe"] == "some_recipe"
     assert (config["world_size"], config["device"], config["backend"]) == (2, "cpu", "gloo")
     assert config["versions"]["torch"] == torch.__version__
-    assert config["code"] == world.code_digests(recipe)
+    assert config["code"] == process_group.code_digests(recipe)
     assert (path.parent / "train.py").read_text() == Path(recipe).read_text()
     assert sorted(file.name for file in path.parent.iterdir()) == ["config.json", "train.py"]
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from common import checkpoint, manifest, saver, world
-from tests import ranks
-from tests.states import RECIPE, check_equal, damage, find_step, loaded, make_saver, make_state, save, steps
+from common import checkpoint, manifest, process_group, saver
+from tests.harness import runner
+from tests.harness.states import RECIPE, check_equal, damage, find_step, loaded, make_saver, make_state, save, steps
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -54,7 +54,7 @@ def save_own_and_common(run_dir: str) -> None:
 
 def test_common_names_come_from_rank_0_and_own_ones_from_each(tmp_path: Path) -> None:
     """BatchNorm's running statistics differ between ranks: a mixture would be nobody's."""
-    result = ranks.spawn(save_own_and_common, [(str(tmp_path),)] * 2)
+    result = runner.spawn(save_own_and_common, [(str(tmp_path),)] * 2)
     assert result.ok, str(result)
     assert steps(tmp_path) == [1, 2]
     like = {f"common.{i}": torch.zeros(3) for i in range(8)} | {f"own.{i}": torch.zeros(2) for i in range(2)}
@@ -308,7 +308,7 @@ def fail_in_turn(run_dir: str, told: str) -> None:
 
 def test_rank_that_fails_fails_all_and_leaves_the_older_ones(tmp_path: Path) -> None:
     told = [tmp_path / f"told{rank}" for rank in range(2)]
-    result = ranks.spawn(fail_in_turn, [(str(tmp_path / "run"), str(file)) for file in told])
+    result = runner.spawn(fail_in_turn, [(str(tmp_path / "run"), str(file)) for file in told])
     assert result.ok, str(result)
     of_rank_0, of_rank_1 = (json.loads(file.read_text()) for file in told)
     assert of_rank_0 == of_rank_1, "all ranks know the same"
@@ -325,7 +325,7 @@ def test_rank_that_fails_fails_all_and_leaves_the_older_ones(tmp_path: Path) -> 
 
 
 def run_out_of_memory(run_dir: str, told: str) -> None:
-    world.TIMEOUT_S = 3
+    process_group.TIMEOUT_S = 3
     dist.init_process_group("gloo")
 
     def fail(*_: Any, **__: Any) -> None:
@@ -343,7 +343,7 @@ def run_out_of_memory(run_dir: str, told: str) -> None:
 def test_rank_without_memory_fails_all_at_once(tmp_path: Path) -> None:
     """Before torch's part of the save, where the others would wait for it until the group's time is over."""
     told = [tmp_path / f"told{rank}" for rank in range(2)]
-    result = ranks.spawn(run_out_of_memory, [(str(tmp_path / "run"), str(file)) for file in told])
+    result = runner.spawn(run_out_of_memory, [(str(tmp_path / "run"), str(file)) for file in told])
     assert result.ok, str(result)
     for file in told:
         assert re.search(r"rank 1 on \S+: MemoryError: \([\d,.]+ MB", file.read_text()), file.read_text()

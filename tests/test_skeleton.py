@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import ranks
+from tests.harness import runner
 
 TITLES = ["Arguments", "Workload", "Strategy", "Step", "Main"]
 MOST_LINES = 300
@@ -23,7 +23,7 @@ def declared(text: str) -> tuple[str | None, set[int]]:
 
 
 def differing(text: str, base: str) -> set[int]:
-    ours, theirs = ranks.sections(text), ranks.sections(base)
+    ours, theirs = runner.sections(text), runner.sections(base)
     return {number for number in ours | theirs if ours.get(number) != theirs.get(number)}
 
 
@@ -45,18 +45,18 @@ def changed_lines(text: str, base: str) -> int:
     return sum(line[0] in "+-" for line in lines)
 
 
-@pytest.mark.parametrize("recipe", ranks.RECIPES)
+@pytest.mark.parametrize("recipe", runner.RECIPES)
 def test_recipe_has_the_banners_in_order(recipe: str) -> None:
-    text = ranks.source(recipe)
+    text = runner.source(recipe)
     assert re.findall(r"^# --- (\d) (\w+) -+$", text, flags=re.MULTILINE) == [
         (str(number), title) for number, title in enumerate(TITLES, start=1)
     ]
     assert len(text.splitlines()) <= MOST_LINES
 
 
-@pytest.mark.parametrize("recipe", ranks.RECIPES)
+@pytest.mark.parametrize("recipe", runner.RECIPES)
 def test_recipe_is_a_folder_of_its_own(recipe: str) -> None:
-    folder = ranks.ROOT / "recipes" / recipe
+    folder = runner.ROOT / "recipes" / recipe
     beside = {"launch.env", "configs", "__pycache__"}
     assert {path.name for path in folder.iterdir()} - beside == {"train.py", "README.md"}
     assert {path.suffix for path in folder.glob("configs/*")} <= {".yaml"}
@@ -64,22 +64,22 @@ def test_recipe_is_a_folder_of_its_own(recipe: str) -> None:
 
 def test_recipes_differ_where_they_say(capsys: pytest.CaptureFixture) -> None:
     compared = 0
-    for recipe in ranks.RECIPES:
-        base, _ = declared(ranks.source(recipe))
+    for recipe in runner.RECIPES:
+        base, _ = declared(runner.source(recipe))
         if base is None:
             continue
-        check(ranks.source(recipe), ranks.source(base))
-        compared += len(ranks.sections(ranks.source(recipe)))
+        check(runner.source(recipe), runner.source(base))
+        compared += len(runner.sections(runner.source(recipe)))
         if (base, recipe) in MOST_CHANGED:
-            assert changed_lines(ranks.source(recipe), ranks.source(base)) <= MOST_CHANGED[base, recipe]
+            assert changed_lines(runner.source(recipe), runner.source(base)) <= MOST_CHANGED[base, recipe]
     with capsys.disabled():
-        print(f"\nskeleton: {compared} sections compared over {len(ranks.RECIPES)} recipes")
+        print(f"\nskeleton: {compared} sections compared over {len(runner.RECIPES)} recipes")
     assert compared
 
 
 def test_mutants_fail() -> None:
     """A change in a closed section, and an open section without a change, are both found."""
-    text, base = ranks.source("ddp_resnet"), ranks.source("dp_resnet")
+    text, base = runner.source("ddp_resnet"), runner.source("dp_resnet")
     check(text, base)
     with pytest.raises(AssertionError, match=r"sections \[4\] differ"):
         check(text.replace("optimizer.step()", "optimizer.step(None)"), base)
@@ -87,7 +87,7 @@ def test_mutants_fail() -> None:
         check(text.replace("Open: 0 1 3", "Open: 0 1 3 4"), base)
 
 
-MODELS = [path for path in sorted(ranks.ROOT.glob("common/workloads/*.py")) if "nn.Module" in path.read_text()]
+MODELS = [path for path in sorted(runner.ROOT.glob("common/workloads/*.py")) if "nn.Module" in path.read_text()]
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name)

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import ranks
 from tests.conftest import write_parquet, write_text
+from tests.harness import runner
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
-SLURM = ranks.ROOT / "launch" / "slurm.sh"
-LOCAL = ranks.ROOT / "launch" / "local_slurm.sh"
+SLURM = runner.ROOT / "launch" / "slurm.sh"
+LOCAL = runner.ROOT / "launch" / "local_slurm.sh"
 RECIPE = "ddp_resnet"  # for what Slurm does to a job, whatever it trains
 STEPS, SAVE_EVERY = 24, 8
 FLAGS = [
@@ -68,11 +68,11 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def slow(recipe: str, folder: Path) -> Path:
     """A copy of a recipe with a small model, whose steps leave time to meddle: STEP_S seconds."""
     changes = {
-        "import contextlib\n": "import contextlib, os, time\nfrom tests import short_resnet\n",
+        "import contextlib\n": "import contextlib, os, time\nfrom tests.harness import short_resnet\n",
         "        watching.step(step)\n": "        watching.step(step)\n"
         "        time.sleep(float(os.environ.get('STEP_S', '0.2')))\n",
     }
-    return ranks.mutate(recipe, folder, changes).parent
+    return runner.mutate(recipe, folder, changes).parent
 
 
 class Job:
@@ -82,7 +82,7 @@ class Job:
         self.folder, self.run = folder, folder / "runs" / "run"
         recipe = slow(RECIPE, folder)
         out = run(
-            *("bash", SLURM, "-N2", *options, recipe, *FLAGS, *ranks.small(recipe.name), *flags),
+            *("bash", SLURM, "-N2", *options, recipe, *FLAGS, *runner.small(recipe.name), *flags),
             *("--data", images, "--out", folder / "runs", "--name", "run"),
             cwd=folder,
             **environ,
@@ -153,30 +153,32 @@ def undisturbed(cluster: Path, images: Path, tmp_path_factory: pytest.TempPathFa
     return job.tensors()
 
 
-@pytest.mark.parametrize("recipe", ranks.ends())
+@pytest.mark.parametrize("recipe", runner.ends())
 def test_the_curve_is_that_of_one_process(recipe: str, cluster: Path, images: Path, tmp_path: Path) -> None:
     """With sbatch on the command line, and the recipe as it stands."""
     flags = [*FLAGS, "--max-steps", "8", "--out", tmp_path]
-    if ranks.workload(recipe) == "gpt":
-        flags += ["--data", write_text(tmp_path / "text", 101, 12), *ranks.small(recipe)]
+    if runner.workload(recipe) == "gpt":
+        flags += ["--data", write_text(tmp_path / "text", 101, 12), *runner.small(recipe)]
     else:
         flags += ["--data", images, "--sync-bn"]
-    ways = {size: [*ranks.layout(recipe, size).strategy, *ranks.layout(recipe, size).passes(40)] for size in (1, 2)}
+    ways = {
+        size: [*runner.layout(recipe, size).strategy, *runner.layout(recipe, size).micro_batches(40)] for size in (1, 2)
+    }
     run("sbatch", "--wait", "-N2", SLURM, f"recipes/{recipe}", *flags, *ways[2], "--name", "two", cwd=tmp_path)
     (log,) = tmp_path.glob("slurm-brigade-*.log")
     assert "2 processes on 2 hosts" in log.read_text()
-    assert f"go on  bash {SLURM} -N2 {ranks.ROOT}/recipes/{recipe} " in log.read_text()
+    assert f"go on  bash {SLURM} -N2 {runner.ROOT}/recipes/{recipe} " in log.read_text()
     assert not list(tmp_path.glob(".slurm-*"))
     words = [str(flag) for flag in flags]
-    assert ranks.run_recipe(recipe, 1, *words, *ways[1], "--name", "one").ok
+    assert runner.run_recipe(recipe, 1, *words, *ways[1], "--name", "one").ok
     for tag in ("train/loss", "train/grad_norm", "val/loss"):
-        found, wanted = ranks.records(tmp_path / "two", tag), ranks.records(tmp_path / "one", tag)
+        found, wanted = runner.records(tmp_path / "two", tag), runner.records(tmp_path / "one", tag)
         assert found.keys() == wanted.keys()
         assert found == pytest.approx(wanted, rel=1e-9), tag
 
 
-SEVERAL = [recipe for recipe in ranks.RECIPES if len(ranks.world_sizes(recipe)) > 1]
-FIRST = {ranks.workload(recipe): recipe for recipe in sorted(SEVERAL, key=ranks.follows, reverse=True)}
+SEVERAL = [recipe for recipe in runner.RECIPES if len(runner.world_sizes(recipe)) > 1]
+FIRST = {runner.workload(recipe): recipe for recipe in sorted(SEVERAL, key=runner.follows, reverse=True)}
 
 
 @pytest.mark.parametrize("recipe", FIRST.values())
@@ -185,17 +187,17 @@ def test_no_flags(recipe: str, cluster: Path, tmp_path: Path) -> None:
     out = run("bash", SLURM, "-N2", "--wait", f"recipes/{recipe}", "--out", tmp_path / "runs", cwd=tmp_path)
     (folder,) = tmp_path.glob("runs/job-*")
     assert folder.name == f"job-{re.fullmatch(r'Submitted batch job (.*)', out.strip())[1]}"
-    if ranks.workload(recipe) == "gpt":  # 8 for knowing nothing, 4.5 for knowing how frequent each byte is
-        assert min(ranks.records(folder, "val/bits_per_byte").values()) <= 4.0
-    elif ranks.workload(recipe) == "ppo":
-        assert max(ranks.records(folder, "val/return").values()) >= 475
+    if runner.workload(recipe) == "gpt":  # 8 for knowing nothing, 4.5 for knowing how frequent each byte is
+        assert min(runner.records(folder, "val/bits_per_byte").values()) <= 4.0
+    elif runner.workload(recipe) == "ppo":
+        assert max(runner.records(folder, "val/return").values()) >= 475
     else:
-        assert max(ranks.records(folder, "val/top1").values()) >= 0.98
+        assert max(runner.records(folder, "val/top1").values()) >= 0.98
 
 
 def test_file_of_accelerate(cluster: Path, tmp_path: Path) -> None:
     """It reaches the ranks on every node, and the command that goes on."""
-    data = ("--data", write_text(tmp_path / "text", 101, 12), *ranks.small("accelerate_gpt"))
+    data = ("--data", write_text(tmp_path / "text", 101, 12), *runner.small("accelerate_gpt"))
     flags = (*FLAGS, "--max-steps", "2", *data, "--out", tmp_path, "--name", "run")
     words = ("bash", SLURM, "-N2", "--wait", "recipes/accelerate_gpt", *flags)
     run(*words, cwd=tmp_path, ACCELERATE_CONFIG="configs/cpu.yaml")
@@ -324,7 +326,7 @@ def test_done_although_asked_to_leave(cluster: Path, images: Path, tmp_path: Pat
 
 def test_task_of_an_array(cluster: Path, images: Path, tmp_path: Path) -> None:
     """One of them has the array's number as its own; queued again, it takes no other with it."""
-    flags = [*FLAGS, *ranks.small(RECIPE), "--data", images, "--out", tmp_path / "runs"]
+    flags = [*FLAGS, *runner.small(RECIPE), "--data", images, "--out", tmp_path / "runs"]
     out = run("bash", SLURM, "-N1", "--array=1-2", slow(RECIPE, tmp_path), *flags, cwd=tmp_path, STEP_S="0.5")
     array = re.fullmatch(r"Submitted batch job (\d+)\n", out)[1]
 
@@ -355,7 +357,7 @@ def test_task_of_an_array(cluster: Path, images: Path, tmp_path: Path) -> None:
 
 def test_heterogeneous(cluster: Path, images: Path, tmp_path: Path) -> None:
     """Two parts that asked for different things make one world, and ranks 0 to 2 in it."""
-    flags = [*FLAGS, *ranks.small(RECIPE), "--max-steps", "2", "--data", images, "--out", tmp_path / "runs"]
+    flags = [*FLAGS, *runner.small(RECIPE), "--max-steps", "2", "--data", images, "--out", tmp_path / "runs"]
     flags += ["--global-batch-size", "42"]  # of three ranks
     recipe = slow(RECIPE, tmp_path)
     site = "export NPROC_PER_NODE=$((2 - ${SLURM_PROCID:-0}))"
@@ -368,7 +370,7 @@ def test_heterogeneous(cluster: Path, images: Path, tmp_path: Path) -> None:
 def site_copy(folder: Path, site: str) -> Path:
     """The launchers, and what they run, with a site.sh."""
     for part in ("launch", "recipes", "common", "tests"):
-        shutil.copytree(ranks.ROOT / part, folder / "copy" / part)
+        shutil.copytree(runner.ROOT / part, folder / "copy" / part)
     (folder / "copy" / "launch" / "site.sh").write_text(site)
     return folder / "copy" / "launch" / "slurm.sh"
 
@@ -420,5 +422,5 @@ def test_without_a_cluster(tmp_path: Path) -> None:
 def test_dry_run(tmp_path: Path) -> None:
     """Says what would be submitted, also where there is no cluster."""
     out = run("bash", SLURM, "--dry-run", "-N2", "--time=4:00:00", "recipes/ddp_resnet", "--name", "a b", cwd=tmp_path)
-    expected = f"sbatch --job-name=ddp_resnet -N2 --time=4:00:00 {SLURM} {ranks.ROOT}/recipes/ddp_resnet --name a\\ b"
+    expected = f"sbatch --job-name=ddp_resnet -N2 --time=4:00:00 {SLURM} {runner.ROOT}/recipes/ddp_resnet --name a\\ b"
     assert out.strip() == expected

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from common import stop, world
-from tests import ranks
+from common import process_group, stop
+from tests.harness import runner
 
 
 def wait_for_the_clock(slurm_s: float, deadline_s: float, due_s: float) -> None:
@@ -28,7 +28,7 @@ def wait_for_the_clock(slurm_s: float, deadline_s: float, due_s: float) -> None:
     if leaves:
         assert time.monotonic() > began + due_s - 0.1, "not before the time"
     assert any(thread.name == "stop" for thread in threading.enumerate())
-    world.finish()
+    process_group.finish()
     assert not any(thread.name == "stop" for thread in threading.enumerate())
 
 
@@ -38,7 +38,7 @@ def wait_for_the_clock(slurm_s: float, deadline_s: float, due_s: float) -> None:
     ids=["a tenth before a short job ends", "before --deadline", "after --deadline", "both are far"],
 )
 def test_leaves_in_time_for_the_end_of_the_job(slurm_s: float, deadline_s: float, due_s: float) -> None:
-    result = ranks.spawn(wait_for_the_clock, [(slurm_s, deadline_s, due_s)], timeout_s=30)
+    result = runner.spawn(wait_for_the_clock, [(slurm_s, deadline_s, due_s)], timeout_s=30)
     assert result.ok, str(result)
 
 
@@ -57,12 +57,12 @@ def hear_late(saved: str) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(4 * stop.POLL_S)
     Path(f"{saved}-{dist.get_rank()}").touch()
-    world.finish()
+    process_group.finish()
 
 
 def test_first_signal_of_a_rank_is_not_its_second(tmp_path: Path) -> None:
     """The machines of a job are drained some seconds apart: what is being saved is not thrown away."""
-    result = ranks.spawn(hear_late, [(str(tmp_path / "saved"),)] * 2, timeout_s=30)
+    result = runner.spawn(hear_late, [(str(tmp_path / "saved"),)] * 2, timeout_s=30)
     assert result.ok, str(result)
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -81,5 +81,5 @@ def close_twice() -> None:
 
 def test_close_ends_the_thread() -> None:
     """A thread that still asks the store for news ends badly when the interpreter shuts down."""
-    result = ranks.spawn(close_twice, [()], timeout_s=30)
+    result = runner.spawn(close_twice, [()], timeout_s=30)
     assert result.ok, str(result)

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import probes, schedules, strategies
-from tests import ranks
+from tests.harness import runner
 
 NUM_RANKS = 2
 FLAGS = ["--num-layers", "2", "--width", "64", "--seq-len", "8", "--global-batch-size", "4"]
 NOT_SHARDED = {
-    "sizes = (args.dp_replicate, here.size // args.dp_replicate)": "sizes = (here.size, 1)",
+    "sizes = (args.dp_replicate, world.size // args.dp_replicate)": "sizes = (world.size, 1)",
     "if args.dp_replicate > 1 else": "if True else",
 }
 
@@ -25,7 +25,7 @@ def test_every_layout_has_a_theory() -> None:
     """Before measuring finds out. All shares together are the model, as often as there are replicas of it."""
     assert len(schedules.STAGES) == 5
     layouts = strategies.gpt_layouts()
-    assert {layout.recipe for layout in layouts} == {one for one in ranks.RECIPES if ranks.workload(one) == "gpt"}
+    assert {layout.recipe for layout in layouts} == {one for one in runner.RECIPES if runner.workload(one) == "gpt"}
     for layout in layouts:
         shares = [strategies.share(layout, rank)[1] for rank in range(layout.size)]
         assert sum(shares) / strategies.P == pytest.approx(round(sum(shares) / strategies.P)), str(layout)
@@ -55,5 +55,5 @@ def test_fsdp_holds_its_part(tmp_path: Path) -> None:
     assert state == pytest.approx(2 * parameters, rel=0.01)
     part = [size / NUM_RANKS for size in whole[0]]
     assert held("fsdp_gpt", tmp_path / "fsdp") == [pytest.approx(part, rel=0.02)] * NUM_RANKS
-    mutant = ranks.mutate("fsdp_gpt", tmp_path / "mutant", NOT_SHARDED)
+    mutant = runner.mutate("fsdp_gpt", tmp_path / "mutant", NOT_SHARDED)
     assert held(mutant, tmp_path / "mutant") == [pytest.approx(whole[0], rel=0.02)] * NUM_RANKS

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common import sync_batchnorm
-from tests import ranks
+from tests.harness import runner
 
 STEPS = 3
 SHAPES: list[tuple[int, ...]] = [(), (5,), (3, 2), (1, 1)]  # what follows the channels
@@ -81,7 +81,7 @@ def compare(sizes: list[int], shape: tuple[int, ...], momentum: float | None) ->
 
 @pytest.mark.parametrize("sizes", [[4, 4], [5, 2], [6, 1], [3, 0], [2, 5, 4], [1, 1, 2], [0, 3, 1]], ids=str)
 def test_equals_batchnorm_over_the_whole_batch(sizes: list[int]) -> None:
-    result = ranks.spawn(compare_all, [(sizes,)] * len(sizes))
+    result = runner.spawn(compare_all, [(sizes,)] * len(sizes))
     assert result.ok, str(result)
 
 
@@ -100,7 +100,7 @@ def without_the_count(sizes: list[int]) -> None:
 
 
 def test_mutant_fails() -> None:
-    result = ranks.spawn(without_the_count, [([6, 1],)] * 2)
+    result = runner.spawn(without_the_count, [([6, 1],)] * 2)
     assert "Tensor-likes are not close" in result.outputs[0], str(result)
 
 

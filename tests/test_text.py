@@ -22,7 +22,7 @@ import torch
 from benchmarks.bigram import bigram_loss
 from common import UserError, seed
 from common.workloads import splits, text
-from tests import ranks  # noqa: F401  # sets up the fork server
+from tests.harness import runner  # noqa: F401  # sets up the fork server
 
 FORKS = multiprocessing.get_context("forkserver")
 LINES = [f"line {i}: {'ab ' * (i % 7)}é" for i in range(600)]

@@ -59,22 +59,22 @@ def make(name: str, **how: Any) -> Any:
     return env
 
 
-def share(num_envs: int, rollout_steps: int, batch: int, shard: int, num_shards: int) -> tuple[np.ndarray, int]:
-    """Numbers of the environments of this shard, a run of them, and the samples of a rollout, in whole batches.
+def share(num_envs: int, rollout_steps: int, batch: int, dp_rank: int, dp_size: int) -> tuple[np.ndarray, int]:
+    """Numbers of the environments of this dp_rank, a run of them, and the samples of a rollout, in whole batches.
 
     Raises:
         UserError: the numbers do not divide.
     """
     samples = num_envs * rollout_steps
-    if num_envs % num_shards:
-        better = -(-num_envs // num_shards) * num_shards
-        raise UserError(f"--num-envs {num_envs} does not divide by {num_shards} ranks: {better} would")
+    if num_envs % dp_size:
+        better = -(-num_envs // dp_size) * dp_size
+        raise UserError(f"--num-envs {num_envs} does not divide by {dp_size} ranks: {better} would")
     if batch % num_envs or samples % batch:
         raise UserError(
             f"--global-batch-size {batch} must be a multiple of --num-envs {num_envs} and divide the {samples} samples "
             f"of --rollout-steps {rollout_steps}: {samples} would do"
         )
-    return np.arange(num_envs).reshape(num_shards, -1)[shard], samples
+    return np.arange(num_envs).reshape(dp_size, -1)[dp_rank], samples
 
 
 class Environments:

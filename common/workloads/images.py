@@ -52,6 +52,11 @@ class Images:
         """Samples in the split."""
         return len(self.labels)
 
+    @property
+    def sample_units(self) -> dict[str, int]:
+        """What a sample counts as, for rates: nothing but a sample."""
+        return {}
+
     def digest(self) -> str:
         """Hash of labels and, where they are in memory, pixels: ranks compare it before they train together."""
         digest = hashlib.sha256(self.labels.numpy().data)
@@ -60,7 +65,7 @@ class Images:
             digest.update(self.pixels.numpy().data)
         return digest.hexdigest()[:16]
 
-    def figures(self, means: dict[str, float]) -> dict[str, float]:
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
         """What an evaluation shows, of its means."""
         return means
 

@@ -50,13 +50,18 @@ class Text:
         """Sequences in the split; what is left over at its end is not read."""
         return (len(self.tokens) - 1) // self.seq_len
 
+    @property
+    def sample_units(self) -> dict[str, int]:
+        """What a sample counts as, for rates."""
+        return {"tokens": self.seq_len}
+
     def digest(self) -> str:
         """Hash of the tokens and how they are cut: ranks compare it before they train together."""
         tokens = self.packed_digest or hashlib.sha256(self.tokens.data).hexdigest()
         about = (tokens, self.seq_len, self.vocab_size, self.tokens_per_byte)
         return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
-    def figures(self, means: dict[str, float]) -> dict[str, float]:
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
         """What an evaluation shows: the loss in nats a token, and what a byte of the text costs in bits."""
         return means | {"bits_per_byte": means["loss"] / math.log(2) * self.tokens_per_byte}
 

@@ -21,6 +21,8 @@ Base: recipes/ddp_gpt. Open: 0 1 3 4
 
 import copy
 import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +34,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.optim import Optimizer
 
-from common import UserError, checkpoint, cli, data, guard, initial, keymap, log, metrics, precision, run_dir, sampler
-from common import saver, schedule, seed, stop, watch, world
+from common import UserError
+from common import checkpoint, cli, data, exits, flops, guard, initial, keymap, metrics, precision, process_group
+from common import run_dir, sampler, schedule, session
+from common.process_group import World
 from common.workloads import gpt, text
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
@@ -47,41 +51,44 @@ class Args:
     name: str = ""  # name of this run, by default date and time; the same name again continues the run
     resume: str = ""  # continue from this run or checkpoint, of any recipe with the same model
     data: str = "stdlib"  # "stdlib" (built in: Python's own text), a folder, or a data set of the Hugging Face hub
-    seed: int = 0  # decides initial weights and order of samples
-    workers: int = 0  # loader processes per rank; a set that fits in memory needs none
+    seed: cli.Seed = 0  # decides initial weights and order of samples
+    workers: cli.NonNegativeInt = 0  # loader processes per rank; a set that fits in memory needs none
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
-    epochs: int = 1  # length of the training, if max_steps is 0
-    max_steps: int = 200  # length of the training in optimizer steps
-    stop_after: int = 0  # leave, saved, once this step is done; 0 for never
-    deadline: float = 0.0  # leave, saved, after this many minutes; 0 for never
-    log_every: int = 10  # steps between lines of the log
-    eval_every: int = 100  # steps between evaluations; 0 for once an epoch
-    save_every: int = 100  # steps between checkpoints; 0 for once an epoch
-    keep: int = 2  # newest checkpoints that stay on the disk
-    async_save: bool = False  # write checkpoints while the training goes on
-    check_every: int = 100  # steps between comparisons of the replicas; 0 for never
-    max_skips: int = 3  # updates in a row that may be left out because their gradient is not finite
-    hang_timeout: float = 300.0  # seconds without progress after which a hang is named and ended
-    global_batch_size: int = 32  # sequences per optimizer step, over all ranks
-    micro_batch_size: int = 0  # most sequences per forward pass of a rank; 0 for one pass a step
-    lr: float = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
-    lr_reference_batch: int = 32  # sequences per step that lr is meant for
-    weight_decay: float = 0.1  # on matrices, not on norms
-    warmup_steps: int = 20  # steps of linear warm-up
-    max_grad_norm: float = 1.0  # clip the global gradient norm to this; 0 for never
+    epochs: cli.PositiveInt = 1  # length of the training, if max_steps is 0
+    max_steps: cli.NonNegativeInt = 200  # length of the training in optimizer steps
+    stop_after: cli.NonNegativeInt = 0  # stop, saved, once this step is done; 0 for never
+    deadline: cli.NonNegativeFloat = 0.0  # stop, saved, after this many minutes; 0 for never
+    log_every: cli.PositiveInt = 10  # steps between lines of the log
+    eval_every: cli.NonNegativeInt = 100  # steps between evaluations; 0 for once an epoch
+    save_every: cli.NonNegativeInt = 100  # steps between checkpoints; 0 for once an epoch
+    keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
+    async_save: bool = False  # write checkpoints while the training continues
+    check_every: cli.NonNegativeInt = 100  # steps between comparisons of the replicas; 0 for never
+    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because their gradient is not finite
+    hang_timeout: cli.Timeout = (
+        300.0  # seconds without progress after which the hanging rank is named and the run stops
+    )
+    global_batch_size: cli.PositiveInt = 32  # sequences per optimizer step, over all ranks
+    micro_batch_size: cli.NonNegativeInt = 4  # most sequences of a forward pass on a rank; 0 for one micro-batch a step
+    lr: cli.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
+    lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr is meant for
+    weight_decay: cli.NonNegativeFloat = 0.1  # on matrices, not on norms
+    warmup_steps: cli.NonNegativeInt = 20  # steps of linear warm-up
+    max_grad_norm: cli.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
     dtype: str = "auto"  # auto (bfloat16 where the hardware has it), float32, bfloat16 or float64
     compile: bool = False  # torch.compile the model
-    seq_len: int = 128  # tokens of a sequence
+    seq_len: cli.PositiveInt = 128  # tokens of a sequence
     tokenizer: str = ""  # a Hugging Face tokenizer.json; "" for bytes
-    num_layers: int = 4  # transformer blocks
-    num_heads: int = 4  # heads of the queries
-    num_kv_heads: int = 0  # heads of keys and values; 0 for as many
-    width: int = 192  # of the residual stream
-    mlp_width: int = 0  # of the hidden layer in each MLP; 0 for 8/3 of the width, rounded up to 64
+    num_layers: cli.PositiveInt = 4  # transformer blocks
+    num_heads: cli.PositiveInt = 4  # heads of the queries
+    num_kv_heads: cli.NonNegativeInt = 0  # heads of keys and values; 0 for as many
+    width: cli.PositiveInt = 192  # of the residual stream
+    mlp_width: cli.NonNegativeInt = 0  # of the hidden layer in each MLP; 0 for 8/3 of the width, rounded up to 64
     tied: bool = False  # let the output layer be the embedding
-    pp: int = 2  # ranks of a pipeline
-    schedule: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"  # who computes what when
-    num_microbatches: int = 8  # equal parts of a pass, which follow each other through the stages
+    pp: cli.PositiveInt = 2  # ranks of a pipeline
+    schedule: Literal["1F1B", "DualPipeV", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"] = (
+        "1F1B"
+    )
 
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
@@ -105,12 +112,13 @@ def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": args.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
-def forward(args: Args, model: nn.Module, batch: data.Batch) -> metrics.Sums:
-    """Sums over one rank's batch, of which "loss" carries the gradient."""
-    dtype = precision.pick(args.dtype, batch.inputs.device)
+def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
+    """Sums over one rank's micro-batch, of which "loss" carries the gradient."""
+    dtype = precision.compute_dtype(args.dtype, batch.inputs.device)
     with precision.autocast(batch.inputs.device, dtype):
         losses = model(batch.inputs, batch.targets)  # (b,), the mean over each sequence
     return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device)}
@@ -118,70 +126,143 @@ def forward(args: Args, model: nn.Module, batch: data.Batch) -> metrics.Sums:
 
 # --- 3 Strategy -------------------------------------------------------------------------------------------
 
-SCHEDULES: dict[str, tuple[Any, int]] = {  # and stages of a rank: with two it has i and i + pp, and can begin sooner
-    "naive": (schedules.ScheduleGPipe, 1),  # of one microbatch: one rank computes at a time
-    "gpipe": (schedules.ScheduleGPipe, 1),  # all forward, then all backward: arxiv.org/abs/1811.06965
-    "1f1b": (schedules.Schedule1F1B, 1),  # backward as soon as it can, to keep less: arxiv.org/abs/1806.03377
-    "interleaved": (schedules.ScheduleInterleaved1F1B, 2),  # half the bubble: arxiv.org/abs/2104.04473
-    "zero-bubble": (schedules.ScheduleInterleavedZeroBubble, 2),  # weights' gradients fill it: arxiv.org/abs/2401.10241
+# Stages of each rank r of p: one, in the order of the ranks; two, r and r + p; or two in the shape of a V, so that
+# the first rank has both ends.
+STAGES = {
+    "GPipe": lambda r, p: [r],  # all forward, then all backward: arxiv.org/abs/1811.06965
+    "1F1B": lambda r, p: [r],  # backward as soon as it can, to keep less: arxiv.org/abs/1806.03377
+    "Interleaved1F1B": lambda r, p: [r, r + p],  # half the bubble: arxiv.org/abs/2104.04473
+    "InterleavedZeroBubble": lambda r, p: [r, r + p],  # weights' gradients fill the bubble: arxiv.org/abs/2401.10241
+    "ZBVZeroBubble": lambda r, p: [r, 2 * p - 1 - r],  # section 6 of the same
+    "DualPipeV": lambda r, p: [r, 2 * p - 1 - r],  # forward and backward side by side: arxiv.org/abs/2412.19437
 }
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
-def make_mesh(args: Args, here: world.World) -> DeviceMesh:
+class Pipeline(nn.Module):
+    """This rank's stages, under the names that their layers have in the whole model, and who runs them when."""
+
+    stages: nn.ModuleDict  # by number
+    ends: tuple[Any, Any]  # the first and the last stage of all; None where another rank has it
+    mesh: DeviceMesh
+    division: sampler.Division
+    tied_group: Any  # the two ranks that each have a copy of a tied embedding, if this rank is one of them
+    schedule: Any  # of torch, which sends micro-batches through the stages
+
+    def compile(self) -> None:
+        """Compile each stage on its own."""
+        # Zero-bubble schedules go back through a compiled graph twice: the first time must not free its buffers.
+        torch._functorch.config.donated_buffer = False
+        for stage in self.stages.values():
+            stage.compile()
+
+
+def make_mesh(args: Args, world: World) -> DeviceMesh:
     """The ranks and their axes: pipelines, by ranks of a pipeline."""
-    stages_here, num = SCHEDULES[args.schedule][1], args.num_microbatches
-    if args.num_layers < args.pp * stages_here:
-        raise UserError(f"--num-layers {args.num_layers} cannot fill {args.pp * stages_here} stages: {args.schedule}")
-    if args.pp < stages_here:
-        raise UserError(f"--pp {args.pp} is no pipeline: --schedule {args.schedule} wants 2 ranks or more")
-    if here.size % args.pp:
-        raise UserError(f"--pp {args.pp} does not divide the number of ranks, {here.size}: see NPROC_PER_NODE")
-    samples = args.micro_batch_size or args.global_batch_size // (here.size // args.pp)
-    if args.schedule != "naive" and (num % args.pp or samples % num):
-        raise UserError(f"--num-microbatches {num} must be a multiple of --pp {args.pp} that divides a pass, {samples}")
-    return init_device_mesh(here.device.type, (here.size // args.pp, args.pp), mesh_dim_names=("dp", "pp"))
+    cli.check_divides("--pp", args.pp, {"the number of ranks": world.size})
+    stages_of_rank = len(STAGES[args.schedule](0, args.pp))
+    if args.pp < stages_of_rank:
+        raise UserError(f"--schedule {args.schedule} needs --pp 2 or more, not {args.pp}")
+    if args.num_layers < args.pp * stages_of_rank:
+        raise UserError(
+            f"--num-layers {args.num_layers} cannot fill {args.pp * stages_of_rank} stages: {args.schedule}"
+        )
+    division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, world.size // args.pp)
+    number = division.num_micro_batches
+    least = {"GPipe": 1, "DualPipeV": 2 * args.pp}.get(args.schedule, args.pp)
+    if number < least or ("Interleaved" in args.schedule and number % args.pp):
+        wanted = f"a multiple of --pp {args.pp}" if "Interleaved" in args.schedule else f"{least} or more"
+        raise UserError(f"--micro-batch-size {args.micro_batch_size} makes {number} of {division}: {wanted} are needed")
+    return init_device_mesh(world.device.type, (world.size // args.pp, args.pp), mesh_dim_names=("dp", "pp"))
 
 
-def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
+def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
     """Which part of each batch this rank reads, of how many: the ranks of a pipeline read the same."""
     return mesh.get_local_rank("dp"), mesh["dp"].size()
 
 
-def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """Put this rank's layers of the plain model on its device and under the strategy."""
-    kind, stages_here = SCHEDULES[args.schedule]
-    group, num_stages, parts = mesh.get_group("pp"), args.pp * stages_here, dict[int, Any]()
-    for i in range(group.rank(), num_stages, args.pp):
-        part, last = copy.deepcopy(model), i == num_stages - 1  # what stage i has of it, under the same names
-        for name in [name for name in part.blocks if int(name) * num_stages // args.num_layers != i]:
-            del part.blocks[name]
-        part.embed = part.embed if i == 0 or (last and args.tied) else None
-        part.norm, part.head = (part.norm, part.head) if last else (None, None)
-        parts[i] = initial.place(part, args.seed, device, precision.storage(dtype))
-        parts[i].forward = precision.autocast(device, dtype)(part.forward)
-    pipeline: Any = nn.Module()
-    pipeline.mesh, pipeline.tied_group = mesh, None
-    pipeline.stages = nn.ModuleDict({str(i): part for i, part in parts.items()})
-    pipeline.ends = parts.get(0), parts.get(num_stages - 1)  # first and last stage, or None
-    pipeline.compile = lambda: [part.compile() for part in parts.values()]
-    if args.tied and args.pp > 1:  # two ranks have the embedding
+    dtype = precision.compute_dtype(args.dtype, device)
+    group = mesh.get_group("pp")
+    numbers = STAGES[args.schedule](group.rank(), args.pp)
+    num_stages = args.pp * len(numbers)
+    stages: dict[int, Any] = {}
+    for i in numbers:
+        stage = copy.deepcopy(model)  # of which only stage i's part stays
+        is_last = i == num_stages - 1
+        for name in list(stage.blocks):
+            if int(name) * num_stages // args.num_layers != i:
+                del stage.blocks[name]
+        stage.embed = stage.embed if i == 0 or (is_last and args.tied) else None
+        stage.norm = stage.norm if is_last else None
+        stage.head = stage.head if is_last else None
+        stages[i] = initial.materialize(stage, args.seed, device, precision.param_dtype(dtype))
+        stages[i].forward = precision.autocast(device, dtype)(stage.forward)
+    pipeline = Pipeline()
+    pipeline.stages = nn.ModuleDict({str(i): stage for i, stage in stages.items()})
+    pipeline.ends = stages.get(0), stages.get(num_stages - 1)
+    pipeline.mesh = mesh
+    pipeline.division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, mesh["dp"].size())
+    pipeline.tied_group = None
+    if args.tied and all(pipeline.ends):  # on one rank: it is one parameter
+        pipeline.ends[1].embed = pipeline.ends[0].embed
+    if args.tied and args.pp > 1 and args.schedule not in V_SHAPED:
         pipeline.tied_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh[:, [0, -1]].tolist())
-    torch._functorch.config.donated_buffer = False  # zero-bubble goes back through a compiled graph twice
-    pipeline.samples = args.micro_batch_size or args.global_batch_size // mesh["dp"].size()
-    stages = [PipelineStage(part, i, num_stages, device, group=group) for i, part in parts.items()]
-    pipeline.schedule = kind(
-        stages if stages_here > 1 else stages[0],
-        args.num_microbatches if args.schedule != "naive" else 1,
-        loss_fn=lambda logits, targets: gpt.sequence_losses(logits, targets).sum() * pipeline.scale,
+    parts = [PipelineStage(stage, i, num_stages, device, group=group) for i, stage in stages.items()]
+    pipeline.schedule = schedules.get_schedule_class(args.schedule)(
+        parts if len(parts) > 1 else parts[0],
+        pipeline.division.num_micro_batches,
+        loss_fn=lambda logits, targets: gpt.sequence_losses(logits, targets).sum(),
         scale_grads=False,
     )
     return pipeline
 
 
+def run_schedule(model: Any, batches: list[data.Batch], run: Callable[..., Any]) -> metrics.Sums:
+    """Send micro-batches through the stages, by the schedule's `step` or `eval`; the last stage has the sums."""
+    inputs = torch.cat([batch.inputs for batch in batches])
+    targets = torch.cat([batch.targets for batch in batches])
+    # A schedule always runs as many micro-batches of one size: filled up with empty sequences, whose loss is 0.
+    fill = (0, 0, 0, model.division.num_micro_batches * model.division.micro_batch_size - len(inputs))
+    losses: list[torch.Tensor] = []
+    run(*([F.pad(inputs, fill)] if model.ends[0] else []), target=F.pad(targets, fill, value=-100), losses=losses)
+    loss = torch.stack(losses).sum() if losses else torch.zeros((), device=inputs.device)
+    return {"loss": loss, "count": torch.full((), len(inputs) * bool(losses), device=loss.device)}
+
+
+def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], dp_size: int) -> metrics.Sums:
+    """Forward and backward passes of a step's micro-batches; then gradients are added up over the pipelines."""
+    step = list(batches)
+    sums = run_schedule(model, step, model.schedule.step)
+    if model.tied_group:  # the embedding has a gradient at both ends of the pipeline
+        dist.all_reduce((model.ends[0] or model.ends[1]).embed.weight.grad, group=model.tied_group)
+    group = model.mesh.get_group("dp")
+    for work in [dist.all_reduce(p.grad, group=group, async_op=True) for p in model.parameters()]:
+        work.wait()
+    for p in model.parameters():
+        p.grad.div_(step[0].step_samples)  # the mean over the samples of the whole step
+    return sums
+
+
+def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metrics.Sums:
+    """Forward passes of an evaluation."""
+    sums: metrics.Sums = {}
+    # torch's V-shaped schedules cannot do without their backward passes: these run, and their gradients are dropped.
+    backward = args.schedule in V_SHAPED
+    while some := list(itertools.islice(batches, model.division.num_micro_batches)):
+        with torch.set_grad_enabled(backward):
+            sums = metrics.add(
+                sums, run_schedule(model, some, model.schedule.step if backward else model.schedule.eval)
+            )
+        model.zero_grad(set_to_none=True)
+    return sums
+
+
 def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     """Clip to the global gradient norm, (), and return it: over all stages, a tied embedding counts once."""
-    again = model.ends[1].embed.weight if model.tied_group and model.ends[1] else None
-    square = nn.utils.get_total_norm([p.grad for p in model.parameters() if p is not again]).square()
+    copied = model.ends[1].embed.weight if model.tied_group and model.ends[1] else None
+    square = nn.utils.get_total_norm([p.grad for p in model.parameters() if p is not copied]).square()
     dist.all_reduce(square, group=model.mesh.get_group("pp"))
     nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm or float("inf"), square.sqrt())
     return square.sqrt()
@@ -190,44 +271,23 @@ def clip_gradients(args: Args, model: Any) -> torch.Tensor:
 # --- 4 Step -----------------------------------------------------------------------------------------------
 
 
-def flow(model: Any, batch: data.Batch, scale: float) -> metrics.Sums:
-    """Send one pass through the stages, and in training its gradient back; the sums are where the last stage is."""
-    fill = (0, 0, 0, model.samples - len(batch.inputs))  # up, by empty samples, whose loss is 0
-    inputs, targets = F.pad(batch.inputs, fill), F.pad(batch.targets, fill, value=-100)
-    model.scale, losses = scale, list[torch.Tensor]()  # of each microbatch
-    run = model.schedule.step if model.training else model.schedule.eval
-    run(*([inputs] if model.ends[0] else []), target=targets, losses=losses)
-    loss = torch.stack(losses).sum() / scale if losses else torch.zeros((), device=inputs.device)
-    return {"loss": loss, "count": torch.full((), len(batch.inputs) * bool(losses), device=loss.device)}
-
-
 def train_step(
-    args: Args, model: Any, optimizer: Optimizer, finite: guard.FiniteGuard, batches: data.Loader, num_shards: int
+    args: Args, model: Any, optimizer: Optimizer, finite: guard.FiniteGuard, batches: data.Loader, dp_size: int
 ) -> tuple[metrics.Sums, torch.Tensor]:
     """One optimizer step; returns this rank's sums and the global gradient norm, ()."""
-    sums: metrics.Sums = {}
-    for batch in batches.step():
-        # The mean over the samples of the whole step: the gradients of the pipelines will be added up.
-        sums = metrics.add(sums, flow(model, batch, 1 / batch.step_samples))
-    if model.tied_group:  # the embedding got a gradient at both ends of the pipeline
-        dist.all_reduce((model.ends[0] or model.ends[1]).embed.weight.grad, group=model.tied_group)
-    group = model.mesh.get_group("dp")
-    for work in [dist.all_reduce(p.grad, group=group, async_op=True) for p in model.parameters()]:
-        work.wait()
+    sums = forward_backward(args, model, batches.step(), dp_size)
     grad_norm = clip_gradients(args, model)
-    finite.judge(grad_norm)
+    finite.skip_if_not_finite(grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return sums, grad_norm
 
 
 @torch.no_grad()
-def evaluate(args: Args, model: nn.Module, batches: data.Loader) -> metrics.Sums:
+def evaluate(args: Args, model: Any, batches: data.Loader) -> metrics.Sums:
     """This rank's sums over its part of the validation split."""
     model.eval()
-    sums: metrics.Sums = {}
-    for batch in batches:
-        sums = metrics.add(sums, flow(model, batch, 1.0))
+    sums = forward_only(args, model, batches)
     model.train()
     return sums
 
@@ -235,65 +295,47 @@ def evaluate(args: Args, model: nn.Module, batches: data.Loader) -> metrics.Sums
 # --- 5 Main -----------------------------------------------------------------------------------------------
 
 
-@cli.entry
+@exits.entry
 def main() -> None:
     """Train from the newest checkpoint, or from the start, to the end."""
     args = cli.parse(Args)
-    here = world.start(args.backend, flag=dataclasses.asdict(args), code=world.code_digests(__file__))
-    mesh = make_mesh(args, here)
-    shard, num_shards = data_shard(mesh)
-    pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
-    dtype = precision.pick(args.dtype, here.device)
+    # Compares flags and code over the ranks: those that differ would train together unnoticed.
+    world = process_group.start(args.backend, flag=dataclasses.asdict(args), code=run_dir.code_digests(__file__))
+    mesh = make_mesh(args, world)
+    dp_rank, dp_size = dp_coordinates(mesh)
+    division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
     train, validation = make_data(args)
-    terms = {"seed": args.seed, "data": train.digest()}  # a position in the data is valid for these alone
-
-    path = run_dir.choose(args.out, args.name)
     model = make_model(args, train)
-    source, done = checkpoint.find(path, args.resume, terms, model)
-    flops = metrics.count_flops(lambda m, sample: forward(args, m, sample)["loss"], model, train)
-    model = parallelize(args, model, mesh, here.device, dtype)
+    # Refuses a checkpoint of another model before this one takes memory. Optional: seed and data, which it compares.
+    found = checkpoint.find(
+        run_dir.choose(args.out, args.name), args.resume, model, seed=args.seed, data=train.digest()
+    )
+    plan = sampler.make_plan(
+        division, len(train), run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
+    )
+    # Optional: without it, neither MFU nor tokens per second are shown.
+    sample = flops.count_sample(lambda plain, batch: forward(args, plain, batch)["loss"], model, train)
+    model = parallelize(args, model, mesh, world.device)
     if args.compile:
         model.compile()
-    optimizer = make_optimizer(args, model)
-    checkpoint.load(source, keymap.tensors(model, optimizer))
-
-    length = (args.epochs, args.max_steps, args.global_batch_size)
-    plan = sampler.make_plan(len(train), args.seed, *length, pass_size, num_shards, done, guard.least_samples(model))
-    batches = data.Loader(train, sampler.training_requests(plan, shard), args.workers, here.device)
-
-    run_dir.claim(path)
-    stopping = stop.Stop(args.deadline, plan.first_step)
-    watching = watch.Watch(here, path, plan.first_step, args.hang_timeout)
-    finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips)
-    saving = saver.Saver(path, __file__, mesh, terms, args.keep, args.async_save)
-    run = log.Run(path, __file__, args, here, plan, flops, dtype)
-
-    last_step = min(plan.max_steps, args.stop_after or plan.max_steps)
-    peak_lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
-    for step in range(plan.first_step + 1, last_step + 1):
-        watching.step(step)
-        seed.everything(args.seed, seed.STEP, step, shard)
-        lr = schedule.set_rate(optimizer, peak_lr * schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps))
-        sums, grad_norm = train_step(args, model, optimizer, finite, batches, num_shards)
-        run.add(sums)
-        finite.after(step)
-        last = stopping.after(step) or step == last_step
-        if step % args.log_every == 0 or last:
-            run.train(step, lr=lr, grad_norm=grad_norm.item(), data_wait_s=batches.wait_s)
-            finite.check()
-        with run.paused():
-            if args.check_every and (step % args.check_every == 0 or last):
-                guard.check_replicas(model, step)
-            if step % (args.eval_every or plan.epoch_steps) == 0 or step == last_step:
-                requests = sampler.evaluation_requests(plan, len(validation), shard)
-                held_out = data.Loader(validation, requests, args.workers, here.device)
-                run.validation(step, validation.figures(metrics.means(evaluate(args, model, held_out))))
-            if step % (args.save_every or plan.epoch_steps) == 0 or last:
-                saving.save(step, keymap.tensors(model, optimizer), plan.position(step), last)
-        if last:
-            break
-    run.finish(stopping.reason)
-    world.finish()
+    optimizer = make_optimizer(args, model)  # now: the strategy may have replaced the parameters
+    checkpoint.load(found.path, keymap.tensors(model, optimizer))
+    batches = data.Loader(train, sampler.training_requests(plan, dp_rank), args.workers, world.device)
+    # Claims the run's folder, and takes over signals before the first loader worker is forked.
+    run = session.Session(
+        args, __file__, world, mesh, found=found, plan=plan, model=model, optimizer=optimizer, sample=sample
+    )
+    for step in run.steps(dp_rank):
+        lr = schedule.scale_rates(optimizer, schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps))
+        sums, grad_norm = train_step(args, model, optimizer, run.finite, batches, dp_size)
+        run.log_train(step, sums, grad_norm=grad_norm, data_wait_s=batches.wait_s, lr=lr)
+        run.check_replicas(step)  # optional: finds replicas that have drifted apart
+        if run.evaluates(step):
+            requests = sampler.evaluation_requests(plan, len(validation), dp_rank)
+            sums = evaluate(args, model, data.Loader(validation, requests, args.workers, world.device))
+            run.log_validation(step, validation.metrics(metrics.means(sums)))
+        run.save(step)
+    run.finish()
 
 
 if __name__ == "__main__":

@@ -35,8 +35,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import UserError, checkpoint, cli, guard, initial, keymap, log, metrics, precision, run_dir, sampler, saver
-from common import schedule, seed, stop, sync_batchnorm, watch, world
+from common import checkpoint, cli, exits, guard, initial, keymap, metrics, precision, process_group, run_dir, sampler
+from common import schedule, seed, session, sync_batchnorm
+from common.process_group import World
 from common.workloads import actor_critic, environments
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
@@ -50,37 +51,41 @@ class Args:
     name: str = ""  # name of this run, by default date and time; the same name again continues the run
     resume: str = ""  # continue from this run or checkpoint
     env: str = "CartPole-v1"  # id of a gymnasium environment, whose observations are vectors, or an ALE/ game
-    seed: int = 0  # decides initial weights, episodes, actions and the order of samples
+    seed: cli.Seed = 0  # decides initial weights, episodes, actions and the order of samples
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
-    max_steps: int = 120  # length of the training in updates
-    stop_after: int = 0  # leave, saved, once this update is done; 0 for never
-    deadline: float = 0.0  # leave, saved, after this many minutes; 0 for never
-    log_every: int = 5  # updates between lines of the log
-    eval_every: int = 20  # updates between evaluations; 0 for one at the end
-    save_every: int = 20  # updates between checkpoints; 0 for one at the end
-    keep: int = 2  # newest checkpoints that stay on the disk
-    async_save: bool = False  # write checkpoints while the training goes on
-    check_every: int = 100  # updates between comparisons of the replicas; 0 for never
-    max_skips: int = 3  # updates in a row that may have a gradient that is not finite
-    hang_timeout: float = 300.0  # seconds without progress after which a hang is named and ended
-    global_batch_size: int = 256  # samples per optimizer step, over all ranks: a minibatch
-    lr: float = 1e-3  # peak learning rate of Adam
-    warmup_steps: int = 0  # updates of linear warm-up
-    max_grad_norm: float = 0.5  # clip the global gradient norm to this; 0 for never
+    max_steps: cli.PositiveInt = 120  # length of the training in updates
+    stop_after: cli.NonNegativeInt = 0  # stop, saved, once this update is done; 0 for never
+    deadline: cli.NonNegativeFloat = 0.0  # stop, saved, after this many minutes; 0 for never
+    log_every: cli.PositiveInt = 5  # updates between lines of the log
+    eval_every: cli.NonNegativeInt = 20  # updates between evaluations; 0 for one at the end
+    save_every: cli.NonNegativeInt = 20  # updates between checkpoints; 0 for one at the end
+    keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
+    async_save: bool = False  # write checkpoints while the training continues
+    check_every: cli.NonNegativeInt = 100  # updates between comparisons of the replicas; 0 for never
+    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because their gradient is not finite
+    hang_timeout: cli.Timeout = (
+        300.0  # seconds without progress after which the hanging rank is named and the run stops
+    )
+    global_batch_size: cli.PositiveInt = 256  # samples per optimizer step, over all ranks: a minibatch
+    lr: cli.NonNegativeFloat = 1e-3  # peak learning rate of Adam
+    warmup_steps: cli.NonNegativeInt = 0  # updates of linear warm-up
+    max_grad_norm: cli.NonNegativeFloat = 0.5  # clip the global gradient norm to this; 0 for never
     dtype: Literal["float32", "float64"] = "float32"  # coarser, the ratio of two probabilities would be noise
     compile: bool = False  # torch.compile the model
-    width: int = 64  # of the hidden layers
+    width: cli.PositiveInt = 64  # of the hidden layers
     batch_norm: bool = True  # SyncBatchNorm after each hidden layer
-    num_envs: int = 8  # environments, over all ranks
-    rollout_steps: int = 128  # steps of each environment per update
-    update_epochs: int = 8  # times that an update goes through its samples
-    target_kl: float = 0.01  # an epoch whose policy has moved further is the update's last; 0 for no limit
-    clip: float = 0.2  # the ratio of new to old probability counts up to 1 plus or minus this
-    gamma: float = 0.99  # discount of a step
-    gae_lambda: float = 0.95  # weight of longer returns in an advantage
-    value_weight: float = 0.5  # of the value function's loss
-    entropy_weight: float = 0.01  # of the policy's entropy, which is to be large
-    eval_episodes: int = 100  # greedy episodes of an evaluation, over all ranks
+    num_envs: cli.PositiveInt = 8  # environments, over all ranks
+    rollout_steps: cli.PositiveInt = 128  # steps of each environment per update
+    update_epochs: cli.PositiveInt = 8  # times that an update goes through its samples
+    target_kl: cli.NonNegativeFloat = (
+        0.01  # an epoch whose policy has moved further is the update's last; 0 for no limit
+    )
+    clip: cli.NonNegativeFloat = 0.2  # the ratio of new to old probability counts up to 1 plus or minus this
+    gamma: cli.Fraction = 0.99  # discount of a step
+    gae_lambda: cli.Fraction = 0.95  # weight of longer returns in an advantage
+    value_weight: cli.NonNegativeFloat = 0.5  # of the value function's loss
+    entropy_weight: cli.NonNegativeFloat = 0.01  # of the policy's entropy, which is to be large
+    eval_episodes: cli.PositiveInt = 100  # greedy episodes of an evaluation, over all ranks
     film: bool = False  # show one of them in TensorBoard
 
 
@@ -141,19 +146,20 @@ def estimate_advantages(args: Args, rewards: Any, values: Any, next_values: Any,
 # --- 3 Strategy -------------------------------------------------------------------------------------------
 
 
-def make_mesh(args: Args, here: world.World) -> DeviceMesh:
+def make_mesh(args: Args, world: World) -> DeviceMesh:
     """The ranks and their axes."""
-    return init_device_mesh(here.device.type, (here.size,), mesh_dim_names=("dp",))
+    return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp",))
 
 
-def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
+def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
     """Which part of the environments this rank has, of how many."""
     return mesh.get_local_rank("dp"), mesh.size()
 
 
-def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> Any:
+def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh, device: torch.device) -> Any:
     """Put the plain model on its device and under the strategy."""
-    model = initial.place(model, args.seed, device, precision.storage(dtype))
+    dtype = precision.compute_dtype(args.dtype, device)
+    model = initial.materialize(model, args.seed, device, precision.param_dtype(dtype))
     model = sync_batchnorm.convert(model, mesh.get_group("dp")).train(False)
     model = DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
     model.broadcast_buffers = False  # running statistics are the same on all ranks already
@@ -210,7 +216,7 @@ def train_step(
             # The mean over the samples of all ranks; DDP averages over the ranks, so each one's part counts that often.
             (batch_sums["loss"] * (dist.get_world_size() / args.global_batch_size)).backward()
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf")))
-            finite.judge(norms[-1])
+            finite.skip_if_not_finite(norms[-1])
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             epoch_sums = metrics.add(epoch_sums, batch_sums)
@@ -221,78 +227,59 @@ def train_step(
     with torch.no_grad():
         model.train().module(rollout.observations.flatten(0, 1))
         model.train(False)
-    finite.judge(torch.stack(norms).sum())
+    finite.skip_if_not_finite(torch.stack(norms).sum())
     return sums, torch.stack(norms).mean()
 
 
-def evaluate(args: Args, model: Any, shard: int, num_shards: int) -> metrics.Sums:
+def evaluate(args: Args, model: Any, dp_rank: int, dp_size: int) -> metrics.Sums:
     """This rank's sums over its part of the episodes, in which the likeliest action is taken."""
     model.eval()
-    index = np.array_split(np.arange(args.eval_episodes), num_shards)[shard]
+    index = np.array_split(np.arange(args.eval_episodes), dp_size)[dp_rank]
     return environments.play_once(args.env, index, model.module.act, args.seed, seed.HOLD_OUT)
 
 
 # --- 5 Main -----------------------------------------------------------------------------------------------
 
 
-@cli.entry
+@exits.entry
 def main() -> None:
     """Train from the newest checkpoint, or from the start, to the end."""
     args = cli.parse(Args)
-    if not args.max_steps:
-        raise UserError("--max-steps 0: a training needs a length, in updates")
-    here = world.start(args.backend, flag=dataclasses.asdict(args), code=world.code_digests(__file__))
-    mesh = make_mesh(args, here)
-    shard, num_shards = data_shard(mesh)
-    dtype = precision.pick(args.dtype, here.device)
-    index, samples = environments.share(args.num_envs, args.rollout_steps, args.global_batch_size, shard, num_shards)
+    # Compares flags and code over the ranks: those that differ would train together unnoticed.
+    world = process_group.start(args.backend, flag=dataclasses.asdict(args), code=run_dir.code_digests(__file__))
+    mesh = make_mesh(args, world)
+    dp_rank, dp_size = dp_coordinates(mesh)
+    index, samples = environments.share(args.num_envs, args.rollout_steps, args.global_batch_size, dp_rank, dp_size)
     envs = environments.Environments(args.env, index, args.seed, seed.EPISODE)
-    filmed = environments.make(args.env, render_mode="rgb_array") if args.film else None
-    terms = {"seed": args.seed, "env": args.env}
-
-    path = run_dir.choose(args.out, args.name)
+    filmed = environments.make(args.env, render_mode="rgb_array") if args.film and world.rank == 0 else None
     model = make_model(args, envs)
-    source, done = checkpoint.find(path, args.resume, terms, model)
-    model = parallelize(args, model, mesh, here.device, dtype)
+    # Refuses a checkpoint of another model or environment before any of them is played.
+    found = checkpoint.find(run_dir.choose(args.out, args.name), args.resume, model, seed=args.seed, env=args.env)
+    division = sampler.Division(samples, args.global_batch_size, dp_size)
+    plan = sampler.make_plan(
+        division, 0, run_seed=args.seed, epochs=0, max_steps=args.max_steps, progress=found.progress
+    )
+    model = parallelize(args, model, mesh, world.device)
     if args.compile:
         model.compile()
     optimizer = make_optimizer(args, model)
     state = keymap.tensors(model, optimizer) | envs.tensors()
-    checkpoint.load(source, state)
+    checkpoint.load(found.path, state)
     envs.restore(state)
-    plan = sampler.make_plan(samples, args.seed, 0, args.max_steps, samples, args.global_batch_size, num_shards, done)
-
-    run_dir.claim(path)
-    stopping = stop.Stop(args.deadline, plan.first_step)
-    watching = watch.Watch(here, path, plan.first_step, args.hang_timeout)
-    finite = guard.FiniteGuard(model, optimizer, None, args.max_skips)
-    saving = saver.Saver(path, __file__, mesh, terms, args.keep, args.async_save)
-    run = log.Run(path, __file__, args, here, plan, 0.0, dtype)
-
-    last_step = min(plan.max_steps, args.stop_after or plan.max_steps)
-    for step in range(plan.first_step + 1, last_step + 1):
-        watching.step(step)
-        lr = schedule.set_rate(optimizer, args.lr * schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps))
-        sums, grad_norm = train_step(args, model, optimizer, finite, envs, step)
-        run.add(sums)
-        finite.after(step)
-        last = stopping.after(step) or step == last_step
-        if step % args.log_every == 0 or last:
-            run.train(step, lr=lr, grad_norm=grad_norm.item(), data_wait_s=envs.wait_s, **envs.take_ended())
-            finite.check()
-        with run.paused():
-            if args.check_every and (step % args.check_every == 0 or last):
-                guard.check_replicas(model, step)
-            if step % (args.eval_every or plan.max_steps) == 0 or step == last_step:
-                run.validation(step, metrics.means(evaluate(args, model, shard, num_shards)))
-                if filmed:
-                    run.frames(step, "val/film", lambda: environments.film(filmed, model.module.act, args.seed))
-            if step % (args.save_every or plan.max_steps) == 0 or last:
-                saving.save(step, keymap.tensors(model, optimizer) | envs.tensors(), plan.position(step), last)
-        if last:
-            break
-    run.finish(stopping.reason)
-    world.finish()
+    run = session.Session(args, __file__, world, mesh, found=found, plan=plan, model=model, optimizer=optimizer)
+    for step in run.steps(dp_rank):
+        lr = schedule.scale_rates(optimizer, schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps))
+        sums, grad_norm = train_step(args, model, optimizer, run.finite, envs, step)
+        episodes = envs.take_ended() if run.logs(step) else {}
+        run.log_train(step, sums, grad_norm=grad_norm, data_wait_s=envs.wait_s, lr=lr, **episodes)
+        run.check_replicas(step)  # optional: finds replicas that have drifted apart
+        if run.evaluates(step):
+            run.log_validation(step, metrics.means(evaluate(args, model, dp_rank, dp_size)))
+            if filmed:
+                run.log_images(step, "val/film", environments.film(filmed, model.module.act, args.seed))
+        if run.saves(step):
+            run.save(step, envs.tensors())
+    run.finish()
 
 
 if __name__ == "__main__":

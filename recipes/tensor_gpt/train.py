@@ -21,7 +21,6 @@ gloo, torch 2.15.0, 2026-11-21 (docs/language.md; a bigram model has 2.403). Sev
 Base: recipes/fsdp_gpt. Open: 0 1 3
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,8 +34,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.optim import Optimizer
 
-from common import UserError, checkpoint, cli, data, guard, initial, keymap, log, metrics, precision, run_dir, sampler
-from common import saver, schedule, seed, stop, watch, world
+from common import checkpoint, cli, data, exits, flops, guard, initial, keymap, metrics, precision, process_group
+from common import run_dir, sampler, schedule, session
+from common.process_group import World
 from common.workloads import gpt, text
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
@@ -50,39 +50,41 @@ class Args:
     name: str = ""  # name of this run, by default date and time; the same name again continues the run
     resume: str = ""  # continue from this run or checkpoint, of any recipe with the same model
     data: str = "stdlib"  # "stdlib" (built in: Python's own text), a folder, or a data set of the Hugging Face hub
-    seed: int = 0  # decides initial weights and order of samples
-    workers: int = 0  # loader processes per rank; a set that fits in memory needs none
+    seed: cli.Seed = 0  # decides initial weights and order of samples
+    workers: cli.NonNegativeInt = 0  # loader processes per rank; a set that fits in memory needs none
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
-    epochs: int = 1  # length of the training, if max_steps is 0
-    max_steps: int = 200  # length of the training in optimizer steps
-    stop_after: int = 0  # leave, saved, once this step is done; 0 for never
-    deadline: float = 0.0  # leave, saved, after this many minutes; 0 for never
-    log_every: int = 10  # steps between lines of the log
-    eval_every: int = 100  # steps between evaluations; 0 for once an epoch
-    save_every: int = 100  # steps between checkpoints; 0 for once an epoch
-    keep: int = 2  # newest checkpoints that stay on the disk
-    async_save: bool = False  # write checkpoints while the training goes on
-    check_every: int = 100  # steps between comparisons of the replicas; 0 for never
-    max_skips: int = 3  # updates in a row that may be left out because their gradient is not finite
-    hang_timeout: float = 300.0  # seconds without progress after which a hang is named and ended
-    global_batch_size: int = 32  # sequences per optimizer step, over all ranks
-    micro_batch_size: int = 0  # most sequences per forward pass of a rank; 0 for one pass a step
-    lr: float = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
-    lr_reference_batch: int = 32  # sequences per step that lr is meant for
-    weight_decay: float = 0.1  # on matrices, not on norms
-    warmup_steps: int = 20  # steps of linear warm-up
-    max_grad_norm: float = 1.0  # clip the global gradient norm to this; 0 for never
+    epochs: cli.PositiveInt = 1  # length of the training, if max_steps is 0
+    max_steps: cli.NonNegativeInt = 200  # length of the training in optimizer steps
+    stop_after: cli.NonNegativeInt = 0  # stop, saved, once this step is done; 0 for never
+    deadline: cli.NonNegativeFloat = 0.0  # stop, saved, after this many minutes; 0 for never
+    log_every: cli.PositiveInt = 10  # steps between lines of the log
+    eval_every: cli.NonNegativeInt = 100  # steps between evaluations; 0 for once an epoch
+    save_every: cli.NonNegativeInt = 100  # steps between checkpoints; 0 for once an epoch
+    keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
+    async_save: bool = False  # write checkpoints while the training continues
+    check_every: cli.NonNegativeInt = 100  # steps between comparisons of the replicas; 0 for never
+    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because their gradient is not finite
+    hang_timeout: cli.Timeout = (
+        300.0  # seconds without progress after which the hanging rank is named and the run stops
+    )
+    global_batch_size: cli.PositiveInt = 32  # sequences per optimizer step, over all ranks
+    micro_batch_size: cli.NonNegativeInt = 0  # most sequences of a forward pass on a rank; 0 for one micro-batch a step
+    lr: cli.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
+    lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr is meant for
+    weight_decay: cli.NonNegativeFloat = 0.1  # on matrices, not on norms
+    warmup_steps: cli.NonNegativeInt = 20  # steps of linear warm-up
+    max_grad_norm: cli.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
     dtype: str = "auto"  # auto (bfloat16 where the hardware has it), float32, bfloat16 or float64
     compile: bool = False  # torch.compile the model
-    seq_len: int = 128  # tokens of a sequence
+    seq_len: cli.PositiveInt = 128  # tokens of a sequence
     tokenizer: str = ""  # a Hugging Face tokenizer.json; "" for bytes
-    num_layers: int = 4  # transformer blocks
-    num_heads: int = 4  # heads of the queries
-    num_kv_heads: int = 0  # heads of keys and values; 0 for as many
-    width: int = 192  # of the residual stream
-    mlp_width: int = 0  # of the hidden layer in each MLP; 0 for 8/3 of the width, rounded up to 64
+    num_layers: cli.PositiveInt = 4  # transformer blocks
+    num_heads: cli.PositiveInt = 4  # heads of the queries
+    num_kv_heads: cli.NonNegativeInt = 0  # heads of keys and values; 0 for as many
+    width: cli.PositiveInt = 192  # of the residual stream
+    mlp_width: cli.NonNegativeInt = 0  # of the hidden layer in each MLP; 0 for 8/3 of the width, rounded up to 64
     tied: bool = False  # let the output layer be the embedding
-    tp: int = 2  # ranks that share every matrix
+    tp: cli.PositiveInt = 2  # ranks that share every matrix
     reshard_after_forward: bool = True  # give gathered parameters back before the backward pass: less memory
     recompute: bool = False  # compute each block again in the backward pass, instead of keeping its activations
 
@@ -108,12 +110,13 @@ def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": args.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
-def forward(args: Args, model: nn.Module, batch: data.Batch) -> metrics.Sums:
-    """Sums over one rank's batch, of which "loss" carries the gradient."""
-    dtype = precision.pick(args.dtype, batch.inputs.device)
+def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
+    """Sums over one rank's micro-batch, of which "loss" carries the gradient."""
+    dtype = precision.compute_dtype(args.dtype, batch.inputs.device)
     with precision.autocast(batch.inputs.device, dtype):
         losses = model(batch.inputs, batch.targets)  # (b,), the mean over each sequence
     return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device)}
@@ -122,19 +125,17 @@ def forward(args: Args, model: nn.Module, batch: data.Batch) -> metrics.Sums:
 # --- 3 Strategy -------------------------------------------------------------------------------------------
 
 
-def make_mesh(args: Args, here: world.World) -> DeviceMesh:
+def make_mesh(args: Args, world: World) -> DeviceMesh:
     """The ranks and their axes: those that share the model by FSDP, by those that share every matrix."""
     shape = gpt.Shape(1, args.num_layers, args.num_heads, args.width, args.num_kv_heads, args.mlp_width)
-    model = {"--num-heads": args.num_heads, "--num-kv-heads": shape.num_kv_heads, "--mlp-width": shape.mlp_width}
-    for what, size in {"the ranks (NPROC_PER_NODE),": here.size, "--seq-len": args.seq_len, **model}.items():
-        if size % args.tp:
-            raise UserError(f"--tp {args.tp} does not divide {what} {size}")
-    mesh = init_device_mesh(here.device.type, (here.size // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
+    sizes = {"--num-heads": args.num_heads, "--num-kv-heads": shape.num_kv_heads, "--mlp-width": shape.mlp_width}
+    cli.check_divides("--tp", args.tp, {"the number of ranks": world.size, "--seq-len": args.seq_len} | sizes)
+    mesh = init_device_mesh(world.device.type, (world.size // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
     mesh._flatten("all")  # for norms, in one all-reduce
     return mesh
 
 
-def data_shard(mesh: DeviceMesh) -> tuple[int, int]:
+def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
     """Which part of each batch this rank reads, of how many: those that share the matrices read the same."""
     return mesh.get_local_rank("dp"), mesh["dp"].size()
 
@@ -168,28 +169,43 @@ def slice_matrices(model: Any, tp: DeviceMesh) -> None:
     model.register_forward_hook(lambda *call: call[-1].to_local().clone())  # FSDP wants no view
 
 
-def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """Put the plain model on its device and under the strategy."""
-    model = model.to(precision.storage(dtype))
+    dtype = precision.compute_dtype(args.dtype, device)
+    model = model.to(precision.param_dtype(dtype))
     slice_matrices(model, mesh["tp"])
     if args.recompute:
         apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, gpt.Block))
     compute = torch.bfloat16 if dtype == torch.bfloat16 else None  # gathered in it; gradients are added up in float32
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.storage(dtype))
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.param_dtype(dtype))
     axes = mesh["dp"]
     model.compile = lambda: [part.compile() for part in model.modules() if isinstance(part, (gpt.Attention, gpt.Mlp))]
     for block in model.blocks.values():
         fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=args.reshard_after_forward)
     fully_shard(model, mesh=axes, mp_policy=policy, reshard_after_forward=False)  # what is left: used first and last
-    return initial.place(model, args.seed, device, precision.storage(dtype))
+    return initial.materialize(model, args.seed, device, precision.param_dtype(dtype))
 
 
-@contextlib.contextmanager
-def gradient_sync(model: Any, last: bool) -> Iterator[None]:
-    """Around one forward and backward pass: only the `last` one of a step sends gradients."""
-    model.set_requires_gradient_sync(last)
-    with parallel.loss_parallel():
-        yield
+def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], dp_size: int) -> metrics.Sums:
+    """Forward and backward passes of a step's micro-batches; only the last backward pass reduces gradients."""
+    sums: metrics.Sums = {}
+    for batch in batches:
+        model.set_requires_gradient_sync(batch.last)
+        with parallel.loss_parallel():
+            batch_sums = forward(args, model, batch)
+            # The mean over the samples of the whole step; FSDP averages over dp_size groups, which this undoes.
+            (batch_sums["loss"] * (dp_size / batch.step_samples)).backward()
+        sums = metrics.add(sums, batch_sums)
+    return sums
+
+
+def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metrics.Sums:
+    """Forward passes of an evaluation."""
+    sums: metrics.Sums = {}
+    for batch in batches:
+        with parallel.loss_parallel():
+            sums = metrics.add(sums, forward(args, model, batch))
+    return sums
 
 
 def clip_gradients(args: Args, model: nn.Module) -> torch.Tensor:
@@ -202,32 +218,22 @@ def clip_gradients(args: Args, model: nn.Module) -> torch.Tensor:
 
 
 def train_step(
-    args: Args, model: nn.Module, optimizer: Optimizer, finite: guard.FiniteGuard, batches: data.Loader, num_shards: int
+    args: Args, model: Any, optimizer: Optimizer, finite: guard.FiniteGuard, batches: data.Loader, dp_size: int
 ) -> tuple[metrics.Sums, torch.Tensor]:
     """One optimizer step; returns this rank's sums and the global gradient norm, ()."""
-    sums: metrics.Sums = {}
-    for batch in batches.step():
-        with gradient_sync(model, batch.last):
-            batch_sums = forward(args, model, batch)
-            # The mean over the samples of the whole step. Gradients are averaged over the shards where they
-            # are synchronised, so each shard's part counts num_shards times.
-            (batch_sums["loss"] * (num_shards / batch.step_samples)).backward()
-        sums = metrics.add(sums, batch_sums)
+    sums = forward_backward(args, model, batches.step(), dp_size)
     grad_norm = clip_gradients(args, model)
-    finite.judge(grad_norm)
+    finite.skip_if_not_finite(grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return sums, grad_norm
 
 
 @torch.no_grad()
-def evaluate(args: Args, model: nn.Module, batches: data.Loader) -> metrics.Sums:
+def evaluate(args: Args, model: Any, batches: data.Loader) -> metrics.Sums:
     """This rank's sums over its part of the validation split."""
     model.eval()
-    sums: metrics.Sums = {}
-    for batch in batches:
-        with gradient_sync(model, batch.last):
-            sums = metrics.add(sums, forward(args, model, batch))
+    sums = forward_only(args, model, batches)
     model.train()
     return sums
 
@@ -235,65 +241,47 @@ def evaluate(args: Args, model: nn.Module, batches: data.Loader) -> metrics.Sums
 # --- 5 Main -----------------------------------------------------------------------------------------------
 
 
-@cli.entry
+@exits.entry
 def main() -> None:
     """Train from the newest checkpoint, or from the start, to the end."""
     args = cli.parse(Args)
-    here = world.start(args.backend, flag=dataclasses.asdict(args), code=world.code_digests(__file__))
-    mesh = make_mesh(args, here)
-    shard, num_shards = data_shard(mesh)
-    pass_size = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_shards)
-    dtype = precision.pick(args.dtype, here.device)
+    # Compares flags and code over the ranks: those that differ would train together unnoticed.
+    world = process_group.start(args.backend, flag=dataclasses.asdict(args), code=run_dir.code_digests(__file__))
+    mesh = make_mesh(args, world)
+    dp_rank, dp_size = dp_coordinates(mesh)
+    division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
     train, validation = make_data(args)
-    terms = {"seed": args.seed, "data": train.digest()}  # a position in the data is valid for these alone
-
-    path = run_dir.choose(args.out, args.name)
     model = make_model(args, train)
-    source, done = checkpoint.find(path, args.resume, terms, model)
-    flops = metrics.count_flops(lambda m, sample: forward(args, m, sample)["loss"], model, train)
-    model = parallelize(args, model, mesh, here.device, dtype)
+    # Refuses a checkpoint of another model before this one takes memory. Optional: seed and data, which it compares.
+    found = checkpoint.find(
+        run_dir.choose(args.out, args.name), args.resume, model, seed=args.seed, data=train.digest()
+    )
+    plan = sampler.make_plan(
+        division, len(train), run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
+    )
+    # Optional: without it, neither MFU nor tokens per second are shown.
+    sample = flops.count_sample(lambda plain, batch: forward(args, plain, batch)["loss"], model, train)
+    model = parallelize(args, model, mesh, world.device)
     if args.compile:
         model.compile()
-    optimizer = make_optimizer(args, model)
-    checkpoint.load(source, keymap.tensors(model, optimizer))
-
-    length = (args.epochs, args.max_steps, args.global_batch_size)
-    plan = sampler.make_plan(len(train), args.seed, *length, pass_size, num_shards, done, guard.least_samples(model))
-    batches = data.Loader(train, sampler.training_requests(plan, shard), args.workers, here.device)
-
-    run_dir.claim(path)
-    stopping = stop.Stop(args.deadline, plan.first_step)
-    watching = watch.Watch(here, path, plan.first_step, args.hang_timeout)
-    finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips)
-    saving = saver.Saver(path, __file__, mesh, terms, args.keep, args.async_save)
-    run = log.Run(path, __file__, args, here, plan, flops, dtype)
-
-    last_step = min(plan.max_steps, args.stop_after or plan.max_steps)
-    peak_lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
-    for step in range(plan.first_step + 1, last_step + 1):
-        watching.step(step)
-        seed.everything(args.seed, seed.STEP, step, shard)
-        lr = schedule.set_rate(optimizer, peak_lr * schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps))
-        sums, grad_norm = train_step(args, model, optimizer, finite, batches, num_shards)
-        run.add(sums)
-        finite.after(step)
-        last = stopping.after(step) or step == last_step
-        if step % args.log_every == 0 or last:
-            run.train(step, lr=lr, grad_norm=grad_norm.item(), data_wait_s=batches.wait_s)
-            finite.check()
-        with run.paused():
-            if args.check_every and (step % args.check_every == 0 or last):
-                guard.check_replicas(model, step)
-            if step % (args.eval_every or plan.epoch_steps) == 0 or step == last_step:
-                requests = sampler.evaluation_requests(plan, len(validation), shard)
-                held_out = data.Loader(validation, requests, args.workers, here.device)
-                run.validation(step, validation.figures(metrics.means(evaluate(args, model, held_out))))
-            if step % (args.save_every or plan.epoch_steps) == 0 or last:
-                saving.save(step, keymap.tensors(model, optimizer), plan.position(step), last)
-        if last:
-            break
-    run.finish(stopping.reason)
-    world.finish()
+    optimizer = make_optimizer(args, model)  # now: the strategy may have replaced the parameters
+    checkpoint.load(found.path, keymap.tensors(model, optimizer))
+    batches = data.Loader(train, sampler.training_requests(plan, dp_rank), args.workers, world.device)
+    # Claims the run's folder, and takes over signals before the first loader worker is forked.
+    run = session.Session(
+        args, __file__, world, mesh, found=found, plan=plan, model=model, optimizer=optimizer, sample=sample
+    )
+    for step in run.steps(dp_rank):
+        lr = schedule.scale_rates(optimizer, schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps))
+        sums, grad_norm = train_step(args, model, optimizer, run.finite, batches, dp_size)
+        run.log_train(step, sums, grad_norm=grad_norm, data_wait_s=batches.wait_s, lr=lr)
+        run.check_replicas(step)  # optional: finds replicas that have drifted apart
+        if run.evaluates(step):
+            requests = sampler.evaluation_requests(plan, len(validation), dp_rank)
+            sums = evaluate(args, model, data.Loader(validation, requests, args.workers, world.device))
+            run.log_validation(step, validation.metrics(metrics.means(sums)))
+        run.save(step)
+    run.finish()
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests import ranks
-from tests.faults.cell import Cell
+from tests.harness import runner
+from tests.harness.fault_case import Cell
 
 FOLDER = Path(__file__).parent
 # Of several, one with buffers: faults can spoil those as well.
-WIDEST = max(ranks.RECIPES, key=lambda recipe: (len(ranks.world_sizes(recipe)), ranks.workload(recipe) == "resnet"))
+WIDEST = max(runner.RECIPES, key=lambda recipe: (len(runner.world_sizes(recipe)), runner.workload(recipe) == "resnet"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
-        metafunc.parametrize("cell", ranks.RECIPES, indirect=True)
+        metafunc.parametrize("cell", runner.RECIPES, indirect=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
@@ -37,8 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker("faults")
         fault = item.get_closest_marker("fault")
         if fault and not everything:
-            here = fault.kwargs.get("core") or item.callspec.params["cell"] == WIDEST
-            if not here or item.get_closest_marker("rest"):
+            world = fault.kwargs.get("core") or item.callspec.params["cell"] == WIDEST
+            if not world or item.get_closest_marker("rest"):
                 left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -62,7 +62,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 
 def num_ranks(recipe: str) -> int:
-    return ranks.world_sizes(recipe, most=2)[-1]
+    return runner.world_sizes(recipe, most=2)[-1]
 
 
 @pytest.fixture

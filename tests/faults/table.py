@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import pages
-from tests.ranks import RECIPES, ROOT
+from tests.harness.runner import RECIPES, ROOT
 
 PAGE, FILE = ROOT / "docs" / "faults.md", ROOT / "docs" / "faults.csv"
 COLUMNS = ("fault", "recipe", "ranks", "runs", "passes", "steps_lost", "notice_s", "recover_s", "message")

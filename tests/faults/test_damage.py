@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common import manifest
-from tests.faults.cell import Cell, checkpoints
+from tests.harness.fault_case import Cell, checkpoints
 
 
 def flip(file: Path, bit: int) -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests import ranks
-from tests.faults.cell import BATCH, STEPS, Cell, checkpoints, same_tensors
+from tests.harness import runner
+from tests.harness.fault_case import BATCH, STEPS, Cell, checkpoints, same_tensors
 
 
 @pytest.mark.fault("numbers: NaN on one rank")
@@ -19,7 +19,7 @@ def test_nan(cell: Cell) -> None:
     saved = checkpoints(cell.run)
     assert same_tensors(saved[3], saved[2], but="rollout.")
     assert not same_tensors(saved[4], saved[3], but="rollout.")
-    assert max(ranks.records(cell.run, "train/loss")) == STEPS
+    assert max(runner.records(cell.run, "train/loss")) == STEPS
 
 
 @pytest.mark.fault("numbers: mutant, updates that are not finite are made")
@@ -42,14 +42,14 @@ def test_too_many_nans(cell: Cell) -> None:
     cell.resume()
 
 
-def drift(cell: Cell, mutant: str = "") -> tuple[ranks.Result, tuple[str, ...]]:
+def drift(cell: Cell, mutant: str = "") -> tuple[runner.Result, tuple[str, ...]]:
     """Put it in where two ranks hold the same; if none do as the recipe is usually run, then on more ranks.
 
     Returns what came of it, and the flags of another layout than the usual one.
     """
     faults = [("end of a step", "drift", -1, 3)]
-    more = ranks.layouts(cell.recipe)[-1]
-    for size, flags in ((cell.size, ()), (more.size, (*more.strategy, *more.passes(BATCH)))):
+    more = runner.layouts(cell.recipe)[-1]
+    for size, flags in ((cell.size, ()), (more.size, (*more.strategy, *more.micro_batches(BATCH)))):
         cell.size = size
         result = cell.start("--check-every", "1", *flags, faults=faults, mutant=mutant)
         if not any(event["event"] == "nothing shared" for event in cell.events):
@@ -79,15 +79,15 @@ def test_mutant_drift_goes_unseen(cell: Cell) -> None:
 @pytest.mark.fault("numbers: other world size in mid-epoch", core=True, least=2)
 def test_other_world_size(cell: Cell) -> None:
     """The same numbers in float64; with BatchNorm, which must see the same samples, over all ranks."""
-    sync = ["--sync-bn"] if "    sync_bn: " in ranks.source(cell.recipe) else []
+    sync = ["--sync-bn"] if "    sync_bn: " in runner.source(cell.recipe) else []
     flags = ("--dtype", "float64", *sync)
     assert cell.start(*flags, name="whole").ok
-    most = ranks.world_sizes(cell.recipe)[-1]
+    most = runner.world_sizes(cell.recipe)[-1]
     for size, until in ((2, "2"), (1, "4"), (min(3, most), "0")):
         result = cell.start(*flags, "--stop-after", until, size=size)
         assert result.ok, str(result)
     cell.count_lost(4)
     for tag in ("train/loss", "train/grad_norm"):
-        close: Any = pytest.approx(ranks.records(cell.out / "whole", tag), rel=1e-9)
-        assert ranks.records(cell.run, tag) == close, tag
+        close: Any = pytest.approx(runner.records(cell.out / "whole", tag), rel=1e-9)
+        assert runner.records(cell.run, tag) == close, tag
     cell.say(result.outputs[0], "continues from step 4 of")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from common import manifest
+from common import manifest, ranks
 from common.watch import GONE_S
-from tests import ranks
-from tests.faults.cell import Cell, checkpoints, events_in, wait_for
+from tests.harness import runner
+from tests.harness.fault_case import Cell, checkpoints, events_in, wait_for
 
 BUSY_S = 1.0  # what a machine that does other things as well may add
 HANG_S, PROMPT_S = 3 + 2 + BUSY_S, 2 + BUSY_S  # --hang-timeout, and what finding out may take
@@ -25,7 +25,7 @@ PHASES = {
 }
 
 
-Hang = Callable[[str, Cell], ranks.Result]
+Hang = Callable[[str, Cell], runner.Result]
 HANGS = {  # ranks that it needs, and the fault
     "SIGSTOP": (2, ("update", "signal later", -1, 4, "SIGSTOP")),
     "data": (1, ("reading", "sleep", -1, 4)),
@@ -54,14 +54,14 @@ def hang() -> Hang:
     """Runs that hang, all of a recipe at once: most of the time they wait."""
     begun: dict[str, dict[str, tuple[Cell, Future]]] = {}
 
-    def result_of(what: str, cell: Cell) -> ranks.Result:
+    def result_of(what: str, cell: Cell) -> runner.Result:
         if cell.recipe not in begun:
             cell.whole()
             pool = ThreadPoolExecutor(len(HANGS))
             begun[cell.recipe] = {}
             for name, (least, fault) in HANGS.items():
                 one = dataclasses.replace(cell, folder=cell.folder / name.lower())
-                if cell.size >= least and (name != "data" or ranks.has_flag(cell.recipe, "--data")):
+                if cell.size >= least and (name != "data" or runner.has_flag(cell.recipe, "--data")):
                     one.folder.mkdir()
                     after = end_frozen if name == "SIGSTOP" else None
                     begun[cell.recipe][name] = (one, pool.submit(one.start, faults=[fault], meanwhile=after))

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests import ranks
-from tests.faults.cell import Cell, checkpoints, events_in, wait_for
+from tests.harness import runner
+from tests.harness.fault_case import Cell, checkpoints, events_in, wait_for
 
 
 @pytest.mark.fault("refused: two jobs in one run's folder")
 def test_two_jobs(cell: Cell) -> None:
     """The second is refused, the first does not notice."""
     other = dataclasses.replace(cell, attempts=10)
-    refusals: list[ranks.Result] = []
+    refusals: list[runner.Result] = []
     told = cell.folder / "told"
 
     def start_another(events: Path) -> None:
@@ -51,7 +51,7 @@ def test_open_to_others(what: str, cell: Cell) -> None:
     refused(cell, result, f"{folder} can be written by everybody here, so nothing in it is trusted: chmod o-w")
 
 
-def refused(cell: Cell, result: ranks.Result, pattern: str) -> None:
+def refused(cell: Cell, result: runner.Result, pattern: str) -> None:
     assert result.codes[0] == 2, str(result)
     assert all(result.codes), str(result)
     assert "Traceback" not in str(result), str(result)

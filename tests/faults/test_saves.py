@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 
 from common import manifest
-from tests.faults import inject
-from tests.faults.cell import STEPS, Cell, checkpoints, same_tensors, temporaries
+from tests.harness import inject
+from tests.harness.fault_case import STEPS, Cell, checkpoints, same_tensors, temporaries
 
 HOW = ["synchronous", pytest.param("asynchronous", marks=pytest.mark.rest)]
 KILLS = {  # point -> which rank, how, from which step the run goes on

@@ -11,16 +11,16 @@ import pytest
 import torch.distributed as dist
 
 from common import stop
-from tests import ranks
-from tests.faults.cell import STEPS, Cell, checkpoints, same_tensors, wait_for
-from tests.faults.inject import EPOCH_STEPS
+from tests.harness import runner
+from tests.harness.fault_case import STEPS, Cell, checkpoints, same_tensors, wait_for
+from tests.harness.inject import EPOCH_STEPS
 
 
 def check_left(cell: Cell, output: str, reason: str) -> int:
     """All ranks left after one step, which is saved and the last one that was done."""
     marker = json.loads((cell.run / "stopped.json").read_text())
     assert marker["reason"].startswith(reason)
-    assert max(checkpoints(cell.run)) == marker["step"] == max(ranks.records(cell.run, "train/loss"))
+    assert max(checkpoints(cell.run)) == marker["step"] == max(runner.records(cell.run, "train/loss"))
     cell.say(output, f"left   on request, saved: {reason}")
     return marker["step"]
 
@@ -54,7 +54,7 @@ def test_stop_after(cell: Cell) -> None:
     cell.say(result.outputs[0], "continues from step 3 of")
     whole = cell.whole()
     for tag in ("train/loss", "train/grad_norm"):  # each part was evaluated at its end
-        assert ranks.records(cell.run, tag) == ranks.records(whole, tag)
+        assert runner.records(cell.run, tag) == runner.records(whole, tag)
     assert same_tensors(checkpoints(cell.run)[STEPS], checkpoints(whole)[STEPS])
 
 
@@ -64,7 +64,7 @@ def test_mutant_shifted_position(cell: Cell) -> None:
     assert cell.start("--stop-after", "2", mutant="the position is that of the step before").ok
     with pytest.raises(AssertionError):
         cell.resume()
-    losses, wanted = (ranks.records(run, "train/loss") for run in (cell.run, cell.whole()))
+    losses, wanted = (runner.records(run, "train/loss") for run in (cell.run, cell.whole()))
     assert losses[2] == wanted[2]
     assert losses[3] != wanted[3]
     cell.message = f"losses of step 3: {losses[3]:.4f} and {wanted[3]:.4f}"
@@ -103,7 +103,7 @@ def test_in_evaluation(cell: Cell) -> None:
     assert leave_and_go_on(cell, fault, *flags) == 3, "the step after the evaluation is still done"
     whole = cell.whole()
     for tag in ("train/loss", "train/grad_norm"):
-        assert ranks.records(cell.run, tag) == ranks.records(whole, tag)
+        assert runner.records(cell.run, tag) == runner.records(whole, tag)
     assert same_tensors(checkpoints(cell.run)[STEPS], checkpoints(whole)[STEPS])
 
 
@@ -179,7 +179,7 @@ def outlive_a_child() -> None:
 
 
 def test_end_of_a_loader_worker_is_no_request() -> None:
-    result = ranks.spawn(outlive_a_child, [()], timeout_s=30.0)
+    result = runner.spawn(outlive_a_child, [()], timeout_s=30.0)
     assert result.ok, str(result)
 
 
@@ -201,7 +201,7 @@ def leave_at_own_pace(pace_s: float, folder: str, agree: bool) -> None:
 
 @pytest.mark.parametrize("agree", [True, False], ids=["all leave after one step", "mutant without agreement"])
 def test_ranks_far_apart(agree: bool, tmp_path: Path) -> None:
-    result = ranks.spawn(leave_at_own_pace, [(0.02, str(tmp_path), agree), (0.008, str(tmp_path), agree)], 30.0)
+    result = runner.spawn(leave_at_own_pace, [(0.02, str(tmp_path), agree), (0.008, str(tmp_path), agree)], 30.0)
     assert result.ok, str(result)
     left = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
     assert (left[0] == left[1]) == agree, left

@@ -1,4 +1,4 @@
-"""The command `python -m launch.checkpoint`: what is in a checkpoint, is it whole, one safetensors file out or in."""
+"""The command `python -m tools.checkpoint`: what is in a checkpoint, is it whole, one safetensors file out or in."""
 
 import contextlib
 import json
@@ -125,7 +125,7 @@ def write_start(run_dir: Path, tensors: Tensors, source: str) -> None:
 
 def main() -> None:
     """Run one of the four commands."""
-    run({"inspect": inspect, "verify": verify, "export": export, "import": import_}, "launch.checkpoint", __doc__)
+    run({"inspect": inspect, "verify": verify, "export": export, "import": import_}, "tools.checkpoint", __doc__)
 
 
 def run(commands: dict[str, Any], module: str, about: str | None) -> None:

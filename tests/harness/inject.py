@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from common import data, guard, keymap, manifest, metrics, sampler, saver, stop, watch, world
+from common import data, flops, guard, keymap, manifest, sampler, saver, stop, watch, world
 from common.workloads import resnet, text
 
 Fault = tuple[Any, ...]
@@ -343,7 +343,7 @@ def _shrink() -> None:
     """A small model, a small text and epochs of three steps: the faults are the same, the waiting is not."""
     resnet.make_resnet = _tiny_resnet  # a language model's size is a matter of flags
     text.stdlib_documents = _few_documents
-    metrics.peak_flops = metrics.count_flops = lambda *_: 1e12  # measuring them takes longer than the training
+    flops.peak_flops = flops.count_flops = lambda *_: 1e12  # measuring them takes longer than the training
     real = sampler.make_plan
 
     def make_plan(num_samples: int, *args: Any, **kwargs: Any) -> sampler.Plan:
@@ -377,7 +377,9 @@ def _shift_position() -> None:
 
 
 def _skip_nothing() -> None:
-    guard.FiniteGuard.judge = lambda self, grad_norm: setattr(self._optimizer, "found_inf", torch.zeros(()))
+    guard.FiniteGuard.skip_if_not_finite = lambda self, grad_norm: setattr(
+        self._optimizer, "found_inf", torch.zeros(())
+    )
 
 
 MUTANTS = {

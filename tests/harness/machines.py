@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests import ranks
+from tests.harness import runner
 
 # In namespaces of their own: the host's name, and what the machine knows of names.
 BECOME_A_HOST = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
@@ -39,7 +39,7 @@ class Machine:
         with output.open("ab") as file:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.space, *host, *map(str, command)],
-                cwd=ranks.ROOT,
+                cwd=runner.ROOT,
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=file,

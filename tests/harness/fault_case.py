@@ -18,8 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import ranks
-from tests.faults import inject
+from tests.harness import inject, runner
 
 STEPS, SAVE_EVERY, BATCH = 6, 2, 24  # an epoch is inject.EPOCH_STEPS steps
 FLAGS = {
@@ -41,10 +40,10 @@ LAUNCH_S = 60.0  # with torchrun, whose processes each import torch
 
 def flags_of(recipe: str, size: int) -> list[str]:
     """Those of FLAGS that the recipe knows, what makes its model small, and how it is dealt out over the ranks."""
-    known = {name: value for name, value in FLAGS.items() if f"    {name}: " in ranks.source(recipe)}
+    known = {name: value for name, value in FLAGS.items() if runner.has_flag(recipe, name)}
     flags = [part for name, value in known.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    layout = ranks.layout(recipe, size)
-    return [*flags, *SMALLER.get(ranks.workload(recipe), ()), *layout.strategy, *layout.passes(BATCH)]
+    layout = runner.layout(recipe, size)
+    return [*flags, *SMALLER.get(runner.workload(recipe), ()), *layout.strategy, *layout.micro_batches(BATCH)]
 
 
 def checkpoints(run: Path) -> dict[int, Path]:
@@ -110,7 +109,7 @@ class Cell:
 
     def needs(self, flag: str) -> None:
         """Leave a test out that is about what the recipe does not have."""
-        if not ranks.has_flag(self.recipe, flag):
+        if not runner.has_flag(self.recipe, flag):
             pytest.skip(f"not applicable: this recipe has no {flag}")
 
     @property
@@ -126,7 +125,7 @@ class Cell:
     @property
     def train_py(self) -> Path:
         """What runs."""
-        return ranks.ROOT / "recipes" / self.recipe / "train.py"
+        return runner.ROOT / "recipes" / self.recipe / "train.py"
 
     def begin(self, step: int) -> None:
         """Lay the run down as it is after `step`, with the checkpoints until then."""
@@ -142,7 +141,7 @@ class Cell:
         name: str = "run",
         mutant: str = "",
         meanwhile: Callable[[Path], None] | None = None,
-    ) -> ranks.Result:
+    ) -> runner.Result:
         """Run with faults on real ranks; what happened when is in `events`, whose file `meanwhile` gets."""
         events = self._new_events()
         size = size or self.size
@@ -150,7 +149,7 @@ class Cell:
         one = (str(self.train_py), argv, faults, str(events), mutant)
         self.began = time.time()
         meddle = (lambda _: meanwhile(events)) if meanwhile else None
-        result = ranks.spawn(inject.run, [one] * size, TIMEOUT_S, meddle)
+        result = runner.spawn(inject.run, [one] * size, TIMEOUT_S, meddle)
         self.read(events)
         for *_, action, rank, _step in (fault[:4] for fault in faults):
             came = [event for event in self.events if event["event"] == "fault"]
@@ -177,7 +176,7 @@ class Cell:
         last |= {e["rank"]: e["step"] for e in self.events if e["event"] == "done" and e["time"] < self.restarted()}
         return min(last.values(), default=0)
 
-    def resume(self, *flags: str, exact: bool = True) -> ranks.Result:
+    def resume(self, *flags: str, exact: bool = True) -> runner.Result:
         """The same command again: it goes on to the end, and the training is the one without a fault."""
         before = self.done()
         result = self.start(*flags)
@@ -200,19 +199,19 @@ class Cell:
         """Every loss, and every bit of the last checkpoint, is that of the training without a fault."""
         whole = self.whole()
         for tag in CURVES:
-            assert ranks.records(self.run, tag) == ranks.records(whole, tag), tag
+            assert runner.records(self.run, tag) == runner.records(whole, tag), tag
         assert same_tensors(checkpoints(self.run)[STEPS], checkpoints(whole)[STEPS])
 
     def fault_time(self) -> float:
         """When the last fault of the last run happened."""
         return max(event["time"] for event in self.events if event["event"] == "fault")
 
-    def output(self, result: ranks.Result, rank: int) -> str:
+    def output(self, result: runner.Result, rank: int) -> str:
         """What a rank has said: rank 0 on the terminal, the others in their log."""
         log = self.run / "logs" / f"rank_{rank:05d}.log"
         return result.outputs[0] if rank == 0 else log.read_text()
 
-    def check_named(self, result: ranks.Result, within_s: float, *patterns: str, culprits: Sequence[int] = ()) -> None:
+    def check_named(self, result: runner.Result, within_s: float, *patterns: str, culprits: Sequence[int] = ()) -> None:
         """Every other rank, so also the terminal, names the fault in time, and none has ended with 0."""
         others = [rank for rank in range(self.size) if rank not in culprits]
         for rank in others:
@@ -256,7 +255,7 @@ class Cell:
         folder = self.folder / self.recipe
         folder.mkdir(exist_ok=True)
         call = f"inject.run({str(self.train_py)!r}, sys.argv[1:], {[*faults]!r}, {str(events)!r})"
-        folder.joinpath("train.py").write_text(f"import sys\nfrom tests.faults import inject\n\n{call}\n")
+        folder.joinpath("train.py").write_text(f"import sys\nfrom tests.harness import inject\n\n{call}\n")
         size = size or self.size
         argv = [*flags_of(self.recipe, size), "--out", str(self.out), "--name", "run", *flags]
         variables = {
@@ -266,8 +265,8 @@ class Cell:
         self.began = time.time()
         with output.open("w") as file:
             process = subprocess.Popen(
-                ["bash", str(ranks.ROOT / "launch" / "torchrun.sh"), *options, str(folder), *argv],
-                cwd=ranks.ROOT,
+                ["bash", str(runner.ROOT / "launch" / "torchrun.sh"), *options, str(folder), *argv],
+                cwd=runner.ROOT,
                 env=os.environ | variables,
                 stdout=file,
                 stderr=file,

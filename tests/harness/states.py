@@ -6,9 +6,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from common import checkpoint, saver
-from tests import ranks
+from tests.harness import runner
 
-RECIPE = ranks.ROOT / "recipes" / "some_recipe" / "train.py"  # only its name matters
+RECIPE = runner.ROOT / "recipes" / "some_recipe" / "train.py"  # only its name matters
 
 
 def make_state(content: int) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What the fork server of tests/ranks.py imports once for all ranks."""
+"""What the fork server of tests/harness/runner.py imports once for all ranks."""
 
 import atexit
 import gc
@@ -14,7 +14,7 @@ import torch.utils.tensorboard  # noqa: F401
 import torchvision.transforms.v2.functional  # noqa: F401
 import tyro  # noqa: F401
 
-from tests import ranks, short_resnet  # noqa: F401
+from tests.harness import runner, short_resnet  # noqa: F401
 
 gc.freeze()  # the ranks' collectors need not go through all of this
 atexit.register(gc.unfreeze)

@@ -5,6 +5,8 @@ joins a real gloo group over TCP and runs the recipe's file as __main__. tests/t
 torchrun.
 """
 
+import ast
+import functools
 import json
 import multiprocessing
 import os
@@ -20,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.preload"])
+_CONTEXT.set_forkserver_preload(["tests.harness.preload"])
 SIZES = ("--num-layers", "--mlp-width")  # of the model, that a layout may choose
 GRACE_S = 0.5  # torchrun, too, ends the others when one rank has failed
-# Flags of each workload for a model that is quick in float64 on a CPU. tests/short_resnet.py has the first; the sizes
+# Flags of each workload for a model that is quick in float64 on a CPU. tests/harness/short_resnet.py has the first; the sizes
 # of the second divide by few numbers of ranks.
 SMALL = {
     "resnet": ("--model", "resnet6"),
@@ -65,8 +67,23 @@ def source(recipe: str) -> str:
     return (ROOT / "recipes" / recipe / "train.py").read_text()
 
 
+@functools.cache
+def fields(recipe: str) -> dict[str, ast.AnnAssign]:
+    """The fields of a recipe's Args by name, as its source declares them."""
+    body = ast.parse(source(recipe)).body
+    args = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == "Args")
+    return {node.target.id: node for node in args.body if isinstance(node, ast.AnnAssign)}
+
+
 def has_flag(recipe: str, flag: str) -> bool:
-    return re.search(rf"^    {flag.lstrip('-').replace('-', '_')}: .* = ", source(recipe), re.MULTILINE) is not None
+    return flag.lstrip("-").replace("-", "_") in fields(recipe)
+
+
+def choices(recipe: str, flag: str) -> list[str]:
+    """What a flag of type Literal may be, its default first."""
+    field = fields(recipe)[flag.lstrip("-").replace("-", "_")]
+    default = ast.literal_eval(field.value)
+    return sorted(ast.literal_eval(field.annotation.slice), key=lambda choice: choice != default)
 
 
 SUPERVISED = [recipe for recipe in RECIPES if has_flag(recipe, "--data")]  # which train on a set of samples
@@ -87,13 +104,13 @@ class Layout:
         recipe: whose train.py.
         size: number of ranks.
         flags: those of its strategy.
-        shards: ranks, or groups of them, that read different samples.
+        dp_size: ranks, or groups of them, that read different samples.
     """
 
     recipe: str
     size: int
     flags: tuple[str, ...]
-    shards: int
+    dp_size: int
 
     def __str__(self) -> str:
         return "-".join([self.recipe, str(self.size), *(flag.lstrip("-") for flag in self.flags)])
@@ -110,26 +127,26 @@ class Layout:
         pairs = zip(self.flags[::2], self.flags[1::2], strict=True)
         return tuple((flag[2:].replace("-", "_"), int(size)) for flag, size in pairs if flag in SIZES)
 
-    def passes(self, samples: int) -> tuple[str, ...]:
-        """The flags for passes of this many samples over all ranks, where a batch can be cut into passes."""
+    def micro_batches(self, samples: int) -> tuple[str, ...]:
+        """The flag for micro-batches of this many samples over all ranks, where a batch can be cut into some.
+
+        A pipeline's are smaller: it runs several of them beside each other, in several rounds where there are enough.
+        """
         if self.recipe not in SUPERVISED:
             return ()
-        part, stages = samples // self.shards, self.size // self.shards
-        # Several rounds of microbatches of several samples, where there are enough.
-        rounds = max((n for n in range(stages, part, stages) if part % n == 0), default=part)
-        return ("--micro-batch-size", str(part), *(("--num-microbatches", str(rounds)) if "--pp" in self.flags else ()))
+        part = samples // self.dp_size
+        if "--pp" in self.flags:
+            stages = 2 * self.size // self.dp_size  # on V-shaped schedules as many micro-batches are needed
+            part //= max((n for n in range(stages, part, stages) if part % n == 0), default=part)
+        return ("--micro-batch-size", str(part))
 
 
 def layouts(recipe: str) -> list[Layout]:
     """Every way that a recipe deals a model out over one to four ranks, as far as its flags tell."""
-    text = source(recipe)
     found = []
     for size in world_sizes(recipe):
-        if "    pp: int" in text:
-            declared = re.search(r'    schedule: Literal\[(.*?)\] = "(.*?)"', text)
-            assert declared
-            names, default = declared.groups()
-            schedules = sorted(re.findall(r'"([\w-]+)"', names), key=lambda name: name != default)
+        if has_flag(recipe, "--pp"):
+            schedules = choices(recipe, "--schedule")
             pipelines = [pp for pp in (4, 3, 2, 1) if size % pp == 0 and pp * 2 >= size]
             depth = {1: "3", 2: "5", 3: "7", 4: "9"}  # two stages a rank, of unequal numbers of layers
             found += [
@@ -137,13 +154,13 @@ def layouts(recipe: str) -> list[Layout]:
                 for pp in pipelines
                 for name in (schedules if pp > 1 else schedules[:1])
             ]
-        elif "    tp: int" in text:
+        elif has_flag(recipe, "--tp"):
             slices = [tp for tp in (4, 2, 1) if size % tp == 0][:2]
             found += [Layout(recipe, size, ("--tp", str(tp)), size // tp) for tp in slices if tp > 1 or size % 2]
         else:
-            odd = ("--mlp-width", "45") if "    dp_replicate: int" in text else ()  # parts of unequal size
+            odd = ("--mlp-width", "45") if has_flag(recipe, "--dp-replicate") else ()  # parts of unequal size
             found.append(Layout(recipe, size, odd, size))
-            if "    dp_replicate: int" in text and size == 4:
+            if has_flag(recipe, "--dp-replicate") and size == 4:
                 found.append(Layout(recipe, size, ("--dp-replicate", "2", *odd), size))
     return found
 

@@ -1,6 +1,6 @@
 """Several runs of recipes in a row in the same processes, and a note of what their ranks held when.
 
-A new process pays most of what it costs in its first steps. Each leg here joins a group of its own, on a port of its
+A new process pays most of what it costs in its first steps. Each segment here joins a group of its own, on a port of its
 own, runs the recipe's file anew as __main__, and leaves the group again; what one hands to the next is on the disk.
 """
 
@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
-from tests import ranks
+from common import flops
+from tests.harness import runner
 
-PATIENCE_S = 200.0  # for rank 0 to come to the next leg
+PATIENCE_S = 200.0  # for rank 0 to come to the next segment
 
 
 @dataclass(frozen=True)
-class Leg:
+class Segment:
     """One run: of which train.py, on how many ranks, with which flags, and the folder for notes of what they held."""
 
     recipe: Path
@@ -34,33 +35,32 @@ class Leg:
     notes: Path
 
 
-def run(legs: Sequence[Leg], folder: Path, timeout_s: float) -> ranks.Result:
-    """Run all of them, one after the other; a rank that a leg does not need waits for the next."""
-    for leg in legs:
-        leg.notes.mkdir(parents=True)
+def run(segments: Sequence[Segment], folder: Path, timeout_s: float) -> runner.Result:
+    """Run all of them, one after the other; a rank that a segment does not need waits for the next."""
+    for segment in segments:
+        segment.notes.mkdir(parents=True)
     folder.mkdir(parents=True, exist_ok=True)
-    args = [(rank, list(legs), folder) for rank in range(max(leg.size for leg in legs))]
-    return ranks.spawn(_walk, args, timeout_s)
+    args = [(rank, list(segments), folder) for rank in range(max(segment.size for segment in segments))]
+    return runner.spawn(_walk, args, timeout_s)
 
 
-def _walk(rank: int, legs: list[Leg], folder: Path) -> None:
-    from common import metrics
+def _walk(rank: int, segments: list[Segment], folder: Path) -> None:
 
-    # Half of a short leg's time, for a figure that nobody reads here: once is enough.
-    metrics.count_flops, metrics.peak_flops = _once(metrics.count_flops), _once(metrics.peak_flops)
+    # Half of a short segment's time, for a figure that nobody reads here: once is enough.
+    flops.count_flops, flops.peak_flops = _once(flops.count_flops), _once(flops.peak_flops)
     outputs = [os.dup(1), os.dup(2)]
-    for number, leg in enumerate(legs):
-        if rank >= leg.size:
+    for number, segment in enumerate(segments):
+        if rank >= segment.size:
             continue
-        print(f"leg {number}: {leg.recipe.parent.name} on {leg.size}", flush=True)
+        print(f"segment {number}: {segment.recipe.parent.name} on {segment.size}", flush=True)
         os.environ |= {
-            "WORLD_SIZE": str(leg.size),
-            "LOCAL_WORLD_SIZE": str(leg.size),
+            "WORLD_SIZE": str(segment.size),
+            "LOCAL_WORLD_SIZE": str(segment.size),
             "MASTER_PORT": _agree_on_port(rank, folder / f"port-{number}"),
         }
-        sys.argv = [str(leg.recipe), *leg.flags]
-        with _noted(leg.notes, rank):
-            runpy.run_path(str(leg.recipe), run_name="__main__")
+        sys.argv = [str(segment.recipe), *segment.flags]
+        with _noted(segment.notes, rank):
+            runpy.run_path(str(segment.recipe), run_name="__main__")
         _forget()
         for i, output in enumerate(outputs, start=1):  # ranks other than 0 write to the run's folder
             os.dup2(output, i)
@@ -137,7 +137,7 @@ def _note(file: Path, model: Any, optimizer: Any) -> None:
 
 
 def held(notes: Path, when: str) -> dict[str, set[str]]:
-    """Name of each tensor that a rank held at the "begin" or the "end" of a leg, to its digests: one, if all agree."""
+    """Name of each tensor that a rank held at the "begin" or the "end" of a segment, to its digests: one, if all agree."""
     found: dict[str, set[str]] = {}
     files = sorted(notes.glob(f"{when}-*.json"))
     assert files, f"no rank has noted what it held at the {when}"

@@ -1,4 +1,4 @@
-"""The command `python -m launch.llama`: a GPT of ours as the Llama of Hugging Face, and back.
+"""The command `python -m tools.llama`: a GPT of ours as the Llama of Hugging Face, and back.
 
 The two compute the same, from tensors of the same layout, so only names change.
 """
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from common import UserError
 from common.workloads import gpt
-from launch.checkpoint import Source, Tensors, beside, read, run, weights, write_start
+from tools.checkpoint import Source, Tensors, beside, read, run, weights, write_start
 
 LAYER = {
     "attention_norm": "input_layernorm",
@@ -153,4 +153,4 @@ def import_(path: Source, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    run({"export": export, "import": import_}, "launch.llama", __doc__)
+    run({"export": export, "import": import_}, "tools.llama", __doc__)

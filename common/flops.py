@@ -1,0 +1,71 @@
+"""FLOPs of a training sample, and of a device at its peak: what the dashboard's MFU is made of."""
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+
+from common.data import Batch, BatchReader
+
+# Dense bfloat16 peak of one GPU in FLOP/s without sparsity, from NVIDIA's data sheets; the first that is in its name.
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one training sample counts as, for rates.
+
+    Attributes:
+        flops: of its forward and backward pass; 0 where they are not counted.
+        units: such as `{"tokens": 128}`.
+    """
+
+    flops: float = 0.0
+    units: Mapping[str, int] = field(default_factory=dict)
+
+
+def count_sample(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Module, train: BatchReader) -> Sample:
+    """Count the FLOPs of one training sample from the shapes of the operators: on the meta device.
+
+    Args:
+        loss: of the model on a batch.
+        model: the plain one, with or without weights.
+        train: the training set.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    first = np.zeros(2, np.int64)  # twice the same: BatchNorm wants two
+    inputs, targets = (tensor.to("meta") for tensor in train.read(first, first))
+    with FlopCounterMode(display=False) as counter:
+        loss(copy.deepcopy(model).to("meta"), Batch(inputs, targets, len(first), True)).backward()
+    return Sample(counter.get_total_flops() / len(first), train.sample_units)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s that one rank could reach at best: the data sheet's for a known GPU, else a measured large matmul."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        for chip, peak in PEAK_FLOPS.items():
+            if chip in name:
+                return peak
+    size = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(4):  # the first one warms up
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,70 @@
+"""What one rank tells the others: who it is, lines for the terminal, rank 0's answers, comparisons. A leaf."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from common import UserError
+
+Answer = TypeVar("Answer")
+
+
+def env_int(*names: str, default: int) -> int:
+    """The first of these environment variables that is set, as a number."""
+    return int(next((os.environ[name] for name in names if name in os.environ), default))
+
+
+def rank() -> int:
+    """Rank of this process, known before there is a process group."""
+    return env_int("RANK", "OMPI_COMM_WORLD_RANK", default=0)
+
+
+def size() -> int:
+    """Number of processes of this run, known before there is a process group."""
+    return env_int("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", default=1)
+
+
+def print0(message: str) -> None:
+    """Print a line once, from rank 0, above the progress bar if there is one."""
+    if rank() == 0:
+        tqdm.write(message, file=sys.stdout)
+        sys.stdout.flush()
+
+
+def from_rank0(answer: Callable[[], Answer]) -> Answer:
+    """Let rank 0 look or decide; every rank gets its answer, or raises its refusal (all ranks take part)."""
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [answer()]
+        except UserError as error:
+            box = [error]
+    dist.broadcast_object_list(box)
+    if isinstance(box[0], UserError):
+        raise box[0]
+    return box[0]
+
+
+def check_same(**groups: Mapping[str, Any]) -> None:
+    """Compare small dictionaries over all ranks: ranks that differ in one of them must not train together.
+
+    Args:
+        **groups: this rank's entries by kind, such as `flag={"lr": 0.1}`: picklable, comparable.
+
+    Raises:
+        UserError: on all ranks alike; names the first rank that differs from rank 0, the entry and both values.
+    """
+    mine = {f"{group} {key}": value for group, entries in groups.items() for key, value in entries.items()}
+    everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for other, theirs in enumerate(everyone):
+        for key in everyone[0] | theirs:
+            if everyone[0].get(key) != theirs.get(key):
+                raise UserError(
+                    f"rank {other} was started with {key} {theirs.get(key)!r}, rank 0 with {everyone[0].get(key)!r}: "
+                    "start every rank with the same flags, code and data"
+                )
