@@ -1,7 +1,7 @@
 """When each rank of a pipeline computes and when it waits: timelines of recipes/pipeline_gpt, and their picture.
 
 `benchmarks/strategies.py` calls this. The recipe runs as it stands, in real ranks; torch's pipeline stages are
-wrapped so that each forward and backward pass of a microbatch leaves a box with its start and its end, on the clock
+wrapped so that each forward and backward pass of a micro-batch leaves a box with its start and its end, on the clock
 that all processes of a machine share. A `unit` makes each pass last a fixed time, by sleeping once it is done.
 """
 
@@ -9,7 +9,7 @@ import json
 import runpy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,14 @@ from typing import Any
 from benchmarks import probes
 from tests.harness.runner import ROOT
 
-RECIPE, DEFAULT = "pipeline_gpt", "1f1b"
+RECIPE, DEFAULT = "pipeline_gpt", "1F1B"
 MICROBATCHES = 8
-# Schedule -> stages of a rank, as the recipe has them.
-STAGES = {name: n for name, (_, n) in runpy.run_path(str(ROOT / "recipes" / RECIPE / "train.py"))["SCHEDULES"].items()}
+# Schedule -> the stages of rank r of p, as the recipe has them.
+STAGES: dict[str, Callable[[int, int], list[int]]] = runpy.run_path(str(ROOT / "recipes" / RECIPE / "train.py"))[
+    "STAGES"
+]
+NAIVE = "GPipe, 1 micro-batch"  # as large as all of the others': plain model parallelism
+NAMES = (NAIVE, *STAGES)
 UNIT_S = 0.08  # that a rank needs for the forward pass of one of MICROBATCHES through all that it holds
 STEPS = range(2, 5)  # that are measured
 QUICK = ("--width", "8", "--num-heads", "2", "--seq-len", "4")  # next to nothing to compute
@@ -79,18 +83,18 @@ def record(path: str, argv: list[str], file: str, unit: float) -> None:
 
 def timelines(name: str, num_ranks: int, unit: float, folder: Path, *flags: str) -> list[list[Box]]:
     """The boxes of all ranks in each of STEPS, from the start of the first; with a unit of 0 nothing sleeps."""
-    # The one microbatch of the naive schedule is as large as all of the others'; two stages of a rank share its layers.
-    lasts = unit * (MICROBATCHES if name == "naive" else 1) / STAGES[name]
+    schedule = name.split(",", maxsplit=1)[0]
+    # Two stages of a rank share its layers.
+    lasts = unit * (MICROBATCHES if name == NAIVE else 1) / len(STAGES[schedule](0, num_ranks))
     rows = 2 if unit == 0 else 1
-    sizes = [
-        "--num-layers",
-        "8",
-        "--global-batch-size",
-        str(MICROBATCHES * rows),
-        "--num-microbatches",
-        str(MICROBATCHES),
-    ]
-    flags = (*sizes, "--pp", str(num_ranks), "--schedule", name, *flags)
+    sizes = {"num-layers": 8, "global-batch-size": MICROBATCHES * rows, "pp": num_ranks}
+    sizes["micro-batch-size"] = 0 if name == NAIVE else rows
+    flags = (
+        *(part for flag, size in sizes.items() for part in (f"--{flag}", str(size))),
+        "--schedule",
+        schedule,
+        *flags,
+    )
     found = probes.in_ranks(record, RECIPE, num_ranks, [*flags], folder, lasts)
     steps = []
     for each in zip(*found, strict=True):
@@ -123,18 +127,20 @@ def own_bubble(boxes: list[Box]) -> float:
 
 
 def theory(name: str, p: int, m: int = MICROBATCHES) -> tuple[float, str]:
-    """The bubble of p ranks and m microbatches, and its formula."""
-    if name == "naive":
+    """The bubble of p ranks and m micro-batches, and its formula."""
+    if name == NAIVE:
         return (p - 1) / p, "(p-1) / p"
-    if name == "zero-bubble":
+    if name in ("InterleavedZeroBubble", "ZBVZeroBubble"):
         return (p - 1) / (6 * m + p - 1), "(p-1) / (6m+p-1)"
-    if name == "interleaved":
+    if name == "DualPipeV":
+        return (p - 1) / (3 * m + p - 1), "(p-1) / (3m+p-1)"
+    if name == "Interleaved1F1B":
         return (p - 1) / (2 * m + p - 1), "(p-1) / (2m+p-1)"
     return (p - 1) / (m + p - 1), "(p-1) / (m+p-1)"
 
 
 def draw(drawn: dict[str, list[Box]], path: Path) -> None:
-    """One panel a schedule, all on one time axis, of which the naive one gets as much as the others need."""
+    """One panel a schedule, all on one time axis, of which NAIVE gets as much as the others need."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -142,7 +148,7 @@ def draw(drawn: dict[str, list[Box]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     num_ranks = len({box.rank for box in next(iter(drawn.values()))})
-    end = 1.03 * max(span(boxes) for name, boxes in drawn.items() if name != "naive") / UNIT_S
+    end = 1.03 * max(span(boxes) for name, boxes in drawn.items() if name != NAIVE) / UNIT_S
     figure, panels = plt.subplots(len(drawn), 1, figsize=(15, 1.9 * len(drawn)), sharex=True, layout="constrained")
     for axes, (name, boxes) in zip(panels, drawn.items(), strict=True):
         for box in boxes:
@@ -151,7 +157,7 @@ def draw(drawn: dict[str, list[Box]], path: Path) -> None:
             axes.barh(box.rank, width, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
             middle = (start + min(start + width, end)) / 2
             if middle < end:
-                label = "0 to 7" if name == "naive" else str(box.microbatch)
+                label = "0 to 7" if name == NAIVE else str(box.microbatch)
                 ink = "black" if box.chunk else "white"
                 axes.text(middle, box.rank, label, ha="center", va="center", fontsize=8.5, color=ink)
         formula, words = theory(name, num_ranks)
@@ -171,7 +177,7 @@ def draw(drawn: dict[str, list[Box]], path: Path) -> None:
         axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)], fontsize=10)
         axes.tick_params(length=0, labelbottom=True)
         axes.spines[["top", "right", "left"]].set_visible(False)
-    panels[-1].set_xlabel("time, in forward passes of one microbatch through what one rank holds", fontsize=11)
+    panels[-1].set_xlabel("time, in forward passes of one micro-batch through what one rank holds", fontsize=11)
     names = {
         "F": "forward",
         "B": "backward (zero-bubble: its half by the input)",
@@ -185,7 +191,7 @@ def draw(drawn: dict[str, list[Box]], path: Path) -> None:
     plt.close(figure)
 
 
-def asleep(names: list[str], folder: Path, picture: Path) -> str:
+def asleep(names: Sequence[str], folder: Path, picture: Path) -> str:
     """The table of 2 and 4 ranks that sleep instead of computing; draws the one of 4."""
     lines, drawn = [], {}
     for num_ranks in (2, 4):
@@ -200,7 +206,7 @@ def asleep(names: list[str], folder: Path, picture: Path) -> str:
     return "\n".join(lines)
 
 
-def computing(names: list[str], folder: Path) -> str:
+def computing(names: Sequence[str], folder: Path) -> str:
     """The table of 2 ranks that compute, all schedules in turns."""
     spans: dict[str, list[float]] = {name: [] for name in names}
     bubbles: dict[str, list[float]] = {name: [] for name in names}

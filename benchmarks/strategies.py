@@ -18,7 +18,7 @@ from common.workloads import gpt
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT
 
-LAYERS, WIDTH, LENGTH, BATCH, ROWS = 8, 256, 64, 16, 2  # ROWS: sequences of a pipeline's microbatch
+LAYERS, WIDTH, LENGTH, BATCH, ROWS = 8, 256, 64, 16, 2  # ROWS: sequences of a pipeline's micro-batch
 REPLICAS = ("accelerate_gpt", "ddp_gpt")
 SMALL = 100  # elements; a call with less is only counted
 HELD_HEAD = """\
@@ -66,8 +66,9 @@ def options(layout: runner.Layout) -> dict[str, str]:
 
 def owners(layout: runner.Layout) -> list[int]:
     """Rank, in its pipeline, of each stage."""
-    flags = options(layout)
-    return list(range(int(flags["--pp"]))) * schedules.STAGES[flags["--schedule"]]
+    num_ranks, stages = int(options(layout)["--pp"]), schedules.STAGES[options(layout)["--schedule"]]
+    owner = {stage: rank for rank in range(num_ranks) for stage in stages(rank, num_ranks)}
+    return [owner[stage] for stage in range(len(owner))]
 
 
 def stage_bytes(layout: runner.Layout) -> list[int]:
@@ -149,7 +150,7 @@ def measure(layout: runner.Layout, folder: Path, recipe: str | Path = "") -> lis
     """What each rank holds and calls."""
     sizes = {"num-layers": LAYERS, "width": WIDTH, "seq-len": LENGTH, "global-batch-size": BATCH}
     if "--pp" in layout.flags:
-        sizes["num-microbatches"] = BATCH // layout.dp_size // ROWS
+        sizes["micro-batch-size"] = ROWS
     flags = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
     return probes.in_ranks(probes.probe, recipe or layout.recipe, layout.size, [*flags, *layout.flags], folder)
 
@@ -229,9 +230,8 @@ def main() -> None:
             sent += sent_rows(layout, found)
             alone = max(alone, *(len(one["alone"]) for one in found))
             print(held[-1], flush=True)
-        names = [*schedules.STAGES]
-        slept = schedules.asleep(names, Path(folder), ROOT / "docs/schedules.png")
-        computed = schedules.computing(names, Path(folder))
+        slept = schedules.asleep(schedules.NAMES, Path(folder), ROOT / "docs/schedules.png")
+        computed = schedules.computing(schedules.NAMES, Path(folder))
     pages.write(
         ROOT / "docs/strategies.md",
         measured=pages.measured("uv run python -m benchmarks.strategies", "gloo, float32", began=started),

@@ -156,6 +156,17 @@ def test_flags_exist(page: Path) -> None:
     assert not [*unknown_flags(page.read_text())]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_exist(page: Path) -> None:
+    """Modules that a page runs, and scripts that it starts."""
+    text = page.read_text()
+    modules = re.findall(r"python -m ((?:benchmarks|common|launch|recipes|tests|tools)\.[\w.]*\w)", text)
+    scripts = re.findall(r"\b((?:benchmarks|launch|tests|tools)/[\w./]*\w)", text)
+    files = [*(f"{module.replace('.', '/')}.py" for module in modules), *scripts]
+    missing = {name for name in files if not (ROOT / name).exists()} - {"launch/site.sh"}  # the user's own
+    assert not missing
+
+
 def test_unknown_flags_are_found() -> None:
     text = "`--lr`, `--no-compile`, `--learn`\nbash launch/torchrun.sh recipes/ddp_gpt --tp 2 \\\n  --width 8  # --no"
     assert [*unknown_flags(text)] == ["learn", "ddp_gpt tp"]
