@@ -5,33 +5,45 @@ wrapped so that each forward and backward pass of a micro-batch leaves a box wit
 that all processes of a machine share. A `unit` makes each pass last a fixed time, by sleeping once it is done.
 """
 
+import functools
 import json
 import runpy
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks import probes
+from tests.harness import runner
 from tests.harness.runner import ROOT
 
-RECIPE, DEFAULT = "pipeline_gpt", "1F1B"
-MICROBATCHES = 8
-# Schedule -> the stages of rank r of p, as the recipe has them.
-STAGES: dict[str, Callable[[int, int], list[int]]] = runpy.run_path(str(ROOT / "recipes" / RECIPE / "train.py"))[
-    "STAGES"
-]
-NAIVE = "GPipe, 1 micro-batch"  # as large as all of the others': plain model parallelism
-NAMES = (NAIVE, *STAGES)
-UNIT_S = 0.08  # that a rank needs for the forward pass of one of MICROBATCHES through all that it holds
+RECIPE = "pipeline_gpt"
+NAIVE = "GPipe, 1 micro-batch"  # one rank computes at a time
+DEFAULT, *OTHERS = runner.choices(RECIPE, "--schedule")
+NAMES = [NAIVE, "GPipe", DEFAULT, *(name for name in OTHERS if name != "GPipe")]
+MICRO_BATCHES = 8
+UNIT_S = 0.08  # that a rank needs for the forward pass of one of MICRO_BATCHES through all that it holds
 STEPS = range(2, 5)  # that are measured
 QUICK = ("--width", "8", "--num-heads", "2", "--seq-len", "4")  # next to nothing to compute
 REAL = ("--width", "256", "--seq-len", "128")
 ROUNDS = 2
 COLOURS = {"F": ("#3b76af", "#9dc3e6"), "B": ("#d9822b", "#f6c48f"), "I": ("#d9822b", "#f6c48f")}
 COLOURS["W"] = ("#4e9a51", "#a8d5a2")  # each: a rank's first stage, its second
+
+
+def flag(name: str) -> str:
+    """What --schedule is for a row of the tables."""
+    return "GPipe" if name == NAIVE else name
+
+
+@functools.cache
+def stages(name: str, num_ranks: int) -> list[list[int]]:
+    """Numbers of the stages of each rank of a pipeline, as the recipe has them."""
+    recipe = runpy.run_path(str(ROOT / "recipes" / RECIPE / "train.py"))
+    args = recipe["Args"](schedule=flag(name), pp=num_ranks)
+    return [recipe["stage_numbers"](args, rank) for rank in range(num_ranks)]
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,7 @@ class Box:
 
     rank: int
     chunk: int
-    microbatch: int
+    micro_batch: int
     kind: str
     start: float
     end: float
@@ -58,13 +70,13 @@ def record(path: str, argv: list[str], file: str, unit: float) -> None:
     def timed(name: str, what: Callable[[bool], tuple[str, int]]) -> None:
         method = getattr(Stage, name)
 
-        def wrapped(self: Any, microbatch: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
+        def wrapped(self: Any, micro_batch: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
             kind, units = what(full_backward)
             start = time.monotonic()
             more = {} if full_backward else {"full_backward": False}
-            result = method(self, microbatch, *args, **more, **kwargs)
+            result = method(self, micro_batch, *args, **more, **kwargs)
             time.sleep(max(0.0, start + units * unit - time.monotonic()))
-            boxes[-1].append((self.stage_index // self.group_size, microbatch, kind, start, time.monotonic()))
+            boxes[-1].append((self.stage_index // self.group_size, micro_batch, kind, start, time.monotonic()))
             return result
 
         setattr(Stage, name, wrapped)
@@ -83,27 +95,21 @@ def record(path: str, argv: list[str], file: str, unit: float) -> None:
 
 def timelines(name: str, num_ranks: int, unit: float, folder: Path, *flags: str) -> list[list[Box]]:
     """The boxes of all ranks in each of STEPS, from the start of the first; with a unit of 0 nothing sleeps."""
-    schedule = name.split(",", maxsplit=1)[0]
-    # Two stages of a rank share its layers.
-    lasts = unit * (MICROBATCHES if name == NAIVE else 1) / len(STAGES[schedule](0, num_ranks))
-    rows = 2 if unit == 0 else 1
-    sizes = {"num-layers": 8, "global-batch-size": MICROBATCHES * rows, "pp": num_ranks}
-    sizes["micro-batch-size"] = 0 if name == NAIVE else rows
-    flags = (
-        *(part for flag, size in sizes.items() for part in (f"--{flag}", str(size))),
-        "--schedule",
-        schedule,
-        *flags,
-    )
+    # NAIVE's micro-batch is as large as all of the others'; two stages of a rank share its layers.
+    number = 1 if name == NAIVE else MICRO_BATCHES
+    lasts = unit * MICRO_BATCHES / number / len(stages(name, num_ranks)[0])
+    batch = MICRO_BATCHES * (2 if unit == 0 else 1)
+    sizes = ["--num-layers", "8", "--global-batch-size", str(batch), "--micro-batch-size", str(batch // number)]
+    flags = (*sizes, "--pp", str(num_ranks), "--schedule", flag(name), *flags)
     found = probes.in_ranks(record, RECIPE, num_ranks, [*flags], folder, lasts)
     steps = []
     for each in zip(*found, strict=True):
         first = min(start for boxes in each for *_, start, _ in boxes)
         steps.append(
             [
-                Box(rank, chunk, microbatch, kind, start - first, end - first)
+                Box(rank, chunk, micro_batch, kind, start - first, end - first)
                 for rank, boxes in enumerate(each)
-                for chunk, microbatch, kind, start, end in boxes
+                for chunk, micro_batch, kind, start, end in boxes
             ]
         )
     return steps
@@ -126,14 +132,12 @@ def own_bubble(boxes: list[Box]) -> float:
     return 1 - sum(box.end - box.start for box in boxes) / sum(map(span, each))
 
 
-def theory(name: str, p: int, m: int = MICROBATCHES) -> tuple[float, str]:
+def theory(name: str, p: int, m: int = MICRO_BATCHES) -> tuple[float, str]:
     """The bubble of p ranks and m micro-batches, and its formula."""
     if name == NAIVE:
         return (p - 1) / p, "(p-1) / p"
-    if name in ("InterleavedZeroBubble", "ZBVZeroBubble"):
+    if name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
         return (p - 1) / (6 * m + p - 1), "(p-1) / (6m+p-1)"
-    if name == "DualPipeV":
-        return (p - 1) / (3 * m + p - 1), "(p-1) / (3m+p-1)"
     if name == "Interleaved1F1B":
         return (p - 1) / (2 * m + p - 1), "(p-1) / (2m+p-1)"
     return (p - 1) / (m + p - 1), "(p-1) / (m+p-1)"
@@ -157,7 +161,7 @@ def draw(drawn: dict[str, list[Box]], path: Path) -> None:
             axes.barh(box.rank, width, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
             middle = (start + min(start + width, end)) / 2
             if middle < end:
-                label = "0 to 7" if name == NAIVE else str(box.microbatch)
+                label = "0 to 7" if name == NAIVE else str(box.micro_batch)
                 ink = "black" if box.chunk else "white"
                 axes.text(middle, box.rank, label, ha="center", va="center", fontsize=8.5, color=ink)
         formula, words = theory(name, num_ranks)
@@ -191,7 +195,7 @@ def draw(drawn: dict[str, list[Box]], path: Path) -> None:
     plt.close(figure)
 
 
-def asleep(names: Sequence[str], folder: Path, picture: Path) -> str:
+def asleep(names: list[str], folder: Path, picture: Path) -> str:
     """The table of 2 and 4 ranks that sleep instead of computing; draws the one of 4."""
     lines, drawn = [], {}
     for num_ranks in (2, 4):
@@ -206,7 +210,7 @@ def asleep(names: Sequence[str], folder: Path, picture: Path) -> str:
     return "\n".join(lines)
 
 
-def computing(names: Sequence[str], folder: Path) -> str:
+def computing(names: list[str], folder: Path) -> str:
     """The table of 2 ranks that compute, all schedules in turns."""
     spans: dict[str, list[float]] = {name: [] for name in names}
     bubbles: dict[str, list[float]] = {name: [] for name in names}
@@ -215,7 +219,7 @@ def computing(names: Sequence[str], folder: Path) -> str:
             steps = timelines(name, 2, 0.0, folder / f"real-{i}-{name}", *REAL)
             spans[name].append(statistics.median(map(span, steps)))
             bubbles[name] += map(bubble, steps)
-            print(f"round {i}  {name:12}  {spans[name][-1]:.3f} s", flush=True)
+            print(f"round {i}  {name:21}  {spans[name][-1]:.3f} s", flush=True)
     lines = []
     for name in names:
         ratios = sorted(one / base for one, base in zip(spans[name], spans[DEFAULT], strict=True))

@@ -66,9 +66,9 @@ def options(layout: runner.Layout) -> dict[str, str]:
 
 def owners(layout: runner.Layout) -> list[int]:
     """Rank, in its pipeline, of each stage."""
-    num_ranks, stages = int(options(layout)["--pp"]), schedules.STAGES[options(layout)["--schedule"]]
-    owner = {stage: rank for rank in range(num_ranks) for stage in stages(rank, num_ranks)}
-    return [owner[stage] for stage in range(len(owner))]
+    flags = options(layout)
+    of_ranks = schedules.stages(flags["--schedule"], int(flags["--pp"]))
+    return [rank for _, rank in sorted((stage, rank) for rank, stages in enumerate(of_ranks) for stage in stages)]
 
 
 def stage_bytes(layout: runner.Layout) -> list[int]:
@@ -239,10 +239,10 @@ def main() -> None:
         held="\n".join([HELD_HEAD, *held]),
         sent=sent_tables(sent),
         alone=f"A single pipeline makes {alone} calls in groups of one rank.",
-        sleeping=f"1 unit is {schedules.UNIT_S:g} s, m is {schedules.MICROBATCHES}; the shortest of "
+        sleeping=f"1 unit is {schedules.UNIT_S:g} s, m is {schedules.MICRO_BATCHES}; the shortest of "
         f"{len(schedules.STEPS)} steps.\n\n{SLEPT_HEAD}\n{slept}",
-        computing=f"2 ranks of one thread, {LAYERS} layers, width {WIDTH}, {schedules.MICROBATCHES} micro-batches of 2 "
-        f"sequences of {schedules.REAL[-1]} tokens, {schedules.ROUNDS} rounds.\n\n{COMPUTED_HEAD}\n{computed}",
+        computing=f"2 ranks of one thread, {LAYERS} layers, width {WIDTH}, {schedules.MICRO_BATCHES} micro-batches of "
+        f"2 sequences of {schedules.REAL[-1]} tokens, {schedules.ROUNDS} rounds.\n\n{COMPUTED_HEAD}\n{computed}",
     )
 
 

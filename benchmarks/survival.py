@@ -52,9 +52,8 @@ def measure(folder: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     path = Path(folder, "run")
     run_dir.claim(path)
-    plan = sampler.make_plan(
-        sampler.divide_batch(100, 0, world.size), 10000, run_seed=0, epochs=1, max_steps=10**6, progress={}
-    )
+    division = sampler.Division(100, 100, world.size)
+    plan = sampler.make_plan(division, 10000, run_seed=0, epochs=0, max_steps=10**6, progress={})
     idle_before = idle_s(lambda step: None)
     stopping = stop.Stop(world, 0, 0)
     watching = watch.Watch(world, path, 0, 60.0)

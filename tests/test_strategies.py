@@ -23,7 +23,7 @@ def held(recipe: str | Path, folder: Path) -> list[list[int]]:
 
 def test_every_layout_has_a_theory() -> None:
     """Before a measurement finds out. All shares together are the model, as often as there are replicas of it."""
-    assert {*schedules.STAGES} == {*runner.choices("pipeline_gpt", "--schedule")}
+    assert {*schedules.NAMES} == {schedules.NAIVE, *runner.choices("pipeline_gpt", "--schedule")}
     layouts = strategies.gpt_layouts()
     assert {layout.recipe for layout in layouts} == {one for one in runner.RECIPES if runner.workload(one) == "gpt"}
     for layout in layouts:
