@@ -136,8 +136,10 @@ def theory(name: str, p: int, m: int = MICRO_BATCHES) -> tuple[float, str]:
     """The bubble of p ranks and m micro-batches, and its formula."""
     if name == NAIVE:
         return (p - 1) / p, "(p-1) / p"
-    if name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+    if name in ("InterleavedZeroBubble", "ZBVZeroBubble"):
         return (p - 1) / (6 * m + p - 1), "(p-1) / (6m+p-1)"
+    if name == "DualPipeV":
+        return (p - 1) / (3 * m + p - 1), "(p-1) / (3m+p-1)"
     if name == "Interleaved1F1B":
         return (p - 1) / (2 * m + p - 1), "(p-1) / (2m+p-1)"
     return (p - 1) / (m + p - 1), "(p-1) / (m+p-1)"
