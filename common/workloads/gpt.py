@@ -147,3 +147,8 @@ def sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     """Mean cross-entropy of each sequence in nats, (B,), of logits (B, T, V); a target of -100 counts as 0."""
     wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide, targets.flatten(), reduction="none").view(targets.shape).mean(1)
+
+
+def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of the losses of a batch's sequences, ()."""
+    return sequence_losses(logits, targets).sum()
