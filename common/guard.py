@@ -1,20 +1,18 @@
 """What must stay true of the numbers: finite gradients, and replicas that are equal."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common import UserError, keymap, ranks, sampler
+from common import UserError, keymap, private_api, ranks, sampler
 
 
 class FiniteGuard:
     """Leaves no trace of an update whose gradient is not finite, and ends a training that has too many in a row.
 
-    A fused optimizer changes nothing when its `found_inf` is 1, and the gradient norm is the same on all ranks,
-    so they all leave the same update out, and nobody waits for a device to know.
+    A fused optimizer can be told by a tensor to change nothing, and the gradient norm is the same on all ranks, so
+    they all skip the same update, and nobody waits for a device to know.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: sampler.Plan, most: int) -> None:
@@ -35,7 +33,7 @@ class FiniteGuard:
                 "not finite without a wait. In make_optimizer, use one of these, with fused=True"
             )
         keymap.optimizer_tensors(model, optimizer)
-        self._optimizer: Any = optimizer
+        self._optimizer = optimizer
         self._plan, self._most = plan, most
         self._buffers = list(model.buffers())
         self._kept = [buffer.clone() for buffer in self._buffers]
@@ -45,15 +43,14 @@ class FiniteGuard:
 
     def skip_if_not_finite(self, grad_norm: torch.Tensor) -> None:
         """Before the optimizer's step: it is left out if the global gradient norm, (), is not finite."""
-        self._optimizer.found_inf = (~grad_norm.isfinite()).float()
+        private_api.skip_update_if(self._optimizer, ~grad_norm.isfinite())
 
     def restore_if_skipped(self, step: int) -> None:
         """Once `step` is done: undo what it did to the buffers, if its update was left out."""
-        bad = self._optimizer.found_inf.bool()
+        bad = private_api.update_skipped(self._optimizer)
         for buffer, kept in zip(self._buffers, self._kept, strict=True):
             torch.where(bad, kept, buffer, out=buffer)
-        if self._buffers:
-            torch._foreach_copy_(self._kept, self._buffers)
+        private_api.copy_all(self._kept, self._buffers)
         self._total += bad
         self._in_a_row.copy_(torch.where(bad, self._in_a_row + 1, 0))
         trips = (self._in_a_row > self._most) & (self._tripped_at == 0)

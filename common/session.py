@@ -114,7 +114,9 @@ class Session:
 
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation is due after `step`; a run that stops before its end is not evaluated once more."""
-        return step % (self._args.eval_every or self._plan.epoch_steps) == 0 or step == self._last_step
+        due = step % (self._args.eval_every or self._plan.epoch_steps) == 0 or step == self._last_step
+        self._watch.note("evaluation" if due else "")  # what fails or hangs from here on does so in it
+        return due
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is due after `step`."""
@@ -160,6 +162,7 @@ class Session:
             step: the step that is done.
             more: what else this rank brings, by canonical name.
         """
+        self._watch.note("")
         if self.saves(step):
             tensors = keymap.tensors(self._model, self._optimizer) | (more or {})
             self._saver.save(step, tensors, self._plan.position(step), self._is_last(step))

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
-from launch import rendezvous
+from launch import private_api, rendezvous
 
 LEFT = 3  # common/watch.py: this rank left because of another one
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # common/stop.py: what makes the ranks save and leave
@@ -31,6 +31,9 @@ started: list[SubprocessContext] = []  # the ranks of this machine, at each star
 
 def main() -> None:
     """Run the recipe; exit with the code of the rank that failed first."""
+    if missing := private_api.missing():
+        print(f"error: {missing}", file=sys.stderr)
+        sys.exit(rendezvous.USAGE_ERROR)
     # The agent's own log repeats, around its stack trace, what is said below in three lines.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     start = PContext.start
