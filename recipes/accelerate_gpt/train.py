@@ -165,7 +165,9 @@ def make_accelerator(args: Args) -> Accelerator:
         accelerator: Any = Accelerator(cpu=world.device.type == "cpu", kwargs_handlers=[ddp])
         sizes = accelerator.parallelism_config or ParallelismConfig()  # or what the environment asks for in vain
     except (ImportError, RuntimeError, ValueError) as error:
-        raise UserError(f"Accelerate refuses its config file (configs/cpu.yaml trains without GPUs): {error}") from error
+        raise UserError(
+            f"Accelerate refuses its config file (configs/cpu.yaml trains without GPUs): {error}"
+        ) from error
     require("num_processes", str(accelerator.num_processes), processes, "use configs/cpu.yaml, or set NPROC_PER_NODE")
     require("device", accelerator.device.type, world.device.type, "to train on the CPU, set CUDA_VISIBLE_DEVICES=")
     became = "FSDP2" if accelerator.is_fsdp2 else accelerator.distributed_type.value
