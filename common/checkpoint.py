@@ -88,7 +88,7 @@ def find(run_dir: Path, resume: str, model: nn.Module | None = None, **fingerpri
 def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
     """Choose the newest undamaged checkpoint of a run, or the checkpoint `where` itself; returns it and its manifest.
 
-    If there is a process group, all ranks take part: rank 0 lists the folders, and each rank verifies some of the files.
+    If there is a process group, all ranks take part: rank 0 lists the folders, each rank verifies some of the files.
 
     Args:
         where: a run's folder or one checkpoint.

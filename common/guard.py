@@ -26,8 +26,15 @@ class FiniteGuard:
             optimizer: a fused optimizer.
             plan: the samples of each step, to name them in an error.
             most: updates in a row that may be skipped.
+
+        Raises:
+            UserError: the optimizer is not fused.
         """
-        assert optimizer.defaults.get("fused"), "only a fused optimizer reads found_inf"
+        if not optimizer.defaults.get("fused"):
+            raise UserError(
+                f"{type(optimizer).__name__} is not fused, and only torch's fused optimizers can skip a step whose "
+                "gradient is not finite: in make_optimizer, use one of them with fused=True"
+            )
         keymap.optimizer_tensors(model, optimizer)
         self._optimizer: Any = optimizer
         self._plan, self._most = plan, most
@@ -109,5 +116,5 @@ def check_replicas(model: nn.Module, step: int) -> None:
         others = f"rank {min(holders)}" if len(holders) == 2 else f"most of the {len(holders)} ranks that hold it"
         raise UserError(
             f"replicas differ at step {step}: {key} on rank {', '.join(map(str, different))} is not the same as on "
-            f"{others}. A device or its memory may be faulty; resume from a checkpoint of an earlier step, elsewhere"
+            f"{others}. A device or its memory may be faulty: exclude it, and --resume an earlier checkpoint in a new --name"
         )

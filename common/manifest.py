@@ -1,4 +1,4 @@
-"""MANIFEST.json of a checkpoint: size and SHA-256 of each file, and its own SHA-256, so that any changed bit is found."""
+"""MANIFEST.json of a checkpoint: size and SHA-256 of each file, and of itself, so that any changed bit is found."""
 
 import hashlib
 import json

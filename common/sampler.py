@@ -171,8 +171,8 @@ def check_min_samples(plan: Plan, least: int) -> None:
         last = plan.max_steps - 1
         advice = f"use --max-steps {last} to drop that step" if last else "lower --global-batch-size"
         raise UserError(
-            f"the last step of --epochs has {rest} of {plan.num_samples} samples, too few for {division.dp_size} ranks in "
-            f"micro-batches of up to {division.micro_batch_size} samples each: {advice}"
+            f"the last step of --epochs has {rest} of {plan.num_samples} samples, too few for {division.dp_size} ranks "
+            f"in micro-batches of up to {division.micro_batch_size} samples each: {advice}"
         )
 
 
