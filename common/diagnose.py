@@ -38,7 +38,7 @@ def phase_and_stack(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
 
 
 def flight_recorder(device: torch.device, only_active: bool) -> dict[str, Any]:
-    """torch's record of this rank's collectives; {} from a torch that lacks these private functions."""
+    """Flight recorder's entries for this rank's collectives; {} from a torch that lacks these private functions."""
     name = "_dump_nccl_trace_json" if device.type == "cuda" else "_dump_fr_trace_json"
     dump = getattr(torch._C._distributed_c10d, name, None)
     return json.loads(dump(True, only_active)) if dump else {}

@@ -61,9 +61,7 @@ def count_sample(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Mod
         raise
     except Exception as error:  # not every model runs there
         reason = str(error).strip().partition("\n")[0]
-        ranks.print0(
-            f"note: MFU is not shown, because the FLOPs could not be counted ({type(error).__name__}: {reason})"
-        )
+        ranks.print0(f"note: MFU is not shown: counting the FLOPs failed ({type(error).__name__}: {reason})")
         counted = 0.0
     return Sample(counted, train.sample_units)
 

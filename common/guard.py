@@ -116,5 +116,5 @@ def check_replicas(model: nn.Module, step: int) -> None:
         others = f"rank {min(holders)}" if len(holders) == 2 else f"most of the {len(holders)} ranks that hold it"
         raise UserError(
             f"replicas differ at step {step}: {key} on rank {', '.join(map(str, different))} is not the same as on "
-            f"{others}. A device or its memory may be faulty: exclude it, and --resume an earlier checkpoint in a new --name"
+            f"{others}. A device or its memory may be faulty: exclude it, and --resume an earlier checkpoint"
         )

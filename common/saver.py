@@ -147,9 +147,7 @@ class Saver:
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         free = shutil.disk_usage(partial).free
         if free < needed:
-            raise OSError(
-                errno.ENOSPC, f"the save needs {needed / 1e6:,.1f} MB, the disk has {free / 1e6:,.1f} MB free"
-            )
+            raise OSError(errno.ENOSPC, f"it needs {needed / 1e6:,.1f} MB, the disk has {free / 1e6:,.1f} MB free")
         return partial
 
     def _commit(self, partial: Path, final: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
