@@ -145,9 +145,8 @@ def _load_tokenizer(path: str) -> tuple["Tokenizer", int, str]:
         )
     model.no_truncation()  # the file's own settings are meant for single sentences
     model.no_padding()
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "true"
-    )  # otherwise each forked worker warns of threads that are idle by then
+    # Otherwise each forked worker warns of threads, which are idle by then.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     return model, vocab_size, hashlib.sha256(content).hexdigest()
 
 
@@ -166,14 +165,12 @@ def _load_rows(name: str, seq_len: int, tokenizer: str) -> tuple[Text, Text]:
     if not columns:
         raise UserError(f"--data {name} has no column of strings: {kinds}. In a folder, use .txt or .parquet files")
     some = train.select_columns(columns)[:: max(1, len(train) // 16)]  # rows from all over the set
-    column = max(
-        columns, key=lambda key: sum(len(text or "") for text in some[key])
-    )  # of several, the one with the most text
+    # Of several columns, the one with the most text.
+    column = max(columns, key=lambda key: sum(len(text or "") for text in some[key]))
     loaded = []
     for path in [_pack(rows.select_columns(column), model, digest) for rows in (train, validation)]:
-        tokens = (
-            np.memmap(path, np.uint16, "r") if path.stat().st_size else np.zeros(0, np.uint16)
-        )  # a memory map cannot be empty
+        # A memory map cannot be empty.
+        tokens = np.memmap(path, np.uint16, "r") if path.stat().st_size else np.zeros(0, np.uint16)
         _, num_bytes, packed_digest, _ = path.name.split(".")
         loaded.append(Text(tokens, seq_len, vocab_size, len(tokens) / max(1, int(num_bytes)), packed_digest))
     return loaded[0], loaded[1]
