@@ -1,7 +1,6 @@
 """How a process ends: a refusal is printed once, by rank 0 if it can; a crash reaches torchrun."""
 
 import os
-import signal
 import time
 from pathlib import Path
 
