@@ -113,8 +113,8 @@ def check_replicas(model: nn.Module, step: int) -> None:
             continue
         majority = max(values, key=values.count)  # between two ranks, the lower one's
         different = [rank for rank, value in holders.items() if value != majority]
-        others = f"rank {min(holders)}" if len(holders) == 2 else f"most of the {len(holders)} ranks that hold it"
+        others = f"rank {min(holders)}" if len(holders) == 2 else f"most of its {len(holders)} ranks"
         raise UserError(
-            f"replicas differ at step {step}: {key} on rank {', '.join(map(str, different))} is not the same as on "
-            f"{others}. A device or its memory may be faulty: exclude it, and --resume an earlier checkpoint"
+            f"replicas differ at step {step}: {key} on rank {', '.join(map(str, different))} differs from {others}. "
+            "A device or its memory may be faulty: exclude it, and --resume an earlier checkpoint"
         )
