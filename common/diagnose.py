@@ -1,47 +1,36 @@
 """From stacks and heartbeats to the name of the culprit: pure functions."""
 
-import json
 import re
 import traceback
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
-import torch
+from common import private_api
 
 # (phase, file, function), where "" stands for any function of the file: the first entry found on the main thread's
-# stack names the phase.
-PHASES = (
-    ("evaluation", "train.py", "evaluate"),
-    ("save", "common/saver.py", ""),
-    ("data", "common/data.py", "__next__"),
-    ("collective", "torch/distributed/distributed_c10d.py", ""),
-    ("optimizer", "torch/optim/", ""),
-    ("backward", "torch/_tensor.py", "backward"),
-    ("backward", "torch/distributed/pipelining/_backward.py", ""),
-    ("forward", "train.py", "forward"),
-    ("forward", "torch/distributed/pipelining/stage.py", "forward_one_chunk"),
-)
+# stack names the phase. Recipes may name their functions freely, so these are functions that recipes call.
+PHASES = (("save", "common/saver.py", ""), ("data", "common/data.py", "__next__"), *private_api.FRAMES)
 Beat = dict[str, Any]
 SAVING = "checkpoint"  # name of the process group that writes checkpoints beside the training
 
 
-def phase_and_stack(frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
-    """Phase of training that a thread is in, and its relevant frames as text, outermost first."""
+def phase_and_stack(frames: Iterable[tuple[FrameType, int]], noted: str = "") -> tuple[str, str]:
+    """Phase of training that a thread is in, and its relevant frames as text.
+
+    Args:
+        frames: the thread's stack, outermost frame first.
+        noted: the phase, if the run itself has noted it.
+    """
     stack = traceback.StackSummary.extract(frames)
     ours = [frame for frame in stack[:-1] if "site-packages" not in frame.filename]
     shown = "".join(traceback.format_list([*ours[-4:], *stack[-1:]]))
+    if noted:
+        return noted, shown
     for phase, file, function in PHASES:
         if any(file in frame.filename and function in ("", frame.name) for frame in stack):
             return phase, shown
     return "the main loop", shown
-
-
-def flight_recorder(device: torch.device, only_active: bool) -> dict[str, Any]:
-    """Flight recorder's entries for this rank's collectives; {} from a torch that lacks these private functions."""
-    name = "_dump_nccl_trace_json" if device.type == "cuda" else "_dump_fr_trace_json"
-    dump = getattr(torch._C._distributed_c10d, name, None)
-    return json.loads(dump(True, only_active)) if dump else {}
 
 
 def waits_in(record: dict[str, Any], stack: str) -> str:
@@ -53,7 +42,8 @@ def waits_in(record: dict[str, Any], stack: str) -> str:
         if not entry["retired"] and entry["process_group"][1] != SAVING:
             number, name, group = entry["collective_seq_id"], entry["profiling_name"], entry["process_group"][1]
             return f"{name} {entry['input_sizes']}, number {number} of group {group}"
-    return "a message between two ranks" if re.search(r", in (_wait_batch_p2p|recv|send)$", stack, re.M) else ""
+    message = re.search(rf", in ({'|'.join(private_api.MESSAGES)})$", stack, re.MULTILINE)
+    return "a message between two ranks" if message else ""
 
 
 def describe(beat: Beat) -> str:

@@ -1,21 +1,18 @@
 """Checks of the numbers during training: gradients are finite, and replicas are equal."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common import UserError, keymap, ranks, sampler
+from common import UserError, keymap, private_api, ranks, sampler
 
 
 class FiniteGuard:
     """Skips updates whose gradient is not finite, and stops a training with too many of them in a row.
 
-    torch's GradScaler sets an attribute `found_inf` on fused optimizers, whose step then changes nothing if it is 1;
-    this guard does the same. The gradient norm is the same on all ranks, so all skip the same update, and no rank
-    waits for its device to find out.
+    A tensor can make a fused optimizer's step change nothing (`private_api.skip_update_if`). The gradient norm is the
+    same on all ranks, so all skip the same update, and no rank waits for its device to find out.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: sampler.Plan, most: int) -> None:
@@ -36,7 +33,7 @@ class FiniteGuard:
                 "gradient is not finite: in make_optimizer, use one of them with fused=True"
             )
         keymap.optimizer_tensors(model, optimizer)
-        self._optimizer: Any = optimizer
+        self._optimizer = optimizer
         self._plan, self._most = plan, most
         self._buffers = list(model.buffers())
         self._kept = [buffer.clone() for buffer in self._buffers]
@@ -46,15 +43,14 @@ class FiniteGuard:
 
     def skip_if_not_finite(self, grad_norm: torch.Tensor) -> None:
         """Make the next optimizer step do nothing if the global gradient norm, (), is not finite."""
-        self._optimizer.found_inf = (~grad_norm.isfinite()).float()
+        private_api.skip_update_if(self._optimizer, ~grad_norm.isfinite())
 
     def restore_if_skipped(self, step: int) -> None:
         """After `step`: restore the buffers to their values before it, if its update was skipped."""
-        bad = self._optimizer.found_inf.bool()
+        bad = private_api.update_skipped(self._optimizer)
         for buffer, kept in zip(self._buffers, self._kept, strict=True):
             torch.where(bad, kept, buffer, out=buffer)
-        if self._buffers:
-            torch._foreach_copy_(self._kept, self._buffers)
+        private_api.copy_all(self._kept, self._buffers)
         self._total += bad
         self._in_a_row.copy_(torch.where(bad, self._in_a_row + 1, 0))
         trips = (self._in_a_row > self._most) & (self._tripped_at == 0)

@@ -23,10 +23,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import UserError, checkpoint, manifest, process_group, ranks
+from common import UserError, checkpoint, manifest, private_api, process_group, ranks
 from common.diagnose import SAVING
 
 Tensors = dict[str, torch.Tensor]
+STAGING = StagingOptions(False, False, False, False)  # into plain memory of the CPU, before `stage` returns
 
 
 class SaveError(UserError):
@@ -59,7 +60,7 @@ class Saver:
             "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
-        self._stager = DefaultStager(StagingOptions(False, False, False, False)) if in_background else None
+        self._stager = DefaultStager(STAGING) if in_background else None
         self._pending: threading.Thread | None = None
         self._failure = ""
         process_group.background.callback(self._end)
@@ -85,6 +86,8 @@ class Saver:
         facts = self._facts | {"step": step, "samples": samples}
         if self._stager and not last:
             staged = self._stager.stage(tensors)
+            if torch.__version__ < "2.13":  # there the first use spoils a stager; later ones use its buffers again
+                self._stager = DefaultStager(STAGING)
             self._pending = threading.Thread(target=self._write, args=(staged, facts), name="save", daemon=True)
             self._pending.start()
             return
@@ -116,9 +119,9 @@ class Saver:
             # ranks, and mixing them would match no rank.
             planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
             dcp.save(rows, storage_writer=writer, planner=planner, process_group=self._group)
-            # Each rank reads back and hashes the file that it wrote, which carries its number.
-            shard = f"shard-{dist.get_rank() + 1:05d}-*"
-            files = self._together(lambda: {path.name: manifest.seal(path) for path in partial.glob(shard)})
+            # Each rank reads back and hashes the files that it wrote.
+            mine = functools.partial(private_api.files_of_rank, partial, dist.get_rank())
+            files = self._together(lambda: {path.name: manifest.seal(path) for path in mine()})
             everything = {name: entry for part in files for name, entry in part.items()}
             self._together(lambda: self._commit(partial, final, facts, everything) if dist.get_rank() == 0 else None)
             self._tidy(final)
@@ -152,6 +155,8 @@ class Saver:
 
     def _commit(self, partial: Path, final: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
         """Write the manifest and rename the folder (rank 0)."""
+        if not files:
+            raise SaveError(f"torch {torch.__version__} has given a checkpoint's files other names: see private_api.py")
         manifest.write(partial, facts, files)
         if final.exists():  # it must be damaged: otherwise this run would have resumed from it
             final.rename(final.with_name(f"{partial.name}-damaged"))

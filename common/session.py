@@ -113,7 +113,9 @@ class Session:
 
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation is due after `step`; a request to stop does not cause one."""
-        return step % (self._args.eval_every or self._plan.epoch_steps) == 0 or step == self._last_step
+        due = step % (self._args.eval_every or self._plan.epoch_steps) == 0 or step == self._last_step
+        self._watch.note("evaluation" if due else "")  # a failure or hang from here on is in the evaluation
+        return due
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is due after `step`."""
@@ -159,6 +161,7 @@ class Session:
             step: the step that has just been done.
             more: this rank's other tensors to save, by canonical name.
         """
+        self._watch.note("")
         if self.saves(step):
             tensors = keymap.tensors(self._model, self._optimizer) | (more or {})
             self._saver.save(step, tensors, self._plan.position(step), self._is_last(step))

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn import functional as F
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class _BatchNormOverRanks(torch.autograd.Function):
@@ -58,22 +60,20 @@ class _BatchNormOverRanks(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(nn.BatchNorm2d):
     """nn.BatchNorm1d, 2d or 3d with training statistics over all ranks of a group (all ranks take part)."""
 
     group: dist.ProcessGroup
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 (torch's name)
-        if input.ndim < 2:
-            raise ValueError(f"expected (N, C, ...), got {tuple(input.shape)}")
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x, (N, C, ...); N may differ between the ranks."""
-        if not self.training:
-            return super().forward(x)
+        if x.ndim < 2:
+            raise ValueError(f"expected (N, C, ...), got {tuple(x.shape)}")
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
+        if not self.training:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
         # Cast outside of the autograd function: a cast inside gives wrong gradients under torch.compile of torch 2.11.
         x_param_dtype = x.to(self.weight.dtype)
         out, mean, var, count = _BatchNormOverRanks.apply(x_param_dtype, self.weight, self.bias, self.eps, self.group)
@@ -97,11 +97,13 @@ def convert(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     if any(parameter.is_cuda for parameter in model.parameters()):
         return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
     converted = model
-    if isinstance(model, _BatchNorm) and model.affine and model.track_running_stats:
+    if isinstance(model, BATCH_NORMS) and model.affine and model.track_running_stats:
         converted = SyncBatchNorm(model.num_features, model.eps, model.momentum)
         converted.group = group
         converted.train(model.training)
-        converted._parameters, converted._buffers = model._parameters, model._buffers  # the same tensors
+        converted.weight, converted.bias = model.weight, model.bias  # the same tensors
+        converted.running_mean, converted.running_var = model.running_mean, model.running_var
+        converted.num_batches_tracked = model.num_batches_tracked
     for name, child in model.named_children():
         converted.add_module(name, convert(child, group))
     return converted
@@ -110,4 +112,4 @@ def convert(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 def min_samples(model: nn.Module) -> int:
     """Samples that a rank needs in a micro-batch: 2 if a BatchNorm takes their variance on each rank alone, else 1."""
     over_ranks = (SyncBatchNorm, nn.SyncBatchNorm)
-    return 2 if any(isinstance(m, _BatchNorm) and not isinstance(m, over_ranks) for m in model.modules()) else 1
+    return 2 if any(isinstance(m, BATCH_NORMS) and not isinstance(m, over_ranks) for m in model.modules()) else 1

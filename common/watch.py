@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from common import UserError, data, diagnose, exits, process_group, ranks, run_dir
+from common import UserError, data, diagnose, exits, private_api, process_group, ranks, run_dir
 
 BEAT_S = 0.25
 DEAD_S = 6 * BEAT_S  # a process whose heartbeat stays the same for this long is dead or frozen
@@ -48,6 +48,7 @@ class Watch:
         self._logs = path / "logs"
         self._outlook = _outlook(path, world.size)
         self._first_step = self._step = first_step
+        self._noted = ""
         self._timeout_s = hang_timeout_s
         self._main = threading.get_ident()
         self._position: tuple[Any, ...] = ()
@@ -55,6 +56,7 @@ class Watch:
         self._stalled_s = 0.0
         self._reported = False
         self._closing = threading.Event()
+        self._exiting = threading.Lock()
         # The main thread may be waiting in the store itself.
         self._store = world.store.clone() if world.size > 1 else world.store
         self._beats = 0
@@ -70,7 +72,11 @@ class Watch:
 
     def step(self, step: int) -> None:
         """Note that `step` begins."""
-        self._step = step
+        self._step, self._noted = step, ""
+
+    def note(self, phase: str) -> None:
+        """Note the phase of training, where a stack does not tell it; "" where it does, as from the next step on."""
+        self._noted = phase
 
     def close(self) -> None:
         """Stop the heartbeat: this rank has finished."""
@@ -83,7 +89,7 @@ class Watch:
         self._reported = True
         while error.__cause__ and not isinstance(error, UserError):  # torch wraps errors of a stage's backward pass
             error = error.__cause__
-        phase, stack = diagnose.phase_and_stack(traceback.walk_tb(error.__traceback__))
+        phase, stack = diagnose.phase_and_stack(traceback.walk_tb(error.__traceback__), self._noted)
         headline = f"{self._name()} failed in {phase}: {type(error).__name__}: {error}\n"
         finding = headline + stack
         try:
@@ -153,9 +159,10 @@ class Watch:
             self._position = position
             self._stalled_s = 0.0
             self._waits_in = None
-        phase, stack = diagnose.phase_and_stack(reversed(list(traceback.walk_stack(frame))))
+        phase, stack = diagnose.phase_and_stack(reversed(list(traceback.walk_stack(frame))), self._noted)
         if self._waits_in is None and self._stalled_s > 2 * BEAT_S:  # once per stall: reading it takes 0.1 s
-            self._waits_in = diagnose.waits_in(diagnose.flight_recorder(self._world.device, only_active=True), stack)
+            record = private_api.flight_recorder(self._world.device, only_active=True)
+            self._waits_in = diagnose.waits_in(record, stack)
         beat: diagnose.Beat = {"rank": self._world.rank, "name": self._name(), "phase": phase, "stack": stack}
         beat |= {"waits_in": self._waits_in or "", "stalled_s": self._stalled_s, "time": time.time()}
         self._store.set(f"watch/{self._world.rank}", json.dumps(beat))
@@ -196,7 +203,7 @@ class Watch:
                 error = {"message": finding, "extraInfo": {"py_callstack": finding, "timestamp": str(int(time.time()))}}
                 Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": error}))
             trace = self._logs / f"flight_recorder_{self._world.rank:05d}.json"
-            trace.write_text(json.dumps(diagnose.flight_recorder(self._world.device, only_active=False)))
+            trace.write_text(json.dumps(private_api.flight_recorder(self._world.device, only_active=False)))
             self._let_others_read()
         finally:  # also where the disk is full
             os._exit(exits.PEER_FAILED)

@@ -14,7 +14,7 @@ import filelock
 import numpy as np
 import torch
 
-from common import UserError, manifest, seed
+from common import UserError, manifest, private_api, seed
 from common.workloads import splits
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def _pack(rows: "Dataset", model: "Tokenizer | None", digest: str) -> Path:
     """Token file of a column; the first process that needs it writes it, and the others wait."""
     import datasets
 
-    about = repr((rows._fingerprint, rows.column_names, digest))
+    about = repr((private_api.fingerprint(rows), rows.column_names, digest))
     stem = datasets.config.HF_DATASETS_CACHE / "packed" / hashlib.sha256(about.encode()).hexdigest()[:16]
     stem.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(stem.with_suffix(".lock"), timeout=WAIT_S)  # the system releases it if its holder dies
