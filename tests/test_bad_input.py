@@ -143,7 +143,7 @@ def test_value_out_of_range(name: str, out: Path, small_digits: Path) -> None:
 
 
 def test_batch_does_not_divide_by_ranks(out: Path) -> None:
-    refused(DDP, out, ["--global-batch-size", "9"], "--global-batch-size 9 does not divide by 2 ranks")
+    refused(DDP, out, ["--global-batch-size", "9"], "--global-batch-size 9 does not divide by 2 data-parallel ranks")
 
 
 @pytest.mark.parametrize("recipe", runner.SUPERVISED)

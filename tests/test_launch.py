@@ -213,7 +213,7 @@ def test_refusal(tmp_path: Path) -> None:
     result = launch(DDP, "--out", str(tmp_path / "out"), "--global-batch-size", "9")
     assert result.returncode == 2
     assert result.stderr.count("error: ") == 1, result.stderr
-    assert "--global-batch-size 9 does not divide by 2 ranks" in result.stderr
+    assert "--global-batch-size 9 does not divide by 2 data-parallel ranks" in result.stderr
     assert len((result.stdout + result.stderr).splitlines()) == 1, result.stdout + result.stderr
     assert not (tmp_path / "out").exists()
 

@@ -20,6 +20,7 @@ class Args:
     """Flags."""
 
     lr: float = 0.1  # rate
+    max_steps: int = 20  # length of the training
 
 
 @pytest.fixture(autouse=True)

@@ -460,7 +460,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "Box2D": (("--env", "LunarLander-v3"), ("Box2D",), ("--env LunarLander-v3", 'pip install "gymnasium[box2d]"')),
     "film": (("--film",), ("pygame",), ("--env CartPole-v1", 'pip install "gymnasium[classic-control]"')),
     "table of states": (("--env", "FrozenLake-v1"), (), ("--env FrozenLake-v1 has observations Discrete(16)",)),
-    "environments": (("--num-envs", "9"), (), ("--num-envs 9 does not divide by 2 ranks: 10 would",)),
+    "environments": (("--num-envs", "9"), (), ("--num-envs 9 does not divide by 2 ranks: use 10",)),
     "batch": (("--global-batch-size", "100"), (), ("--global-batch-size 100 must be a multiple of --num-envs 8",)),
     "batch and rollout": (
         ("--rollout-steps", "100"),
