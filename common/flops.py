@@ -39,7 +39,7 @@ class Sample:
 
 
 def count_sample(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Module, train: BatchReader) -> Sample:
-    """Count the FLOPs of one training sample from the shapes of the operators: on the meta device.
+    """Count the FLOPs of one training sample from the shapes of the operators: on the meta device, on rank 0.
 
     A model that does not run there, such as one that reads a value, trains without the figure, and a line says so.
 
@@ -48,6 +48,8 @@ def count_sample(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Mod
         model: the plain one, with or without weights.
         train: the training set.
     """
+    if ranks.rank() != 0:  # only rank 0 shows the figure
+        return Sample(0.0, train.sample_units)
     from torch.utils.flop_counter import FlopCounterMode
 
     first = np.zeros(2, np.int64)  # twice the same: BatchNorm wants two

@@ -71,6 +71,7 @@ class Watch:
         self._closing.set()
         for thread in self._threads:
             thread.join(GONE_S)
+        atexit.unregister(self._left_early)
 
     def report(self, error: BaseException) -> None:
         """Tell the others why this rank raises (main thread); does not return if another one is the cause."""

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import run_dir, stop
+from common import flops, run_dir, stop
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
@@ -140,7 +140,7 @@ class Layout:
 
         A pipeline's are smaller: it runs several of them beside each other, in several rounds where there are enough.
         """
-        if self.recipe not in SUPERVISED:
+        if self.recipe not in SUPERVISED or "--micro-batch-size" in self.flags:
             return ()
         part = samples // self.dp_size
         if "--pp" in self.flags:
@@ -154,13 +154,14 @@ def layouts(recipe: str) -> list[Layout]:
     found = []
     for size in world_sizes(recipe):
         if has_flag(recipe, "--pp"):
-            schedules = choices(recipe, "--schedule")
+            schedules = [("--schedule", name) for name in choices(recipe, "--schedule")]
+            schedules.append(("--schedule", "GPipe", "--micro-batch-size", "0"))  # naive: each stage waits for all others
             pipelines = [pp for pp in (4, 3, 2, 1) if size % pp == 0 and pp * 2 >= size]
             depth = {1: "3", 2: "5", 3: "7", 4: "9"}  # two stages a rank, of unequal numbers of layers
             found += [
-                Layout(recipe, size, ("--pp", str(pp), "--schedule", name, "--num-layers", depth[pp]), size // pp)
+                Layout(recipe, size, ("--pp", str(pp), *how, "--num-layers", depth[pp]), size // pp)
                 for pp in pipelines
-                for name in (schedules if pp > 1 else schedules[:1])
+                for how in (schedules if pp > 1 else schedules[:1])
             ]
         elif has_flag(recipe, "--tp"):
             slices = [tp for tp in (4, 2, 1) if size % tp == 0][:2]
@@ -224,11 +225,15 @@ def run_recipe(
     *flags: str,
     rank_flags: Mapping[int, Sequence[str]] | None = None,
     timeout_s: float = 120.0,
+    target: Callable[[str, list[str]], None] | None = None,
 ) -> Result:
-    """Run a recipe (by name, or the path of a train.py) on real ranks; `rank_flags` go to single ranks."""
+    """Run a recipe (by name, or the path of a train.py) on real ranks.
+
+    `rank_flags` go to single ranks; `target` is what runs the file there, by default `run_path`.
+    """
     path = recipe if isinstance(recipe, Path) else ROOT / "recipes" / recipe / "train.py"
     argv = [[str(path), *flags, *(rank_flags or {}).get(rank, ())] for rank in range(world_size)]
-    return rerun(run_path, [(str(path), one) for one in argv], timeout_s)
+    return rerun(target or run_path, [(str(path), one) for one in argv], timeout_s)
 
 
 class _Rank:
@@ -341,6 +346,7 @@ def _serve(connection: Any) -> None:
     tqdm.monitor_interval = 0  # else a thread for bars, which nobody sees here, outlives each of them
     multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a process that torchrun starts
     torch.set_num_threads(1)  # the same sums in the same order, however busy the machine is
+    flops.peak_flops = functools.cache(flops.peak_flops)  # measuring takes as long as a short training
     as_it_was = _State()
     while True:
         try:
@@ -414,6 +420,18 @@ def run_path(path: str, argv: list[str]) -> None:
     """Run a train.py in this process."""
     sys.argv = argv
     runpy.run_path(path, run_name="__main__")
+
+
+def run_traced(path: str, argv: list[str]) -> None:
+    """The same, where --compile traces, forward and backward, but does not translate to C++: half a minute each."""
+    import torch
+
+    real = torch.compile
+    torch.compile = functools.partial(real, backend="aot_eager")
+    try:
+        run_path(path, argv)
+    finally:
+        torch.compile = real
 
 
 def records(run: Path, tag: str) -> dict[int, float]:
