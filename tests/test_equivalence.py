@@ -275,7 +275,11 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
     "each process's mean counts once": ("accelerate_gpt", 2, (), OWN_MEAN),
     "Accelerate sends no gradient": (
         *("accelerate_gpt", 2, ()),
-        {"forward_backward": {"contextlib.nullcontext() if batch.last else accelerator.no_sync(model)": "accelerator.no_sync(model)"}},
+        {
+            "forward_backward": {
+                "contextlib.nullcontext() if batch.last else accelerator.no_sync(model)": "accelerator.no_sync(model)"
+            }
+        },
     ),
     "ranks that share the matrices read different samples": (
         *("tensor_gpt", 2, ("--tp", "2")),
@@ -295,7 +299,11 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
     ),
     "a tied embedding counts twice in the norm": (
         *("pipeline_gpt", 2, ("--pp", "2", "--tied")),
-        {"clip_gradients": {"[p.grad for p in model.parameters() if p is not copied]": "[p.grad for p in model.parameters()]"}},
+        {
+            "clip_gradients": {
+                "[p.grad for p in model.parameters() if p is not copied]": "[p.grad for p in model.parameters()]"
+            }
+        },
     ),
     "an evaluation leaves its gradients": (
         *("pipeline_gpt", 2, ("--pp", "2", "--schedule", "ZBVZeroBubble", "--num-layers", "5", "--eval-every", "2")),
@@ -312,7 +320,9 @@ def test_mutant_fails(mutant: str, plain: dict, small_data: dict[str, Path], tmp
     values = dict(itertools.pairwise(how))
     layout = runner.Layout(recipe, size, how, size // int(values.get("--pp", 1)) if "--pp" in how else size)
     sizes = (("num_layers", int(values["--num-layers"])),) if "--num-layers" in how else ()
-    wanted = plain_curve(plain, recipe, "float32", folder, *([sizes, "--tied" in how] if sizes or "--tied" in how else []))
+    wanted = plain_curve(
+        plain, recipe, "float32", folder, *([sizes, "--tied" in how] if sizes or "--tied" in how else [])
+    )
     flags = ("--data", str(folder), "--dtype", "float32", "--stop-after", "4", "--check-every", "0")
     found = curves(layout, tmp_path, *flags, mutant=mutants.mutate(recipe, tmp_path, defect))
     # Clipping hides a gradient that is only scaled from the losses, not from its norm.

@@ -155,7 +155,9 @@ def layouts(recipe: str) -> list[Layout]:
     for size in world_sizes(recipe):
         if has_flag(recipe, "--pp"):
             schedules = [("--schedule", name) for name in choices(recipe, "--schedule")]
-            schedules.append(("--schedule", "GPipe", "--micro-batch-size", "0"))  # naive: each stage waits for all others
+            schedules.append(
+                ("--schedule", "GPipe", "--micro-batch-size", "0")
+            )  # naive: each stage waits for all others
             pipelines = [pp for pp in (4, 3, 2, 1) if size % pp == 0 and pp * 2 >= size]
             depth = {1: "3", 2: "5", 3: "7", 4: "9"}  # two stages a rank, of unequal numbers of layers
             found += [
@@ -207,16 +209,10 @@ def small(recipe: str) -> tuple[str, ...]:
     return SMALL.get(workload(recipe), ())
 
 
-def mutate(recipe: str, folder: Path, changes: Mapping[str, str]) -> Path:
-    """A copy of a recipe with a defect in it; each replaced text must be there exactly once."""
-    text = source(recipe)
-    for before, after in changes.items():
-        assert text.count(before) == 1, f"{recipe} has {text.count(before)} times: {before}"
-        text = text.replace(before, after)
-    path = folder / recipe / "train.py"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
+def stands_for_workload(recipe: str) -> bool:
+    """Whether it is the first recipe of its workload that runs on several ranks."""
+    several = world_sizes(recipe)[-1] > 1
+    return several and not (follows(recipe) and world_sizes(base(recipe))[-1] > 1)
 
 
 def run_recipe(
@@ -420,6 +416,16 @@ def run_path(path: str, argv: list[str]) -> None:
     """Run a train.py in this process."""
     sys.argv = argv
     runpy.run_path(path, run_name="__main__")
+
+
+def run_unmeasured(path: str, argv: list[str]) -> None:
+    """The same without a count of FLOPs, which takes longer than a few steps, where nobody reads the figure."""
+    real = flops.count_sample
+    flops.count_sample = lambda _loss, _model, train: flops.Sample(0.0, train.sample_units)
+    try:
+        run_path(path, argv)
+    finally:
+        flops.count_sample = real
 
 
 def run_traced(path: str, argv: list[str]) -> None:
