@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
 from common.workloads import images, text
+
 from tests.harness import runner
 
 torch.set_num_threads(1)  # the ranks need the other cores, and threads that wait for each other are slow beside them

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from common import diagnose, process_group, ranks
+
 from tests.harness import mutants, runner
 
 RECIPE = "multinode_resnet"

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
-
 from common import initial, sampler, seed
 from common.workloads import gpt, images, text
 from common.workloads.resnet import make_resnet
+from torch.nn import functional as F
+
 from tests.harness import mutants, runner, short_resnet  # noqa: F401 (--model resnet6)
 
 # One epoch of 469 samples: 19 steps of 24, in two micro-batches each, and a last one of 13, which divides by none of

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from common import keymap
 from common.workloads import gpt
+
 from tests.harness import mutants, runner, segments
 from tests.harness.runner import Layout
 from tests.test_equivalence import BATCH, FLAGS, RATES, STEPS, Curve, plain_gpt_loop

@@ -33,9 +33,7 @@ def mutate(recipe: str, folder: Path, changes: Changes) -> Path:
     for name, change in changes.items():
         scope = [node for node in tree.body if getattr(node, "name", "") == name]
         assert scope, f"{recipe} has no function {name}"
-        if isinstance(change, str):
-            change = {ast.unparse(scope[0]): change}
-        for before, after in change.items():
+        for before, after in ({ast.unparse(scope[0]): change} if isinstance(change, str) else change).items():
             swap = _Swap(before, after)
             tree.body = [new for node in tree.body for new in (swap.all_of(node) if node in scope else [node])]
             where = name or "what is outside of functions"

@@ -36,8 +36,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.harness.preload"])
 SIZES = ("--num-layers", "--mlp-width")  # of the model, that a layout may choose
 GRACE_S = 0.5  # torchrun, too, ends the others when one rank has failed
-# Flags of each workload for a model that is quick in float64 on a CPU. tests/harness/short_resnet.py has the first; the sizes
-# of the second divide by few numbers of ranks.
+# Flags of each workload for a model that is quick in float64 on a CPU. tests/harness/short_resnet.py has the first; the
+# sizes of the second divide by few numbers of ranks.
 SMALL = {
     "resnet": ("--model", "resnet6"),
     "gpt": ("--seq-len", "16", "--num-layers", "3", "--num-heads", "4", "--width", "40", "--mlp-width", "44"),
@@ -207,6 +207,18 @@ def ends() -> list[str]:
 def small(recipe: str) -> tuple[str, ...]:
     """Flags for a small model of a recipe's workload."""
     return SMALL.get(workload(recipe), ())
+
+
+def mutate(recipe: str, folder: Path, changes: Mapping[str, str]) -> Path:
+    """What tests/harness/mutants.py does, by texts."""
+    text = source(recipe)
+    for before, after in changes.items():
+        assert text.count(before) == 1, f"{recipe} has {text.count(before)} times: {before}"
+        text = text.replace(before, after)
+    path = folder / recipe / "train.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
 
 
 def stands_for_workload(recipe: str) -> bool:
