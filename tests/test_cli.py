@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
-
 from common import UserError, cli, exits, seed
 from tests.harness import module, runner
 
