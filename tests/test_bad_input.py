@@ -589,7 +589,7 @@ def test_checkpoint_of_another_model(how: str, run: Path, small_digits: Path) ->
     flags = ("--name", "new", "--resume", str(run)) if how == "--resume" else ()
     result = again(run, small_digits, "--model", "resnet18", *flags, size=2)
     everything = "".join(result.outputs)
-    assert_refused(result, "is of another model", "layer1.1.conv1.weight: only in the model", "more")
+    assert_refused(result, "does not fit this model", "layer1.1.conv1.weight: only in the model", "more")
     assert everything.count("layer1.1.conv1.weight: only in the model") == 1, str(result)
     assert listing(run.parent) == before
 
@@ -624,5 +624,6 @@ def test_checkpoint_of_another_size(
     more, messages = OTHER_SIZES[case]
     before = listing(trained_gpt)
     flags = ["--data", str(small_text), "--resume", str(trained_gpt), *runner.small(recipe), *more]
-    refused(without_weights(recipe, tmp_path), out, flags, f"--resume: {trained_gpt}", "is of another model", *messages)
+    start = f"checkpoint {trained_gpt}"
+    refused(without_weights(recipe, tmp_path), out, flags, start, "does not fit this model", *messages)
     assert listing(trained_gpt) == before
