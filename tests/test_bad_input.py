@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-
 from common import UserError, cli, exits, initial
 from common.workloads import resnet
+from PIL import Image
+
 from tests.conftest import write_image_folder, write_parquet
 from tests.harness import module, runner
 
@@ -605,7 +605,7 @@ def test_checkpoint_of_another_model(how: str, run: Path, small_digits: Path) ->
     flags = ("--name", "new", "--resume", str(run)) if how == "--resume" else ()
     result = again(run, small_digits, "--model", "resnet18", *flags, size=2)
     everything = "".join(result.outputs)
-    assert_refused(result, "is of another model", "layer1.1.conv1.weight: only in the model", "more")
+    assert_refused(result, "does not fit this model", "layer1.1.conv1.weight: only in the model", "more")
     assert everything.count("layer1.1.conv1.weight: only in the model") == 1, str(result)
     assert listing(run.parent) == before
 
@@ -640,5 +640,6 @@ def test_checkpoint_of_another_size(case: str, recipe: str, trained_gpt: Path, o
     more, messages = OTHER_SIZES[case]
     before = listing(trained_gpt)
     flags = ["--data", str(small_text), "--resume", str(trained_gpt), *runner.small(recipe), *more]
-    refused_before_weights(recipe, out, flags, f"--resume: {trained_gpt}", "is of another model", *messages)
+    start = f"checkpoint {trained_gpt}"
+    refused_before_weights(recipe, out, flags, start, "does not fit this model", *messages)
     assert listing(trained_gpt) == before
