@@ -8,15 +8,15 @@ from typing import Any
 
 from common import private_api
 
-# (phase, file, function): the first entry found on the main thread's stack names the phase; "" is any function of the
-# file. A recipe's own functions may have any name: of them only what they call is known.
+# (phase, file, function), where "" stands for any function of the file: the first entry found on the main thread's
+# stack names the phase. A recipe's functions may have any name: only what they call is known.
 PHASES = (("save", "common/saver.py", ""), ("data", "common/data.py", "__next__"), *private_api.FRAMES)
 Beat = dict[str, Any]
-SAVING = "checkpoint"  # name of the group in which checkpoints are written beside the training
+SAVING = "checkpoint"  # name of the process group that writes checkpoints beside the training
 
 
 def phase_and_stack(frames: Iterable[tuple[FrameType, int]], noted: str = "") -> tuple[str, str]:
-    """Where a thread is: the phase of training, and the last frames as text.
+    """Phase of training that a thread is in, and its relevant frames as text, outermost first.
 
     Args:
         frames: the thread's stack, outermost frame first.
@@ -34,7 +34,10 @@ def phase_and_stack(frames: Iterable[tuple[FrameType, int]], noted: str = "") ->
 
 
 def waits_in(record: dict[str, Any], stack: str) -> str:
-    """The collective that this rank has begun and not ended, or a message, which gloo does not record; else ""."""
+    """The collective that this rank has begun and not finished, or a point-to-point message; else "".
+
+    gloo does not record messages: the stack shows them.
+    """
     for entry in record.get("entries", []):
         if not entry["retired"] and entry["process_group"][1] != SAVING:
             number, name, group = entry["collective_seq_id"], entry["profiling_name"], entry["process_group"][1]
@@ -44,23 +47,23 @@ def waits_in(record: dict[str, Any], stack: str) -> str:
 
 
 def describe(beat: Beat) -> str:
-    """Who, in which phase and collective, and the stack."""
-    waits = f", waits in {beat['waits_in']}" if beat["waits_in"] else ""
+    """One rank's name, phase, collective and stack, as text."""
+    waits = f", waiting in {beat['waits_in']}" if beat["waits_in"] else ""
     return f"{beat['name']}: {beat['phase']}{waits}\n{beat['stack']}"
 
 
-def accuse_gone(beats: list[Beat], gone: set[int]) -> str:
+def accuse_dead(beats: list[Beat], dead: set[int]) -> str:
     """Name the ranks whose heartbeat has stopped."""
-    return "".join(f"dead or frozen, as last seen: {describe(beat)}" for beat in beats if beat["rank"] in gone)
+    return "".join(f"dead or frozen; last heartbeat of {describe(beat)}" for beat in beats if beat["rank"] in dead)
 
 
 def accuse_stalled(beats: list[Beat], limit_s: float) -> str:
-    """Name the rank that the others wait for; "" while such a rank still makes progress."""
-    free = [beat for beat in beats if not beat["waits_in"]]
-    if any(beat["stalled_s"] < limit_s / 2 for beat in free):
+    """Name the rank that the others wait for; "" while that rank still makes progress."""
+    not_waiting = [beat for beat in beats if not beat["waits_in"]]
+    if any(beat["stalled_s"] < limit_s / 2 for beat in not_waiting):
         return ""
     waiting = [beat["rank"] for beat in beats if beat["waits_in"]]
-    if free:
-        tail = f"ranks {waiting} wait for it\n" if waiting else ""
-        return "".join(f"no progress for {limit_s:g} s: {describe(beat)}" for beat in free) + tail
-    return f"no progress for {limit_s:g} s, and all ranks wait for each other:\n" + "".join(map(describe, beats))
+    if not_waiting:
+        tail = f"ranks {waiting} are waiting for it\n" if waiting else ""
+        return "".join(f"no progress for {limit_s:g} s: {describe(beat)}" for beat in not_waiting) + tail
+    return f"no progress for {limit_s:g} s: all ranks are waiting for each other:\n" + "".join(map(describe, beats))

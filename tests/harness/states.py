@@ -73,11 +73,12 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def find_step(run_dir: Path, resume: str = "") -> int:
-    path, facts = checkpoint.find(run_dir, resume, {"seed": 3})
-    assert path is not None
-    assert facts["samples"] == 10 * facts["step"]
-    assert path.name == f"step_{facts['step']:08d}"
-    return facts["step"]
+    found = checkpoint.find(run_dir, resume, seed=3)
+    assert found.path is not None
+    step = found.progress["step"]
+    assert found.progress["samples"] == 10 * step
+    assert found.path.name == f"step_{step:08d}"
+    return step
 
 
 def flip_bit(file: Path, bit: int) -> None:
