@@ -162,7 +162,7 @@ def _patch(drifts: bool) -> None:
     _before(Path, "rename", "before the rename", lambda _, target: is_checkpoint(target))
     _after(Path, "rename", lambda _, target: is_checkpoint(target) and _reach("after the rename"))
     _before(shutil, "rmtree", "during retention", is_checkpoint)
-    _before_note(watch.Watch, "_leave", "named")
+    _before_note(watch.Watch, "_exit", "named")
     _before_note(watch.Watch, "_let_others_read", "named")  # which comes after a rank has told its own error
     real_exit = os._exit
 
