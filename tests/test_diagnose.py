@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-
 from common import data, diagnose, manifest, private_api, sampler
+
 from tests.harness import runner
 from tests.harness.states import make_saver, make_state
 
@@ -66,7 +66,7 @@ class Reader:
 
 
 def wait_for_data(probe: Probe) -> None:
-    plan = sampler.make_plan(1, 0, 0, 1, 1, 1, 1, {})
+    plan = sampler.make_plan(sampler.Division(1, 1, 1), 1, run_seed=0, epochs=0, max_steps=1, progress={})
     next(data.Loader(Reader(probe), sampler.evaluation_requests(plan, 1, 0), 0, CPU))
 
 

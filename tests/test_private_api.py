@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import launch.private_api
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from common import diagnose, private_api, saver
+from launch import agent, rendezvous, strategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import _backward, schedules
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import CommDebugMode
 
-import launch.private_api
-from common import diagnose, private_api, saver
-from launch import agent, rendezvous, strategy
 from tests.harness import runner, states
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from common.workloads import gpt
+
 from tests.harness import runner
 
 RECOMPUTING = [recipe for recipe in runner.RECIPES if runner.has_flag(recipe, "--recompute")]

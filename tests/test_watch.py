@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from common import exits, process_group, watch
+
 from tests.harness import runner
 
 

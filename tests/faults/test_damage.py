@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from common import manifest
+
 from tests.harness.fault_case import Cell, checkpoints
 
 

@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
 from common import manifest, ranks
 from common.watch import GONE_S
+
 from tests.harness import runner
 from tests.harness.fault_case import Cell, checkpoints, events_in, wait_for
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-
 from common import stop
+
 from tests.harness import runner
 from tests.harness.fault_case import STEPS, Cell, checkpoints, same_tensors, wait_for
 from tests.harness.inject import EPOCH_STEPS
