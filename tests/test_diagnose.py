@@ -224,7 +224,8 @@ def test_gone_ranks_are_named_as_they_were_last_seen() -> None:
     assert diagnose.accuse_dead(beats, set()) == ""
     assert diagnose.accuse_dead(beats, {1, 3}) == (
         "dead or frozen; last heartbeat of rank 1 (host h, pid 101, step 7): backward\n  stack of 1\n"
-        f"dead or frozen; last heartbeat of rank 3 (host h, pid 103, step 7): collective, waiting in {MAX}\n  stack of 3\n"
+        "dead or frozen; last heartbeat of rank 3 (host h, pid 103, step 7): collective, waiting in "
+        f"{MAX}\n  stack of 3\n"
     )
 
 
