@@ -53,7 +53,7 @@ def main() -> None:
             better = next((str(step) for step, loss in losses if loss < wanted), "never")
             rows.append(f"| {recipe} | {took:.0f} | {training:.0f} | {losses[-1][1]:.3f} | {better} |")
             print(rows[-1], flush=True)
-    head = "| recipe | seconds in all | of which training | val/loss at the end | better than the bigram model from step |"
+    head = "| recipe | seconds in all | of which training | val/loss at the end | better than the bigram from step |"
     pages.write(
         runner.ROOT / "docs/language.md",
         measured=pages.measured("uv run python -m benchmarks.language", "two processes", "gloo"),
