@@ -83,6 +83,7 @@ class Watch:
         self._closing.set()
         for thread in self._threads:
             thread.join(DEAD_S)
+        atexit.unregister(self._report_early_exit)
 
     def report(self, error: BaseException) -> None:
         """Publish why this rank raises (main thread); does not return if another rank is the cause."""
@@ -195,7 +196,7 @@ class Watch:
 
     def _exit(self, finding: str) -> None:
         """Print the finding and end this process, whatever its main thread waits for."""
-        self._exiting.acquire()  # for good: of two threads that have the same finding, one prints it
+        self._exiting.acquire()  # never released: if two threads have the same finding, only one prints it
         finding = f"{finding}rank {self._world.rank} exits; {self._outlook}\n"
         try:
             sys.stderr.write(f"\n{finding}")

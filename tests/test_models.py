@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
-
 from common import UserError, seed
 from common.workloads.resnet import make_resnet
+from torch import nn
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,7 @@ def test_initial_weights(channels: int, size: int) -> None:
 
 @pytest.mark.parametrize("name", ["vgg16", "resnet", "ResNet18", ""])
 def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match=f"--model {name} is no residual network"):
+    with pytest.raises(UserError, match=f"--model {name} is not a residual network"):
         make_resnet(name, 3, 10, 8)
 
 

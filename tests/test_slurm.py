@@ -129,8 +129,8 @@ class Job:
         self.wait(self.completed)
 
     def check_nothing_lost(self) -> None:
-        left = int(re.search(r"left at step (\d+), saved: queued again", self.log())[1])
-        assert f"continues from step {left} of" in self.log()
+        left = int(re.search(r"stopped at step (\d+), saved: requeued", self.log())[1])
+        assert f"resuming from step {left} of" in self.log()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         files = sorted((self.run / "checkpoints" / f"step_{STEPS:08d}").glob("*.safetensors"))
@@ -167,7 +167,7 @@ def test_the_curve_is_that_of_one_process(recipe: str, cluster: Path, images: Pa
     run("sbatch", "--wait", "-N2", SLURM, f"recipes/{recipe}", *flags, *ways[2], "--name", "two", cwd=tmp_path)
     (log,) = tmp_path.glob("slurm-brigade-*.log")
     assert "2 processes on 2 hosts" in log.read_text()
-    assert f"go on  bash {SLURM} -N2 {runner.ROOT}/recipes/{recipe} " in log.read_text()
+    assert f"resume   bash {SLURM} -N2 {runner.ROOT}/recipes/{recipe} " in log.read_text()
     assert not list(tmp_path.glob(".slurm-*"))
     words = [str(flag) for flag in flags]
     assert runner.run_recipe(recipe, 1, *words, *ways[1], "--name", "one").ok
@@ -203,7 +203,7 @@ def test_file_of_accelerate(cluster: Path, tmp_path: Path) -> None:
     run(*words, cwd=tmp_path, ACCELERATE_CONFIG="configs/cpu.yaml")
     (log,) = tmp_path.glob("slurm-*.log")
     assert "2 processes on 2 hosts" in log.read_text(), "as many as the file is for"
-    assert "\ngo on  ACCELERATE_CONFIG=configs/cpu.yaml bash " in log.read_text()
+    assert "\nresume   ACCELERATE_CONFIG=configs/cpu.yaml bash " in log.read_text()
 
 
 def test_time_limit(cluster: Path, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
@@ -211,7 +211,7 @@ def test_time_limit(cluster: Path, images: Path, tmp_path: Path, undisturbed: di
     job = Job(tmp_path, images, "--time=10", "--signal=B:USR1@100", STEP_S="2")
     job.wait(lambda: job.steps() >= 2)
     run("scontrol", "update", f"JobId={job.id}", "TimeLimit=2")  # looked at every 30 s
-    job.wait(lambda: "left at step" in job.log())
+    job.wait(lambda: "stopped at step" in job.log())
     run("scontrol", "update", f"JobId={job.id}", "TimeLimit=10")
     job.wait(job.completed)
     assert job.starts() == 2
@@ -290,7 +290,7 @@ def test_rank_killed_and_started_again(
     os.kill(ranks_of(job)[-1], signal.SIGKILL)
     job.wait(job.completed)
     assert job.starts() == 1
-    assert f"continues from step {SAVE_EVERY} of" in job.log()
+    assert f"resuming from step {SAVE_EVERY} of" in job.log()
     check_same(job.tensors(), undisturbed)
 
 
@@ -308,10 +308,10 @@ def test_crash_loop_stops(cluster: Path, images: Path, tmp_path: Path) -> None:
     """Asked to leave again and again, without a step of progress in between."""
     job = Job(tmp_path, images, flags=("--deadline", "0.0001"), MAX_REQUEUES="2")
     job.wait(lambda: job.starts() == 2)
-    left = re.search(r"left at step (\d+), saved", job.log())[1]
+    left = re.search(r"stopped at step (\d+), saved", job.log())[1]
     (tmp_path / f".slurm-{job.id}.starts").write_text(f"{left}\n{int(left) + 1}\n")  # the next gets to left + 1, too
     job.wait(lambda: job.state() == "FAILED")
-    assert f"2 starts in a row have ended at step {int(left) + 1}: not queued again" in job.log()
+    assert f"2 starts in a row have stopped at step {int(left) + 1}, so the job is not requeued" in job.log()
     assert job.starts() == 2
 
 
@@ -319,7 +319,7 @@ def test_done_although_asked_to_leave(cluster: Path, images: Path, tmp_path: Pat
     """In its last step: there is nothing to be queued again for."""
     job = Job(tmp_path, images, flags=("--deadline", "0.0001", "--max-steps", "1"))
     job.wait(job.completed)
-    assert "left   on request" in job.log()
+    assert "stopped  checkpoint saved" in job.log()
     assert job.starts() == 1
     assert not list(tmp_path.glob(".slurm-*"))
 
@@ -351,7 +351,7 @@ def test_task_of_an_array(cluster: Path, images: Path, tmp_path: Path) -> None:
     wait(lambda: "queued again" in log(array) and tasks()[array][1] == "PENDING")
     wait(lambda: tasks()[other][1] == "COMPLETED")
     assert log(other).count(", start ") == 1
-    assert "left at step" not in log(other)
+    assert "stopped at step" not in log(other)
     run("scancel", array)
 
 
@@ -389,7 +389,7 @@ def test_node_without_its_gpus(cluster: Path, images: Path, tmp_path: Path) -> N
     where = site_copy(tmp_path, "export SLURM_GPUS_ON_NODE=2\nunset CUDA_VISIBLE_DEVICES NPROC_PER_NODE\n")
     done = call("salloc", "-N1", "bash", where, "recipes/ddp_resnet", "--out", tmp_path / "runs", cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr.count(" has 2 GPUs for this job, and torch sees none: ") == 1
+    assert done.stderr.count(" has 2 GPUs for this job, but torch sees none: ") == 1
     assert not (tmp_path / "runs").exists()
 
 
@@ -415,7 +415,7 @@ def test_without_a_cluster(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(shutil.which(name))
     done = call("bash", SLURM, "-N2", "recipes/ddp_resnet", cwd=tmp_path, PATH=str(tmp_path))
     assert done.returncode == 2
-    assert "this is no machine of a Slurm cluster" in done.stderr
+    assert "so it is not part of a Slurm cluster" in done.stderr
     assert "launch/torchrun.sh" in done.stderr
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from common import manifest
+
 from tests.harness.fault_case import Cell, checkpoints
 
 
@@ -66,9 +66,9 @@ def check_older_is_used(what: str, cell: Cell) -> None:
     assert fault
     result = cell.resume()
     cell.steps_lost = 2  # the run had been interrupted after step 4
-    cell.say(result.outputs[0], f"damaged, not used: {newest.name}: ")
+    cell.say(result.outputs[0], f"warning: skipped damaged checkpoints: {newest.name}: ")
     assert fault in cell.message
-    assert "continues from step 2 of" in result.outputs[0]
+    assert "resuming from step 2 of" in result.outputs[0]
     assert not manifest.verify(checkpoints(cell.run)[4])[1], "it was written again"
 
 
@@ -80,7 +80,7 @@ def test_all_damaged(cell: Cell) -> None:
     result = cell.start()
     assert result.codes[0] == 2, str(result)
     assert "Traceback" not in str(result), str(result)
-    cell.say(result.outputs[0], "none of them is whole .* To start over on purpose, give another --name")
+    cell.say(result.outputs[0], "every checkpoint is damaged .* To start over on purpose, use another --name")
     assert all(path.name in cell.message for path in checkpoints(cell.run).values())
     assert not cell.done()
 
@@ -109,7 +109,7 @@ def test_mutant_without_verification(cell: Cell) -> None:
     cell.begin(4)
     flip_data(checkpoints(cell.run)[4])
     result = cell.start(mutant="nothing is verified")
-    assert "continues from step 4 of" in result.outputs[0]
+    assert "resuming from step 4 of" in result.outputs[0]
     with pytest.raises((AssertionError, KeyError)):  # or no last checkpoint, if the number makes no sense at all
         cell.check_exact()
-    cell.say(result.outputs[0], "continues from step 4 of")
+    cell.say(result.outputs[0], "resuming from step 4 of")

@@ -8,9 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
 from common import manifest, ranks
 from common.watch import GONE_S
+
 from tests.harness import runner
 from tests.harness.fault_case import Cell, checkpoints, events_in, wait_for
 
@@ -77,12 +77,12 @@ def hang() -> Hang:
 def test_killed(cell: Cell) -> None:
     last = cell.size - 1
     result = cell.start(faults=[("update", "signal later", -1, 4, "SIGKILL")])
-    finding = f"dead or frozen, as last seen: {who(last, 4)}: optimizer"
+    finding = f"dead or frozen; last heartbeat of {who(last, 4)}: optimizer"
     assert result.codes[last] == -signal.SIGKILL, str(result)
     if cell.size > 1:
         cell.check_named(result, PROMPT_S + GONE_S, finding, culprits=[last])
     again = cell.resume()
-    cell.message = cell.message or cell.line(again.outputs[0], "continues from step 2 of")
+    cell.message = cell.message or cell.line(again.outputs[0], "resuming from step 2 of")
     assert cell.steps_lost == 1
 
 
@@ -91,7 +91,7 @@ def test_killed_and_restarted(cell: Cell) -> None:
     code, out = cell.launch(faults=[("update", "signal", -1, 4, "SIGKILL")], MAX_RESTARTS="1")
     assert code == 0, out
     cell.count_lost(cell.done())
-    cell.say(out, r"continues from step 2 of")
+    cell.say(out, r"resuming from step 2 of")
     assert cell.steps_lost == 1
     cell.check_exact()
 
@@ -121,7 +121,7 @@ def check_raises(cell: Cell, rank: int, phase: str) -> None:
 @pytest.mark.fault("rank: hangs, SIGSTOP", least=2)
 def test_frozen(hang: Hang, cell: Cell) -> None:
     result, last = hang("SIGSTOP", cell), cell.size - 1
-    finding = f"dead or frozen, as last seen: {who(last, 4)}: optimizer"
+    finding = f"dead or frozen; last heartbeat of {who(last, 4)}: optimizer"
     cell.check_named(result, HANG_S, finding, culprits=[last])
     cell.resume()
 
@@ -133,7 +133,7 @@ def test_sleeps_in_the_data(hang: Hang, cell: Cell) -> None:
     finding = f"no progress for 3 s: {who(last, 4)}: data"
     cell.check_named(result, HANG_S, finding, r'data\.py", line \d+, in __next__')
     if cell.size > 1:
-        cell.check_named(result, HANG_S, r"ranks \[0\] wait for it")
+        cell.check_named(result, HANG_S, r"ranks \[0\] are waiting for it")
     cell.say(result.outputs[0], finding)
     cell.resume()
 
@@ -144,9 +144,9 @@ def test_mismatched_collectives(hang: Hang, cell: Cell) -> None:
     cell.check_named(
         result,
         HANG_S,
-        "no progress for 3 s, and all ranks wait for each other",
-        rf"{who(0, 3)}: .*waits in gloo:all_?reduce",
-        rf"{who(cell.size - 1, 3)}: .*waits in gloo:barrier",
+        "no progress for 3 s: all ranks are waiting for each other",
+        rf"{who(0, 3)}: .*waiting in gloo:all_?reduce",
+        rf"{who(cell.size - 1, 3)}: .*waiting in gloo:barrier",
     )
     assert len([*cell.run.glob("logs/flight_recorder_*.json")]) == cell.size
     cell.resume()
@@ -157,7 +157,7 @@ def test_leaves_early(cell: Cell) -> None:
     last = cell.size - 1
     result = cell.start(faults=[("end of a step", "exit", -1, 3)])
     assert result.codes[last] == 0
-    cell.check_named(result, PROMPT_S, f"{who(last, 3)} left before the training was done", culprits=[last])
+    cell.check_named(result, PROMPT_S, f"{who(last, 3)} exited before the training was done", culprits=[last])
     cell.resume()
 
 
@@ -182,7 +182,7 @@ def test_rank_0_is_frozen(cell: Cell) -> None:
     faults = [("update", "signal later", 0, 4, "SIGSTOP")]
     code, out = cell.launch(faults=faults, meanwhile=lambda _, file: end_frozen(file))
     assert code, out
-    cell.say(out, f"dead or frozen, as last seen: {who(0, 4)}|hears nothing of the store: rank 0")
+    cell.say(out, f"dead or frozen; last heartbeat of {who(0, 4)}|gets no answer from the store: its host")
     cell.notice_s = max(event["time"] for event in cell.events if event["event"] == "named") - cell.fault_time()
     assert cell.notice_s < HANG_S
     cell.resume()

@@ -36,7 +36,9 @@ def test_two_jobs(cell: Cell) -> None:
     first = next(event["pid"] for event in cell.events if event["rank"] == 0)
     assert refusals[0].codes[0] == 2, str(refusals[0])
     assert "Traceback" not in str(refusals[0]), str(refusals[0])
-    cell.say(refusals[0].outputs[0], rf"error: --name run: .* is in use by process {first} on \S+; wait for it, or")
+    cell.say(
+        refusals[0].outputs[0], rf"error: --name run: .* is in use by process {first} on \S+; wait until it ends, or"
+    )
     cell.check_exact()
 
 
@@ -48,7 +50,7 @@ def test_open_to_others(what: str, cell: Cell) -> None:
     folder = folder if what == "a checkpoint" else folder.parent
     folder.chmod(0o777)
     result = cell.start()
-    refused(cell, result, f"{folder} can be written by everybody here, so nothing in it is trusted: chmod o-w")
+    refused(cell, result, f"{folder} is writable by every user, so its checkpoints are not trusted: chmod o-w")
 
 
 def refused(cell: Cell, result: runner.Result, pattern: str) -> None:
@@ -131,7 +133,7 @@ def test_pickle_to_resume(what: str, canary: Path, cell: Cell) -> None:
         shutil.copy(step / "train.pkl", step / ".metadata")  # where torch.distributed.checkpoint keeps a pickle
         shutil.copy(step / "train.pkl", step / "MANIFEST.json")
     result = cell.start("--resume", str(path))
-    refused(cell, result, "error: .*(no checkpoint there|none of them is whole)")
+    refused(cell, result, "error: .*(no checkpoint there|every checkpoint is damaged)")
     assert not canary.exists()
 
 
@@ -161,7 +163,7 @@ def test_pickles_in_a_run(canary: Path, cell: Cell) -> None:
         path.write_bytes(pickle.dumps(Bomb(canary)))
     result = cell.start()
     assert result.ok, str(result)
-    cell.say(result.outputs[0], "continues from step 2 of")
+    cell.say(result.outputs[0], "resuming from step 2 of")
     cell.check_exact()
     assert not canary.exists()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
 from common import manifest
+
 from tests.harness import inject
 from tests.harness.fault_case import STEPS, Cell, checkpoints, same_tensors, temporaries
 
@@ -44,7 +44,7 @@ def test_killed(point: str, how: str, cell: Cell) -> None:
     done = cell.done()
     assert all(not manifest.verify(path)[1] for step, path in checkpoints(cell.run).items() if step == expected)
     result = cell.resume(*flags_for(how))
-    cell.say(result.outputs[0], f"continues from step {expected} of")
+    cell.say(result.outputs[0], f"resuming from step {expected} of")
     assert cell.steps_lost == done - expected
     assert not temporaries(cell.run)
 
@@ -132,7 +132,7 @@ def test_disk_for_a_while(what: str, how: str, disk: Path, cell: Cell) -> None:
     result = cell.start(*flags_for(how), faults=[fault_of(what, disk), pause, mended])
     assert result.ok, str(result)
     assert "Traceback" not in str(result), str(result)
-    cell.say(result.outputs[0], f"warning: no checkpoint of step 4: .*{DISKS[what].said}.*; the training goes on")
+    cell.say(result.outputs[0], f"warning: no checkpoint of step 4: .*{DISKS[what].said}.*; training continues")
     assert list(checkpoints(cell.run)) == [2, 6]
     assert not temporaries(cell.run)
     whole = checkpoints(cell.whole())
@@ -148,7 +148,7 @@ def test_disk_to_the_end(what: str, how: str, disk: Path, cell: Cell) -> None:
     assert result.codes[0] == 2, str(result)
     assert all(result.codes), str(result)
     assert "Traceback" not in result.outputs[0], str(result)
-    cell.say(result.outputs[0], f"error: the last checkpoint was not written: .*{DISKS[what].said}")
+    cell.say(result.outputs[0], f"error: the last checkpoint was not saved: .*{DISKS[what].said}")
     assert list(checkpoints(cell.run)) == [2]
     assert not manifest.verify(checkpoints(cell.run)[2])[1]
     action, *more = DISKS[what].mended
@@ -163,6 +163,6 @@ def test_removed(cell: Cell) -> None:
     """What is saved from then on is there, and is enough to go on."""
     result = cell.start(faults=[("end of a step", "remove", 0, 3, str(cell.run))])
     assert result.ok, str(result)
-    cell.say(result.outputs[0], "done   step 6 of 6")
+    cell.say(result.outputs[0], "done     step 6 of 6")
     assert list(checkpoints(cell.run)) == [4, 6]
     assert all(same_tensors(path, checkpoints(cell.whole())[step]) for step, path in checkpoints(cell.run).items())

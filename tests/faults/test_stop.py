@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-
 from common import stop
+
 from tests.harness import runner
 from tests.harness.fault_case import STEPS, Cell, checkpoints, same_tensors, wait_for
 from tests.harness.inject import EPOCH_STEPS
@@ -21,7 +21,7 @@ def check_left(cell: Cell, output: str, reason: str) -> int:
     marker = json.loads((cell.run / "stopped.json").read_text())
     assert marker["reason"].startswith(reason)
     assert max(checkpoints(cell.run)) == marker["step"] == max(runner.records(cell.run, "train/loss"))
-    cell.say(output, f"left   on request, saved: {reason}")
+    cell.say(output, f"stopped  checkpoint saved .{reason}")
     return marker["step"]
 
 
@@ -51,7 +51,7 @@ def test_stop_after(cell: Cell) -> None:
         assert cell.start("--stop-after", str(step)).ok
         assert max(checkpoints(cell.run)) == step
     result = cell.resume(exact=False)
-    cell.say(result.outputs[0], "continues from step 3 of")
+    cell.say(result.outputs[0], "resuming from step 3 of")
     whole = cell.whole()
     for tag in ("train/loss", "train/grad_norm"):  # each part was evaluated at its end
         assert runner.records(cell.run, tag) == runner.records(whole, tag)
@@ -133,7 +133,7 @@ def test_second_signal_quits_at_once(cell: Cell) -> None:
     result = cell.start(faults=points)
     assert result.codes[0] == 128 + signal.SIGTERM, str(result)
     assert time.monotonic() - began < 15
-    cell.say(result.outputs[0], "the same again quits at once, unsaved")
+    cell.say(result.outputs[0], "send it again to quit now without saving")
     cell.resume()
 
 

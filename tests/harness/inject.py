@@ -27,13 +27,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from common import data, flops, guard, keymap, manifest, sampler, saver, stop, watch, world
+from common.workloads import resnet, text
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-from common import data, flops, guard, keymap, manifest, sampler, saver, stop, watch, world
-from common.workloads import resnet, text
 
 Fault = tuple[Any, ...]
 POINTS = (
@@ -162,7 +161,7 @@ def _patch(drifts: bool) -> None:
     _before(Path, "rename", "before the rename", lambda _, target: is_checkpoint(target))
     _after(Path, "rename", lambda _, target: is_checkpoint(target) and _reach("after the rename"))
     _before(shutil, "rmtree", "during retention", is_checkpoint)
-    _before_note(watch.Watch, "_leave", "named")
+    _before_note(watch.Watch, "_exit", "named")
     _before_note(watch.Watch, "_let_others_read", "named")  # which comes after a rank has told its own error
     real_exit = os._exit
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import torch
+from common import checkpoint, saver
 from torch.distributed.device_mesh import init_device_mesh
 
-from common import checkpoint, saver
 from tests.harness import runner
 
 RECIPE = runner.ROOT / "recipes" / "some_recipe" / "train.py"  # only its name matters
