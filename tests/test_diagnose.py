@@ -70,7 +70,8 @@ class Reader:
 
 
 def wait_for_data(probe: Probe) -> None:
-    plan = sampler.make_plan(1, 0, 0, 1, 1, 1, 1, {})
+    division = sampler.Division(global_batch_size=1, global_micro_batch_size=1, dp_size=1)
+    plan = sampler.make_plan(division, 1, run_seed=0, epochs=0, max_steps=1, progress={})
     next(data.Loader(Reader(probe), sampler.evaluation_requests(plan, 1, 0), 0, CPU))
 
 
@@ -122,7 +123,7 @@ def test_phase_is_what_the_main_thread_is_in(phase: str, tmp_path: Path, monkeyp
 
 
 @pytest.mark.usefixtures("group")
-def test_outer_phase_is_told_and_not_what_it_waits_in() -> None:
+def test_outer_phase_is_reported_and_not_what_it_waits_in() -> None:
     """An evaluation that waits for data, and one that sums up, are evaluations."""
     probe = Probe()
     evaluate = train("evaluate")
@@ -131,7 +132,7 @@ def test_outer_phase_is_told_and_not_what_it_waits_in() -> None:
     assert [found for found, _ in probe.found] == ["evaluation", "evaluation"]
 
 
-def test_phases_of_a_traceback_are_told_too() -> None:
+def test_phases_of_a_traceback_are_reported_too() -> None:
     def fail() -> None:
         raise ValueError("oh")
 
@@ -249,7 +250,7 @@ def test_rank_that_makes_progress_accuses_nobody(stalled_s: float) -> None:
 
 
 def test_ranks_in_different_collectives_are_all_shown() -> None:
-    told = diagnose.accuse_stalled([beat(0, SUM), beat(1, MAX)], 20)
-    assert told.startswith("no progress for 20 s, and all ranks wait for each other:\nrank 0 (")
+    found = diagnose.accuse_stalled([beat(0, SUM), beat(1, MAX)], 20)
+    assert found.startswith("no progress for 20 s, and all ranks wait for each other:\nrank 0 (")
     for rank, waits_in in ((0, SUM), (1, MAX)):
-        assert f"rank {rank} (host h, pid {100 + rank}, step 7): collective, waits in {waits_in}\n" in told
+        assert f"rank {rank} (host h, pid {100 + rank}, step 7): collective, waits in {waits_in}\n" in found

@@ -25,10 +25,10 @@ COLUMNS = "fault | recipe | ranks | runs | passes | steps lost | s to notice | s
 INTRO = """# What was done to the recipes, and what came of it
 
 Each row is a fault that `tests/faults` puts into a run of a recipe, with a model of some thousand parameters and three
-steps an epoch: a pass means that it was named or noticed as it should be, and that the run then went on to the same
+steps an epoch: a pass means that it was named or noticed as it should be, and that the run then continued to the same
 losses and the same bits as one without the fault. Seconds to notice count from the fault until every other rank has
-named it, seconds to recover from the command that goes on (from the fault, where torchrun does it) to the first step
-done; where there were several runs, the largest is shown.
+named it, seconds to recover from the command that continues the run (from the fault, where torchrun restarts it) to the
+first step done; where there were several runs, the largest is shown.
 """
 
 
@@ -71,11 +71,12 @@ def summary(rows: list[list[str]]) -> str:
     """How many passed, and what did not or was not run."""
     runs, passes = (sum(int(row[column]) for row in rows) for column in (3, 4))
     none = sum(row[3] == "0" for row in rows)
-    return f"**{passes} of {runs} runs passed**, in {len(rows) - none} cells; {none} do not apply or were not run."
+    cases = f"{len(rows) - none} fault cases; {none} do not apply or were not run"
+    return f"**{passes} of {runs} runs passed**, in {cases}."
 
 
 def merge(several: list[dict[str, Any]]) -> list[str]:
-    """One line of the table from the same cell, run one or more times."""
+    """One line of the table from the same fault case, run one or more times."""
     first = next((row for row in several if row["passes"] < row["runs"]), several[0])
 
     def largest(key: str, digits: int) -> str:
