@@ -75,7 +75,7 @@ def test_mutant_drift_goes_unseen(case: FaultCase) -> None:
     case.record_message(result.outputs[0], "done   step 6 of 6")
 
 
-@pytest.mark.fault("numbers: other world size in mid-epoch", core=True, least=2)
+@pytest.mark.fault("numbers: other world size in mid-epoch", least=2)
 def test_other_world_size(case: FaultCase) -> None:
     """The same numbers in float64; with BatchNorm, which must see the same samples, over all ranks."""
     sync = ["--sync-bn"] if runner.has_flag(case.recipe, "--sync-bn") else []
