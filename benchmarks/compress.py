@@ -36,7 +36,7 @@ def recipe_of(setting: tuple[str, ...], folder: Path) -> Path:
     """Folder of its train.py; "every_pass" is ddp_resnet without no_sync."""
     if setting[0] != "every_pass":
         return ROOT / setting[0]
-    changed = {"return contextlib.nullcontext() if last else model.no_sync()": "return contextlib.nullcontext()"}
+    changed = {"with contextlib.nullcontext() if batch.last else model.no_sync():": "with contextlib.nullcontext():"}
     return runner.mutate("ddp_resnet", folder, changed).parent
 
 

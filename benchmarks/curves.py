@@ -55,7 +55,7 @@ def losses(layout: Layout, out: Path) -> list[float]:
     """Train for real, through the launcher; loss of each step."""
     what = WORKLOADS[runner.workload(layout.recipe)]
     steps, batch = str(what.steps), str(what.batch)
-    sync_bn = ["--sync-bn"] if "sync_bn" in runner.source(layout.recipe) else []
+    sync_bn = ["--sync-bn"] if runner.has_flag(layout.recipe, "--sync-bn") else []
     flags = ["--max-steps", steps, "--global-batch-size", batch, "--lr-reference-batch", batch, *what.flags, *sync_bn]
     flags += ["--dtype", "float64", "--log-every", "1", *layout.strategy, *layout.micro_batches(what.batch)]
     command = ["bash", str(ROOT / "launch/torchrun.sh"), f"recipes/{layout.recipe}", *flags]

@@ -103,9 +103,7 @@ def probe(path: str, argv: list[str], file: str) -> None:
         self.model = model
         init(self, model, *rest)
 
-    def look(
-        self: Any, grad_norm: torch.Tensor
-    ) -> None:  # the guard skip_if_not_finites between backward pass and update
+    def look(self: Any, grad_norm: torch.Tensor) -> None:  # between backward pass and update
         if now == STEP:
             parameters = list(self.model.parameters())
             states = [value for state in self._optimizer.state.values() for value in state.values()]

@@ -1,10 +1,11 @@
 """When each rank of a pipeline computes and when it waits: timelines of recipes/pipeline_gpt, and their picture.
 
 `benchmarks/strategies.py` calls this. The recipe runs as it stands, in real ranks; torch's pipeline stages are
-wrapped so that each forward and backward pass of a microbatch leaves a box with its start and its end, on the clock
+wrapped so that each forward and backward pass of a micro-batch leaves a box with its start and its end, on the clock
 that all processes of a machine share. A `unit` makes each pass last a fixed time, by sleeping once it is done.
 """
 
+import functools
 import json
 import runpy
 import statistics
@@ -15,19 +16,34 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import probes
+from tests.harness import runner
 from tests.harness.runner import ROOT
 
-RECIPE, DEFAULT = "pipeline_gpt", "1f1b"
-MICROBATCHES = 8
-# Schedule -> stages of a rank, as the recipe has them.
-STAGES = {name: n for name, (_, n) in runpy.run_path(str(ROOT / "recipes" / RECIPE / "train.py"))["SCHEDULES"].items()}
-UNIT_S = 0.08  # that a rank needs for the forward pass of one of MICROBATCHES through all that it holds
+RECIPE = "pipeline_gpt"
+NAIVE = "GPipe, 1 micro-batch"  # one rank computes at a time
+DEFAULT, *OTHERS = runner.choices(RECIPE, "--schedule")
+NAMES = [NAIVE, "GPipe", DEFAULT, *(name for name in OTHERS if name != "GPipe")]
+MICRO_BATCHES = 8
+UNIT_S = 0.08  # that a rank needs for the forward pass of one of MICRO_BATCHES through all that it holds
 STEPS = range(2, 5)  # that are measured
 QUICK = ("--width", "8", "--num-heads", "2", "--seq-len", "4")  # next to nothing to compute
 REAL = ("--width", "256", "--seq-len", "128")
 ROUNDS = 2
 COLOURS = {"F": ("#3b76af", "#9dc3e6"), "B": ("#d9822b", "#f6c48f"), "I": ("#d9822b", "#f6c48f")}
 COLOURS["W"] = ("#4e9a51", "#a8d5a2")  # each: a rank's first stage, its second
+
+
+def flag(name: str) -> str:
+    """What --schedule is for a row of the tables."""
+    return "GPipe" if name == NAIVE else name
+
+
+@functools.cache
+def stages(name: str, num_ranks: int) -> list[list[int]]:
+    """Numbers of the stages of each rank of a pipeline, as the recipe has them."""
+    recipe = runpy.run_path(str(ROOT / "recipes" / RECIPE / "train.py"))
+    args = recipe["Args"](schedule=flag(name), pp=num_ranks)
+    return [recipe["stage_numbers"](args, rank) for rank in range(num_ranks)]
 
 
 @dataclass(frozen=True)
@@ -39,7 +55,7 @@ class Box:
 
     rank: int
     chunk: int
-    microbatch: int
+    micro_batch: int
     kind: str
     start: float
     end: float
@@ -54,13 +70,13 @@ def record(path: str, argv: list[str], file: str, unit: float) -> None:
     def timed(name: str, what: Callable[[bool], tuple[str, int]]) -> None:
         method = getattr(Stage, name)
 
-        def wrapped(self: Any, microbatch: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
+        def wrapped(self: Any, micro_batch: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
             kind, units = what(full_backward)
             start = time.monotonic()
             more = {} if full_backward else {"full_backward": False}
-            result = method(self, microbatch, *args, **more, **kwargs)
+            result = method(self, micro_batch, *args, **more, **kwargs)
             time.sleep(max(0.0, start + units * unit - time.monotonic()))
-            boxes[-1].append((self.stage_index // self.group_size, microbatch, kind, start, time.monotonic()))
+            boxes[-1].append((self.stage_index // self.group_size, micro_batch, kind, start, time.monotonic()))
             return result
 
         setattr(Stage, name, wrapped)
@@ -79,27 +95,21 @@ def record(path: str, argv: list[str], file: str, unit: float) -> None:
 
 def timelines(name: str, num_ranks: int, unit: float, folder: Path, *flags: str) -> list[list[Box]]:
     """The boxes of all ranks in each of STEPS, from the start of the first; with a unit of 0 nothing sleeps."""
-    # The one microbatch of the naive schedule is as large as all of the others'; two stages of a rank share its layers.
-    lasts = unit * (MICROBATCHES if name == "naive" else 1) / STAGES[name]
-    rows = 2 if unit == 0 else 1
-    sizes = [
-        "--num-layers",
-        "8",
-        "--global-batch-size",
-        str(MICROBATCHES * rows),
-        "--num-microbatches",
-        str(MICROBATCHES),
-    ]
-    flags = (*sizes, "--pp", str(num_ranks), "--schedule", name, *flags)
+    # NAIVE's micro-batch is as large as all of the others'; two stages of a rank share its layers.
+    number = 1 if name == NAIVE else MICRO_BATCHES
+    lasts = unit * MICRO_BATCHES / number / len(stages(name, num_ranks)[0])
+    batch = MICRO_BATCHES * (2 if unit == 0 else 1)
+    sizes = ["--num-layers", "8", "--global-batch-size", str(batch), "--micro-batch-size", str(batch // number)]
+    flags = (*sizes, "--pp", str(num_ranks), "--schedule", flag(name), *flags)
     found = probes.in_ranks(record, RECIPE, num_ranks, [*flags], folder, lasts)
     steps = []
     for each in zip(*found, strict=True):
         first = min(start for boxes in each for *_, start, _ in boxes)
         steps.append(
             [
-                Box(rank, chunk, microbatch, kind, start - first, end - first)
+                Box(rank, chunk, micro_batch, kind, start - first, end - first)
                 for rank, boxes in enumerate(each)
-                for chunk, microbatch, kind, start, end in boxes
+                for chunk, micro_batch, kind, start, end in boxes
             ]
         )
     return steps
@@ -122,19 +132,19 @@ def own_bubble(boxes: list[Box]) -> float:
     return 1 - sum(box.end - box.start for box in boxes) / sum(map(span, each))
 
 
-def theory(name: str, p: int, m: int = MICROBATCHES) -> tuple[float, str]:
-    """The bubble of p ranks and m microbatches, and its formula."""
-    if name == "naive":
+def theory(name: str, p: int, m: int = MICRO_BATCHES) -> tuple[float, str]:
+    """The bubble of p ranks and m micro_batches, and its formula."""
+    if name == NAIVE:
         return (p - 1) / p, "(p-1) / p"
-    if name == "zero-bubble":
+    if name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
         return (p - 1) / (6 * m + p - 1), "(p-1) / (6m+p-1)"
-    if name == "interleaved":
+    if name == "Interleaved1F1B":
         return (p - 1) / (2 * m + p - 1), "(p-1) / (2m+p-1)"
     return (p - 1) / (m + p - 1), "(p-1) / (m+p-1)"
 
 
 def draw(drawn: dict[str, list[Box]], path: Path) -> None:
-    """One panel a schedule, all on one time axis, of which the naive one gets as much as the others need."""
+    """One panel a schedule, all on one time axis, of which NAIVE gets as much as the others need."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -142,7 +152,7 @@ def draw(drawn: dict[str, list[Box]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     num_ranks = len({box.rank for box in next(iter(drawn.values()))})
-    end = 1.03 * max(span(boxes) for name, boxes in drawn.items() if name != "naive") / UNIT_S
+    end = 1.03 * max(span(boxes) for name, boxes in drawn.items() if name != NAIVE) / UNIT_S
     figure, panels = plt.subplots(len(drawn), 1, figsize=(15, 1.9 * len(drawn)), sharex=True, layout="constrained")
     for axes, (name, boxes) in zip(panels, drawn.items(), strict=True):
         for box in boxes:
@@ -151,7 +161,7 @@ def draw(drawn: dict[str, list[Box]], path: Path) -> None:
             axes.barh(box.rank, width, left=start, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
             middle = (start + min(start + width, end)) / 2
             if middle < end:
-                label = "0 to 7" if name == "naive" else str(box.microbatch)
+                label = "0 to 7" if name == NAIVE else str(box.micro_batch)
                 ink = "black" if box.chunk else "white"
                 axes.text(middle, box.rank, label, ha="center", va="center", fontsize=8.5, color=ink)
         formula, words = theory(name, num_ranks)
@@ -171,7 +181,7 @@ def draw(drawn: dict[str, list[Box]], path: Path) -> None:
         axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)], fontsize=10)
         axes.tick_params(length=0, labelbottom=True)
         axes.spines[["top", "right", "left"]].set_visible(False)
-    panels[-1].set_xlabel("time, in forward passes of one microbatch through what one rank holds", fontsize=11)
+    panels[-1].set_xlabel("time, in forward passes of one micro_batch through what one rank holds", fontsize=11)
     names = {
         "F": "forward",
         "B": "backward (zero-bubble: its half by the input)",
@@ -209,7 +219,7 @@ def computing(names: list[str], folder: Path) -> str:
             steps = timelines(name, 2, 0.0, folder / f"real-{i}-{name}", *REAL)
             spans[name].append(statistics.median(map(span, steps)))
             bubbles[name] += map(bubble, steps)
-            print(f"round {i}  {name:12}  {spans[name][-1]:.3f} s", flush=True)
+            print(f"round {i}  {name:21}  {spans[name][-1]:.3f} s", flush=True)
     lines = []
     for name in names:
         ratios = sorted(one / base for one, base in zip(spans[name], spans[DEFAULT], strict=True))

@@ -21,7 +21,7 @@ from common.workloads import gpt
 from tests.harness import runner
 from tests.harness.runner import ROOT, cpu_name
 
-LAYERS, WIDTH, LENGTH, BATCH, ROWS = 8, 256, 64, 16, 2  # ROWS: sequences of a pipeline's microbatch
+LAYERS, WIDTH, LENGTH, BATCH, ROWS = 8, 256, 64, 16, 2  # ROWS: sequences of a pipeline's micro-batch
 REPLICAS = ("accelerate_gpt", "ddp_gpt")
 SMALL = 100  # elements; a call with less is only counted
 
@@ -48,7 +48,8 @@ def options(layout: runner.Layout) -> dict[str, str]:
 def owners(layout: runner.Layout) -> list[int]:
     """Rank, in its pipeline, of each stage."""
     flags = options(layout)
-    return list(range(int(flags["--pp"]))) * schedules.STAGES[flags["--schedule"]]
+    of_ranks = schedules.stages(flags["--schedule"], int(flags["--pp"]))
+    return [rank for _, rank in sorted((stage, rank) for rank, stages in enumerate(of_ranks) for stage in stages)]
 
 
 def stage_bytes(layout: runner.Layout) -> list[int]:
@@ -130,7 +131,7 @@ def measure(layout: runner.Layout, folder: Path, recipe: str | Path = "") -> lis
     """What each rank holds and calls."""
     sizes = {"num-layers": LAYERS, "width": WIDTH, "seq-len": LENGTH, "global-batch-size": BATCH}
     if "--pp" in layout.flags:
-        sizes["num-microbatches"] = BATCH // layout.dp_size // ROWS
+        sizes["micro-batch-size"] = ROWS
     flags = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
     return probes.in_ranks(probes.probe, recipe or layout.recipe, layout.size, [*flags, *layout.flags], folder)
 
@@ -185,7 +186,7 @@ def main() -> None:
             sent += sent_rows(layout, found)
             alone = max(alone, *(len(one["alone"]) for one in found))
             print(held[-1], flush=True)
-        names = [*schedules.STAGES]
+        names = schedules.NAMES
         slept = schedules.asleep(names, Path(folder), ROOT / "docs/schedules.png")
         computed = schedules.computing(names, Path(folder))
     stream = 4 * BATCH * LENGTH * WIDTH / 1e6
@@ -238,7 +239,7 @@ not counted: a lone pipeline makes {alone}.
 
 ## Waited for
 
-{schedules.MICROBATCHES} microbatches m flow through p ranks. A forward pass is 1 unit of time in each rank, a backward
+{schedules.MICRO_BATCHES} microbatches m flow through p ranks. A forward pass is 1 unit of time in each rank, a backward
 pass 2; zero-bubble splits the latter into halves, by the input and by the weights, of which only the first is urgent.
 Interleaved and zero-bubble cut the model into 2p stages, so their passes are half as long; the naive schedule has one
 microbatch as large as all of them. The bubble is 1 - time computed / (ranks x time from the first start to the last
@@ -260,7 +261,7 @@ https://arxiv.org/abs/2104.04473). Zero-bubble (Qi et al. 2023,
 https://arxiv.org/abs/2401.10241) can do without one once a rank has begun, if all three kinds of pass take the same
 time: what is left is that rank p begins p - 1 passes late, of 6m + p - 1.
 
-With real computation (2 ranks of one thread, {LAYERS} layers, width {WIDTH}, {schedules.MICROBATCHES} microbatches of
+With real computation (2 ranks of one thread, {LAYERS} layers, width {WIDTH}, {schedules.MICRO_BATCHES} microbatches of
 2 sequences of {schedules.REAL[-1]} tokens), in {rounds} rounds, all schedules in each; the median step of a round, and
 its ratio to {schedules.DEFAULT}'s, median and range over rounds. Passes are not equal here: the last stage has the loss
 as well, and zero-bubble's first stage needs no gradient by its input. Ranks share the cores with whatever else runs.

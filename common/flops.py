@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from common import UserError, ranks
 from common.data import Batch, BatchReader
 
 # Dense bfloat16 peak of one GPU in FLOP/s without sparsity, from NVIDIA's data sheets; the first that is in its name.
@@ -40,6 +41,8 @@ class Sample:
 def count_sample(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Module, train: BatchReader) -> Sample:
     """Count the FLOPs of one training sample from the shapes of the operators: on the meta device.
 
+    A model that does not run there, such as one that reads a value, trains without the figure, and a line says so.
+
     Args:
         loss: of the model on a batch.
         model: the plain one, with or without weights.
@@ -48,10 +51,18 @@ def count_sample(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Mod
     from torch.utils.flop_counter import FlopCounterMode
 
     first = np.zeros(2, np.int64)  # twice the same: BatchNorm wants two
-    inputs, targets = (tensor.to("meta") for tensor in train.read(first, first))
-    with FlopCounterMode(display=False) as counter:
-        loss(copy.deepcopy(model).to("meta"), Batch(inputs, targets, len(first), True)).backward()
-    return Sample(counter.get_total_flops() / len(first), train.sample_units)
+    try:
+        inputs, targets = (tensor.to("meta") for tensor in train.read(first, first))
+        with FlopCounterMode(display=False) as counter:
+            loss(copy.deepcopy(model).to("meta"), Batch(inputs, targets, len(first), True)).backward()
+        counted = counter.get_total_flops() / len(first)
+    except UserError:
+        raise
+    except Exception as error:  # a model may do anything that the meta device cannot, and need not be counted to train
+        reason = str(error).strip().partition("\n")[0]
+        ranks.print0(f"note: FLOPs are not counted, and no MFU is shown ({type(error).__name__}: {reason})")
+        counted = 0.0
+    return Sample(counted, train.sample_units)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

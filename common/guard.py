@@ -25,8 +25,15 @@ class FiniteGuard:
             optimizer: a fused one.
             plan: which samples each step reads, to name them.
             most: updates in a row that may be left out.
+
+        Raises:
+            UserError: the optimizer is not fused.
         """
-        assert optimizer.defaults.get("fused"), "only a fused optimizer knows found_inf"
+        if not optimizer.defaults.get("fused"):
+            raise UserError(
+                f"{type(optimizer).__name__} is not fused: only torch's fused optimizers skip a step whose gradient is "
+                "not finite without a wait. In make_optimizer, use one of these, with fused=True"
+            )
         keymap.optimizer_tensors(model, optimizer)
         self._optimizer: Any = optimizer
         self._plan, self._most = plan, most

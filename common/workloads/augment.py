@@ -45,7 +45,8 @@ def crop_resized(image: torch.Tensor, size: int, draws: np.ndarray) -> torch.Ten
     from torchvision.transforms.v2 import functional as tv
 
     height, width = image.shape[-2:]
-    area, aspect = (0.08 + 0.92 * draws[0]) * height * width, (3 / 4) ** (1 - 2 * draws[1])
+    area = (0.08 + 0.92 * draws[0]) * height * width
+    aspect = (3 / 4) ** (1 - 2 * draws[1])
     crop_height = min(height, max(1, round((area / aspect) ** 0.5)))
     crop_width = min(width, max(1, round((area * aspect) ** 0.5)))
     top, left = int(draws[2] * (height - crop_height + 1)), int(draws[3] * (width - crop_width + 1))

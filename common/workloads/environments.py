@@ -46,13 +46,14 @@ def make(name: str, **how: Any) -> Any:
         raise UserError(f"--env {name}: {error}") from error
     if atari:
         env = wrappers.FrameStackObservation(wrappers.AtariPreprocessing(env), 4)
-    seen, done = env.observation_space, env.action_space
-    choice = isinstance(done, spaces.Discrete) and done.start == 0
-    vector = isinstance(done, spaces.Box) and len(done.shape) == 1
-    if not (isinstance(seen, spaces.Box) and (atari or len(seen.shape) == 1) and (choice or vector)):
+    observations = env.observation_space
+    actions = env.action_space
+    numbered = isinstance(actions, spaces.Discrete) and actions.start == 0
+    vectors = isinstance(actions, spaces.Box) and len(actions.shape) == 1
+    if not (isinstance(observations, spaces.Box) and (atari or len(observations.shape) == 1) and (numbered or vectors)):
         raise UserError(
-            f"--env {name} has observations {seen} and actions {done}: known are vectors, images of Atari's games, "
-            "and actions that are vectors or numbered from 0"
+            f"--env {name} has observations {observations} and actions {actions}: this recipe takes vectors, images "
+            "of Atari's games, and actions that are vectors or numbered from 0"
         )
     if env.spec is None or env.spec.max_episode_steps is None:
         raise UserError(f"--env {name} has no limit of steps, so what a checkpoint holds of an episode has none")
@@ -99,7 +100,9 @@ class Environments:
         self.index, self._keys = index, keys
         self.continuous = bool(self._space.shape)
         self.num_outputs = int(self._space.shape[0] if self.continuous else self._space.n)
-        self._episodes, self._lengths, self._returns = np.zeros(num, int), np.zeros(num, int), np.zeros(num)
+        self._episodes = np.zeros(num, int)
+        self._lengths = np.zeros(num, int)
+        self._returns = np.zeros(num)
         limit = made[0].spec.max_episode_steps
         self._actions = np.zeros((num, limit, *self._space.shape), np.float32)  # since the episodes began
         self.ended = np.zeros(3)
@@ -109,7 +112,8 @@ class Environments:
     def _begin(self, which: np.ndarray) -> None:
         seeds = seed.mix(*self._keys, self.index, self._episodes) % np.uint64(2**31)
         self.observations, _ = self._vector.reset(seed=seeds.tolist(), options={"reset_mask": which})
-        self._lengths[which], self._returns[which] = 0, 0
+        self._lengths[which] = 0
+        self._returns[which] = 0
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Take a step in each, and begin a new episode where one has ended.
@@ -125,8 +129,9 @@ class Environments:
         if self.continuous:
             actions = actions.clip(self._space.low, self._space.high).astype(self._space.dtype)
         self._actions[np.arange(len(actions)), self._lengths] = actions
-        led_to, rewards, terminated, truncated, _ = self._vector.step(actions)
-        self.observations, done = led_to, terminated | truncated
+        next_observations, rewards, terminated, truncated, _ = self._vector.step(actions)
+        self.observations = next_observations
+        done = terminated | truncated
         self._returns += rewards
         self._lengths += 1
         if done.any():
@@ -134,7 +139,7 @@ class Environments:
             self._episodes[done] += 1
             self._begin(done)
         self.wait_s += time.perf_counter() - began
-        return rewards, done, terminated, led_to
+        return rewards, done, terminated, next_observations
 
     def take_ended(self) -> dict[str, float]:
         """Mean return and length of the episodes of all ranks that have ended since the last call (all ranks)."""
@@ -145,7 +150,8 @@ class Environments:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Where the environments of all ranks are, by number, whatever the number of ranks (all ranks)."""
-        found, mine = {}, {"episodes": self._episodes, "lengths": self._lengths, "actions": self._actions}
+        found = {}
+        mine = {"episodes": self._episodes, "lengths": self._lengths, "actions": self._actions}
         for name, array in (mine | {"observations": self.observations}).items():
             local = torch.from_numpy(array)
             whole = local.new_empty(dist.get_world_size() * len(local), *local.shape[1:])
@@ -162,7 +168,8 @@ class Environments:
         parts = {name: value.numpy()[self.index] for name, value in tensors.items() if name.startswith("rollout.")}
         self._episodes = parts["rollout.episodes"]
         self._begin(np.ones(len(self.index), bool))
-        self._lengths, self._actions = parts["rollout.lengths"], parts["rollout.actions"]
+        self._lengths = parts["rollout.lengths"]
+        self._actions = parts["rollout.actions"]
         for i, env in enumerate(self._vector.envs):
             for action in self._actions[i, : self._lengths[i]].astype(self._space.dtype):
                 self.observations[i], reward, *_ = env.step(action)
@@ -179,22 +186,29 @@ class Environments:
 def play_once(name: str, index: np.ndarray, act: Act, *keys: int) -> dict[str, torch.Tensor]:
     """Sums of returns and lengths of the first episode in each of these environments, and their count."""
     envs: Any = Environments(name, index, *keys) if len(index) else None
-    going, returns, lengths = np.ones(len(index), bool), 0.0, 0
-    while going.any():
+    playing = np.ones(len(index), bool)
+    returns = 0.0
+    lengths = 0
+    while playing.any():
         rewards, done, *_ = envs.step(act(envs.observations))
-        returns, lengths = returns + rewards[going].sum(), lengths + going.sum()
-        going &= ~done
+        returns += rewards[playing].sum()
+        lengths += playing.sum()
+        playing &= ~done
     return {"return": torch.tensor(returns), "length": torch.tensor(lengths), "count": torch.tensor(len(index))}
 
 
 def film(env: Any, act: Act, key: int) -> np.ndarray:
     """Up to 32 frames, (N, H, W, 3), of environment 0 in an evaluation with this seed; `env` is made to be rendered."""
-    frames, every, time_step, ends = list[Any](), 1, 0, [False]
-    seen, _ = env.reset(seed=int(seed.mix(key, seed.HOLD_OUT, 0, 0) % np.uint64(2**31)))
+    frames: list[Any] = []
+    every = 1  # steps between frames
+    time_step = 0
+    ends = [False]  # terminated, truncated
+    observation, _ = env.reset(seed=int(seed.mix(key, seed.HOLD_OUT, 0, 0) % np.uint64(2**31)))
     while not any(ends):
         frames += [] if time_step % every else [env.render()]
         if len(frames) > 32:
-            frames, every = frames[::2], 2 * every
-        seen, _, *ends, _ = env.step(act(np.asarray(seen)[None])[0])
+            frames = frames[::2]
+            every *= 2
+        observation, _, *ends, _ = env.step(act(np.asarray(observation)[None])[0])
         time_step += 1
     return np.stack(frames)

@@ -46,10 +46,11 @@ def rotate(x: torch.Tensor, base: float) -> torch.Tensor:
         x: (B, heads, T, D); the first and the second half of D are the parts of D / 2 complex numbers.
         base: see `Shape.rope_base`.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    length, half = x.shape[2], x.shape[3] // 2
-    frequencies = base ** (-torch.arange(half, device=x.device, dtype=wide) / half)
-    angles = torch.arange(length, device=x.device, dtype=wide)[:, None] * frequencies  # (T, D / 2)
+    angle_dtype = torch.promote_types(x.dtype, torch.float32)
+    length = x.shape[2]
+    half = x.shape[3] // 2
+    frequencies = base ** (-torch.arange(half, device=x.device, dtype=angle_dtype) / half)
+    angles = torch.arange(length, device=x.device, dtype=angle_dtype)[:, None] * frequencies  # (T, D / 2)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     real, imaginary = x.chunk(2, dim=3)
     return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], dim=3)
@@ -60,7 +61,8 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.head_width, self.rope_base = shape.width // shape.num_heads, shape.rope_base
+        self.head_width = shape.width // shape.num_heads
+        self.rope_base = shape.rope_base
         self.query = nn.Linear(shape.width, shape.width, bias=False)
         self.key = nn.Linear(shape.width, shape.num_kv_heads * self.head_width, bias=False)
         self.value = nn.Linear(shape.width, shape.num_kv_heads * self.head_width, bias=False)
@@ -145,5 +147,10 @@ class GPT(nn.Module):
 
 def sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy of each sequence in nats, (B,), of logits (B, T, V); a target of -100 counts as 0."""
-    wide = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide, targets.flatten(), reduction="none").view(targets.shape).mean(1)
+    float_logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(float_logits, targets.flatten(), reduction="none").view(targets.shape).mean(1)
+
+
+def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of the losses of a batch's sequences, ()."""
+    return sequence_losses(logits, targets).sum()

@@ -95,7 +95,8 @@ def load(name: str, seq_len: int, tokenizer: str = "") -> tuple[Text, Text]:
 
 def _load_stdlib(seq_len: int) -> tuple[Text, Text]:
     """A tenth of the documents, chosen by name, is held out; an excerpt of each is enough for a quick evaluation."""
-    train, validation = [], []
+    train = []
+    validation = []
     for name, text in stdlib_documents().items():
         if seed.uniform(seed.HOLD_OUT, zlib.crc32(name.encode())) < splits.HOLD_OUT:
             middle = max(0, len(text) - EXCERPT) // 2  # files begin alike, with licences and imports
@@ -180,7 +181,8 @@ def _write(stem: Path, rows: "Dataset", model: "Tokenizer | None") -> Path:
     """Write under a temporary name; the final one says what is known of the tokens, so that one rename tells all."""
     # Where the lock does not reach other machines, each writes the same file, and one stays.
     partial = stem.with_suffix(f".{os.uname().nodename}.partial")
-    sha256, num_bytes = hashlib.sha256(), 0
+    sha256 = hashlib.sha256()
+    num_bytes = 0
     with partial.open("wb") as file:
         for batch in rows.iter(BATCH_ROWS):
             # As in a text file; each by itself, or its tokens would depend on how rows are grouped.

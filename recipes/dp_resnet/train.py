@@ -22,6 +22,7 @@ EPYC, 2 cores, bfloat16, torch 2.15.0, 2026-11-20). Several GPUs: not run.
 Base: none.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,8 +149,10 @@ def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], dp_s
     """Forward and backward passes of a step's micro-batches."""
     sums: metrics.Sums = {}
     for batch in batches:
-        batch_sums = forward(args, model, batch)
-        (batch_sums["loss"] / batch.step_samples).backward()  # the mean over the samples of the whole step
+        with contextlib.nullcontext():  # one process: there is nothing to hold back
+            batch_sums = forward(args, model, batch)
+            # The mean over the samples of the whole step, on this process alone.
+            (batch_sums["loss"] * (dp_size / batch.step_samples)).backward()
         sums = metrics.add(sums, batch_sums)
     return sums
 
@@ -162,7 +165,7 @@ def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metri
     return sums
 
 
-def clip_gradients(args: Args, model: nn.Module) -> torch.Tensor:
+def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     """Clip to the global gradient norm, (), and return it; every rank holds all of the gradients."""
     return nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
 

@@ -176,7 +176,7 @@ def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metri
     return sums
 
 
-def clip_gradients(args: Args, model: nn.Module) -> torch.Tensor:
+def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     """Clip to the global gradient norm, (), and return it; every rank holds all of the gradients."""
     return nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
 

@@ -126,17 +126,20 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
 
 # --- 3 Strategy -------------------------------------------------------------------------------------------
 
-# Stages of each rank r of p: one, in the order of the ranks; two, r and r + p; or two in the shape of a V, so that
-# the first rank has both ends.
-STAGES = {
-    "GPipe": lambda r, p: [r],  # all forward, then all backward: arxiv.org/abs/1811.06965
-    "1F1B": lambda r, p: [r],  # backward as soon as it can, to keep less: arxiv.org/abs/1806.03377
-    "Interleaved1F1B": lambda r, p: [r, r + p],  # half the bubble: arxiv.org/abs/2104.04473
-    "InterleavedZeroBubble": lambda r, p: [r, r + p],  # weights' gradients fill the bubble: arxiv.org/abs/2401.10241
-    "ZBVZeroBubble": lambda r, p: [r, 2 * p - 1 - r],  # section 6 of the same
-    "DualPipeV": lambda r, p: [r, 2 * p - 1 - r],  # forward and backward side by side: arxiv.org/abs/2412.19437
-}
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+
+
+def stage_numbers(args: Args, rank: int) -> list[int]:
+    """Stages of a rank of the pipeline: one; or two, to begin sooner; V-shaped, the first rank has both ends.
+
+    GPipe (https://arxiv.org/abs/1811.06965): all forward, then all backward. 1F1B (https://arxiv.org/abs/1806.03377):
+    backward as soon as it can, to keep less. Interleaved1F1B (https://arxiv.org/abs/2104.04473): half the bubble.
+    InterleavedZeroBubble, ZBVZeroBubble (https://arxiv.org/abs/2401.10241): the weights' gradients fill the bubble.
+    DualPipeV (https://arxiv.org/abs/2412.19437): forward and backward passes beside each other.
+    """
+    if args.schedule in ("GPipe", "1F1B"):
+        return [rank]
+    return [rank, 2 * args.pp - 1 - rank if args.schedule in V_SHAPED else rank + args.pp]
 
 
 class Pipeline(nn.Module):
@@ -160,19 +163,16 @@ class Pipeline(nn.Module):
 def make_mesh(args: Args, world: World) -> DeviceMesh:
     """The ranks and their axes: pipelines, by ranks of a pipeline."""
     cli.check_divides("--pp", args.pp, {"the number of ranks": world.size})
-    stages_of_rank = len(STAGES[args.schedule](0, args.pp))
-    if args.pp < stages_of_rank:
-        raise UserError(f"--schedule {args.schedule} needs --pp 2 or more, not {args.pp}")
-    if args.num_layers < args.pp * stages_of_rank:
-        raise UserError(
-            f"--num-layers {args.num_layers} cannot fill {args.pp * stages_of_rank} stages: {args.schedule}"
-        )
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, world.size // args.pp)
-    number = division.num_micro_batches
+    stages_here = len(stage_numbers(args, 0))
     least = {"GPipe": 1, "DualPipeV": 2 * args.pp}.get(args.schedule, args.pp)
-    if number < least or ("Interleaved" in args.schedule and number % args.pp):
-        wanted = f"a multiple of --pp {args.pp}" if "Interleaved" in args.schedule else f"{least} or more"
-        raise UserError(f"--micro-batch-size {args.micro_batch_size} makes {number} of {division}: {wanted} are needed")
+    remainder = division.num_micro_batches % args.pp if "Interleaved" in args.schedule else 0
+    if division.num_micro_batches < least or remainder:
+        wanted = f"{least} or more" if not remainder else f"a multiple of --pp {args.pp}"
+        raise UserError(f"--micro-batch-size divides {division}: --schedule {args.schedule} needs {wanted}")
+    if args.pp < stages_here or args.num_layers < args.pp * stages_here:
+        few = f"--pp {args.pp} and --num-layers {args.num_layers} are too few"
+        raise UserError(f"{few}: --schedule {args.schedule} has {stages_here} on each of at least {stages_here} ranks")
     return init_device_mesh(world.device.type, (world.size // args.pp, args.pp), mesh_dim_names=("dp", "pp"))
 
 
@@ -185,7 +185,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     """Put this rank's layers of the plain model on its device and under the strategy."""
     dtype = precision.compute_dtype(args.dtype, device)
     group = mesh.get_group("pp")
-    numbers = STAGES[args.schedule](group.rank(), args.pp)
+    numbers = stage_numbers(args, group.rank())
     num_stages = args.pp * len(numbers)
     stages: dict[int, Any] = {}
     for i in numbers:
@@ -211,10 +211,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
         pipeline.tied_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh[:, [0, -1]].tolist())
     parts = [PipelineStage(stage, i, num_stages, device, group=group) for i, stage in stages.items()]
     pipeline.schedule = schedules.get_schedule_class(args.schedule)(
-        parts if len(parts) > 1 else parts[0],
-        pipeline.division.num_micro_batches,
-        loss_fn=lambda logits, targets: gpt.sequence_losses(logits, targets).sum(),
-        scale_grads=False,
+        parts if len(parts) > 1 else parts[0], pipeline.division.num_micro_batches, loss_fn=gpt.loss, scale_grads=False
     )
     return pipeline
 
@@ -237,11 +234,9 @@ def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], dp_s
     sums = run_schedule(model, step, model.schedule.step)
     if model.tied_group:  # the embedding has a gradient at both ends of the pipeline
         dist.all_reduce((model.ends[0] or model.ends[1]).embed.weight.grad, group=model.tied_group)
-    group = model.mesh.get_group("dp")
-    for work in [dist.all_reduce(p.grad, group=group, async_op=True) for p in model.parameters()]:
-        work.wait()
     for p in model.parameters():
         p.grad.div_(step[0].step_samples)  # the mean over the samples of the whole step
+        dist.all_reduce(p.grad, group=model.mesh.get_group("dp"))
     return sums
 
 

@@ -137,7 +137,8 @@ def estimate_advantages(args: Args, rewards: Any, values: Any, next_values: Any,
     """Generalised advantages (Schulman et al. 2016, https://arxiv.org/abs/1506.02438); everything is (T, n)."""
     # An episode that the limit of steps cut off counts the value of where it was; one that was over does not.
     errors = rewards + args.gamma * next_values * ~terminated - values
-    advantages, last = torch.zeros_like(errors), torch.zeros_like(errors[0])
+    advantages = torch.zeros_like(errors)
+    last = torch.zeros_like(errors[0])
     for t in reversed(range(len(errors))):
         advantages[t] = last = errors[t] + args.gamma * args.gae_lambda * last * ~done[t]
     return advantages
@@ -181,18 +182,25 @@ def normalise(values: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def play(args: Args, model: Any, envs: environments.Environments, step: int) -> Samples:
     """Act for `rollout_steps` in this rank's environments; what is drawn depends on (seed, step, environment) alone."""
-    model = model.module  # without gradients there is nothing to send
+    policy = model.module  # without gradients there is nothing to send
     times = np.arange(args.rollout_steps) + (step - 1) * args.rollout_steps
     noise = seed.uniform(args.seed, seed.ACTION, times[:, None, None], envs.index[:, None], np.arange(envs.num_outputs))
-    rows = [(envs.observations, act := model.act(envs.observations, drawn), *envs.step(act)) for drawn in noise]
-    columns = [np.stack(column) for column in zip(*rows, strict=True)]
-    seen, led_to = model.inputs(columns[0]), model.inputs(columns[-1])
-    actions, rewards, done, terminated = (torch.from_numpy(column).to(seen.device) for column in columns[1:-1])
-    outputs, values = (part.unflatten(0, rewards.shape) for part in model(seen.flatten(0, 1)))
-    next_values = model(led_to.flatten(0, 1))[1].view_as(values)
+    history = []
+    for step_noise in noise:
+        before = envs.observations
+        chosen = policy.act(before, step_noise)
+        history.append((before, chosen, *envs.step(chosen)))
+    # From T tuples of arrays (n, ...) to arrays (T, n, ...): what was seen first, what it led to last.
+    columns = [np.stack(column) for column in zip(*history, strict=True)]
+    observations = policy.inputs(columns[0])
+    next_observations = policy.inputs(columns[-1])
+    actions, rewards, done, terminated = (torch.from_numpy(column).to(observations.device) for column in columns[1:-1])
+    # The network takes (T * n, ...).
+    outputs, values = (part.unflatten(0, rewards.shape) for part in policy(observations.flatten(0, 1)))
+    next_values = policy(next_observations.flatten(0, 1))[1].view_as(values)
     advantages = estimate_advantages(args, rewards.to(values), values, next_values, done, terminated)
     log_probs = actor_critic.distribution(outputs, envs.continuous).log_prob(actions)
-    return Samples(seen, actions, log_probs, normalise(advantages), advantages + values)
+    return Samples(observations, actions, log_probs, normalise(advantages), advantages + values)
 
 
 def minibatches(args: Args, rollout: Samples, index: np.ndarray, epoch: int) -> Iterator[Samples]:
@@ -208,7 +216,8 @@ def train_step(
 ) -> tuple[metrics.Sums, torch.Tensor]:
     """One update; returns this rank's sums over all minibatches, and the mean of their global gradient norms, ()."""
     rollout = play(args, model, envs, step)
-    sums, norms = dict[str, torch.Tensor](), []
+    sums: metrics.Sums = {}
+    norms = []
     for epoch in range(args.update_epochs):
         epoch_sums: metrics.Sums = {}
         for batch in minibatches(args, rollout, envs.index, (step - 1) * args.update_epochs + epoch):
@@ -251,7 +260,7 @@ def main() -> None:
     dp_rank, dp_size = dp_coordinates(mesh)
     index, samples = environments.share(args.num_envs, args.rollout_steps, args.global_batch_size, dp_rank, dp_size)
     envs = environments.Environments(args.env, index, args.seed, seed.EPISODE)
-    filmed = environments.make(args.env, render_mode="rgb_array") if args.film and world.rank == 0 else None
+    filmed = environments.make(args.env, render_mode="rgb_array") if args.film else None
     model = make_model(args, envs)
     # Refuses a checkpoint of another model or environment before any of them is played.
     found = checkpoint.find(run_dir.choose(args.out, args.name), args.resume, model, seed=args.seed, env=args.env)
@@ -275,7 +284,7 @@ def main() -> None:
         run.check_replicas(step)  # optional: finds replicas that have drifted apart
         if run.evaluates(step):
             run.log_validation(step, metrics.means(evaluate(args, model, dp_rank, dp_size)))
-            if filmed:
+            if filmed and world.rank == 0:
                 run.log_images(step, "val/film", environments.film(filmed, model.module.act, args.seed))
         if run.saves(step):
             run.save(step, envs.tensors())

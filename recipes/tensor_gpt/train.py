@@ -146,27 +146,26 @@ def slice_matrices(model: Any, tp: DeviceMesh) -> None:
     Shoeybi et al. 2019 (https://arxiv.org/abs/1909.08053); what lies between the pairs works on a part of each
     sequence, as in Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198).
     """
-    part, whole = Shard(1), Replicate()  # of the sequences, (B, T, C)
-    gather = parallel.PrepareModuleInput(input_layouts=part, desired_input_layouts=whole)
-    first, second = parallel.ColwiseParallel(), parallel.RowwiseParallel(output_layouts=part)
+    colwise, rowwise = parallel.ColwiseParallel(), parallel.RowwiseParallel(output_layouts=Shard(1))
+    gather = parallel.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())  # (B, T, C)
     plan = {
-        "embed": parallel.RowwiseParallel(input_layouts=whole, output_layouts=part),
+        "embed": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "blocks.*.*_norm": parallel.SequenceParallel(),
         "blocks.*.attention": gather,
-        "blocks.*.attention.query": first,
-        "blocks.*.attention.key": first,
-        "blocks.*.attention.value": first,
-        "blocks.*.attention.output": second,
+        "blocks.*.attention.query": colwise,
+        "blocks.*.attention.key": colwise,
+        "blocks.*.attention.value": colwise,
+        "blocks.*.attention.output": rowwise,
         "blocks.*.mlp": gather,
-        "blocks.*.mlp.gate": first,
-        "blocks.*.mlp.up": first,
-        "blocks.*.mlp.down": second,
+        "blocks.*.mlp.gate": colwise,
+        "blocks.*.mlp.up": colwise,
+        "blocks.*.mlp.down": rowwise,
         "norm": parallel.SequenceParallel(),
     }
-    parallel.parallelize_module(model, tp, plan if model.head is None else plan | {"head": first})
+    parallel.parallelize_module(model, tp, plan if model.head is None else plan | {"head": colwise})
     # The loss takes logits of the whole sequence, cut by tokens of the vocabulary.
-    model.norm.register_forward_hook(lambda *call: call[-1].redistribute(placements=[whole]))
-    model.register_forward_hook(lambda *call: call[-1].to_local().clone())  # FSDP wants no view
+    model.norm.register_forward_hook(lambda module, inputs, output: output.redistribute(placements=[Replicate()]))
+    model.register_forward_hook(lambda module, inputs, output: output.to_local().clone())  # FSDP wants no view
 
 
 def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) -> nn.Module:
@@ -208,7 +207,7 @@ def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metri
     return sums
 
 
-def clip_gradients(args: Args, model: nn.Module) -> torch.Tensor:
+def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     """Clip to the global gradient norm, (), and return it: of all parts of all ranks."""
     norm: Any = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
     return norm.full_tensor()
