@@ -22,6 +22,7 @@ WIDEST = max(runner.RECIPES, key=lambda recipe: (len(runner.world_sizes(recipe))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(name, core=False, least=1): a row of the matrix; `least` ranks it needs")
+    config.addinivalue_line("markers", "waits(fault, flag='', meanwhile=None): begun beside others, as it mostly waits")
     config.addinivalue_line("markers", "rest: a row that only the whole matrix has")
 
 

@@ -1,8 +1,10 @@
 """A rank that dies, raises, hangs or exits early is named on every rank, in time, and the run continues."""
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,8 +12,9 @@ import pytest
 
 from common import manifest
 from common.watch import GONE_S
-from tests.harness import runner
-from tests.harness.fault_case import FaultCase, checkpoints, events_in, find_line, wait_for
+from tests.faults.conftest import num_ranks
+from tests.harness import inject, runner
+from tests.harness.fault_case import TIMEOUT_S, FaultCase, checkpoints, events_in, find_line, wait_for
 
 BUSY_S = 1.0  # what a machine that does other things as well may add
 HANG_S, PROMPT_S = 3 + 2 + BUSY_S, 2 + BUSY_S  # --hang-timeout, and what finding out may take
@@ -24,58 +27,107 @@ PHASES = {
 }
 
 
-Hang = Callable[[str, FaultCase], runner.Result]
-HANGS = {  # ranks that it needs, and the fault
-    "SIGSTOP": (2, ("update", "signal later", -1, 4, "SIGSTOP")),
-    "data": (1, ("reading", "sleep", -1, 4)),
-    "collectives": (2, ("end of a step", "barrier", -1, 3)),
-}
-
-
 def who(rank: int, step: int) -> str:
     return rf"rank {rank} \(host \S+, pid \d+, step {step}\)"
 
 
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _patient() -> Iterator[None]:
     """Let every rank exit by itself, which the tests check."""
-    monkeypatch.setattr(runner, "GRACE_S", 5.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "GRACE_S", 5.0)
+        yield
 
 
 def end_frozen(file: Path) -> None:
     """Kill the frozen rank once another one has exited."""
     wait_for(lambda: any(event["event"] == "exited" for event in events_in(file)))
-    os.kill(next(event["pid"] for event in events_in(file) if event["event"] == "fault"), signal.SIGKILL)
+    frozen = [event["pid"] for event in events_in(file) if event["event"] == "fault"][-1]
+    os.kill(frozen, signal.SIGKILL)
+
+
+# --- runs that mostly wait, beside each other -------------------------------------------------------------
+
+
+BESIDE = 6  # runs of at most two ranks each
+GATE_S = 60.0  # to start that many
+Meanwhile = Callable[[Path], None]
+
+
+def cases_that_wait(items: Sequence[pytest.Item], make: Callable[[str], FaultCase]) -> Iterator[tuple[str, FaultCase]]:
+    """The tests with the mark `waits` that apply to their recipe, each with a case of its own."""
+    for item in items:
+        waits, fault = item.get_closest_marker("waits"), item.get_closest_marker("fault")
+        if waits:
+            case = make(item.callspec.params["case"])
+            flag = waits.kwargs.get("flag")
+            if case.size >= fault.kwargs.get("least", 1) and (not flag or runner.has_flag(case.recipe, flag)):
+                yield item.nodeid, case
+
+
+def start_behind_gate(case: FaultCase, fault: inject.Fault, gate: threading.Barrier, after: Meanwhile) -> runner.Result:
+    """Start a run that waits after its first step until all have done theirs: then no start disturbs a clock."""
+    opened = case.folder / "opened"
+
+    def meanwhile(file: Path) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            wait_for(lambda: sum(event["event"] == "fault" for event in events_in(file)) == case.size, GATE_S)
+            gate.wait(GATE_S)
+        opened.touch()
+        after(file)
+
+    waits = [("end of a step", "wait for", rank, 1, str(opened)) for rank in range(case.size)]
+    return case.start(faults=[*waits, fault], meanwhile=meanwhile, timeout_s=TIMEOUT_S + GATE_S)
 
 
 @pytest.fixture(scope="module")
-def hang() -> Hang:
-    """Runs that hang, all of a recipe at once: most of the time they wait."""
-    begun: dict[str, dict[str, tuple[FaultCase, Future]]] = {}
+def runs_that_wait(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, reference_run: Callable[[str], Path]
+) -> Callable[[pytest.Item], tuple[FaultCase, Future[runner.Result]]]:
+    """Begins the next BESIDE of them where one is asked for that has not begun."""
 
-    def result_of(what: str, case: FaultCase) -> runner.Result:
-        if case.recipe not in begun:
-            case.reference()
-            pool = ThreadPoolExecutor(len(HANGS))
-            begun[case.recipe] = {}
-            for name, (least, fault) in HANGS.items():
-                one = FaultCase(case.recipe, case.folder / name.lower(), case.size, case.reference)
-                if case.size >= least and (name != "data" or runner.has_flag(case.recipe, "--data")):
-                    one.folder.mkdir()
-                    after = end_frozen if name == "SIGSTOP" else None
-                    begun[case.recipe][name] = (one, pool.submit(one.start, faults=[fault], meanwhile=after))
-            pool.shutdown()
-        one, result = begun[case.recipe][what]
-        case.take_over(one)
-        return result.result()
+    def make(recipe: str) -> FaultCase:
+        return FaultCase(recipe, tmp_path_factory.mktemp(recipe), num_ranks(recipe), lambda: reference_run(recipe))
 
-    return result_of
+    faults = {item.nodeid: item.get_closest_marker("waits") for item in request.session.items}
+    waiting = dict(cases_that_wait(request.session.items, make))
+    begun: dict[str, tuple[FaultCase, Future[runner.Result]]] = {}
+
+    def begin(item: pytest.Item) -> tuple[FaultCase, Future[runner.Result]]:
+        if item.nodeid not in begun:
+            names = [item.nodeid, *(name for name in waiting if name not in begun and name != item.nodeid)][:BESIDE]
+            for name in names:
+                waiting[name].reference()
+            gate, pool = threading.Barrier(len(names)), ThreadPoolExecutor(len(names))
+            for name in names:
+                after = faults[name].kwargs.get("meanwhile", lambda _: None)
+                future = pool.submit(start_behind_gate, waiting[name], faults[name].args[0], gate, after)
+                begun[name] = waiting[name], future
+            pool.shutdown(wait=False)
+        return begun[item.nodeid]
+
+    return begin
+
+
+@pytest.fixture
+def result(
+    case: FaultCase,
+    request: pytest.FixtureRequest,
+    runs_that_wait: Callable[[pytest.Item], tuple[FaultCase, Future[runner.Result]]],
+) -> runner.Result:
+    """What came of the run with the fault of the mark `waits`, whose case `case` becomes."""
+    if flag := request.node.get_closest_marker("waits").kwargs.get("flag"):
+        case.skip_without(flag)
+    begun, future = runs_that_wait(request.node)
+    outcome = future.result()
+    case.take_over(begun)
+    return outcome
 
 
 @pytest.mark.fault("rank: SIGKILL in mid-step", core=True)
-def test_killed(case: FaultCase) -> None:
+@pytest.mark.waits(("update", "signal later", -1, 4, "SIGKILL"))
+def test_killed(result: runner.Result, case: FaultCase) -> None:
     last = case.size - 1
-    result = case.start(faults=[("update", "signal later", -1, 4, "SIGKILL")])
     finding = f"dead or frozen, as last seen: {who(last, 4)}: optimizer"
     assert result.codes[last] == -signal.SIGKILL, str(result)
     if case.size > 1:
@@ -118,19 +170,20 @@ def check_raises(case: FaultCase, rank: int, phase: str) -> None:
 
 
 @pytest.mark.fault("rank: hangs, SIGSTOP", least=2)
-def test_frozen(hang: Hang, case: FaultCase) -> None:
-    result, last = hang("SIGSTOP", case), case.size - 1
+@pytest.mark.waits(("update", "signal later", -1, 4, "SIGSTOP"), meanwhile=end_frozen)
+def test_frozen(result: runner.Result, case: FaultCase) -> None:
+    last = case.size - 1
     finding = f"dead or frozen, as last seen: {who(last, 4)}: optimizer"
     case.check_named(result, HANG_S, finding, culprits=[last])
     case.resume_and_check()
 
 
 @pytest.mark.fault("rank: hangs, in the data")
-def test_sleeps_in_the_data(hang: Hang, case: FaultCase) -> None:
-    case.skip_without("--data")
-    result, last = hang("data", case), case.size - 1
+@pytest.mark.waits(("reading", "sleep", -1, 4), flag="--data")
+def test_sleeps_in_the_data(result: runner.Result, case: FaultCase) -> None:
+    last = case.size - 1
     finding = f"no progress for 3 s: {who(last, 4)}: data"
-    case.check_named(result, HANG_S, finding, r'data\.py", line \d+, in __next__')
+    case.check_named(result, HANG_S, finding, r'data\.py", line \d+, in __getitem__')
     if case.size > 1:
         case.check_named(result, HANG_S, r"ranks \[0\] wait for it")
     case.record_message(result.outputs[0], finding)
@@ -138,8 +191,8 @@ def test_sleeps_in_the_data(hang: Hang, case: FaultCase) -> None:
 
 
 @pytest.mark.fault("rank: mismatched collectives", least=2)
-def test_mismatched_collectives(hang: Hang, case: FaultCase) -> None:
-    result = hang("collectives", case)
+@pytest.mark.waits(("end of a step", "barrier", -1, 3))
+def test_mismatched_collectives(result: runner.Result, case: FaultCase) -> None:
     case.check_named(
         result,
         HANG_S,
@@ -152,9 +205,9 @@ def test_mismatched_collectives(hang: Hang, case: FaultCase) -> None:
 
 
 @pytest.mark.fault("rank: exits early, with exit code 0", least=2)
-def test_exits_early(case: FaultCase) -> None:
+@pytest.mark.waits(("end of a step", "exit", -1, 3))
+def test_exits_early(result: runner.Result, case: FaultCase) -> None:
     last = case.size - 1
-    result = case.start(faults=[("end of a step", "exit", -1, 3)])
     assert result.codes[last] == 0
     case.check_named(result, PROMPT_S, f"{who(last, 3)} left before the training was done", culprits=[last])
     case.resume_and_check()

@@ -149,6 +149,7 @@ class FaultCase:
         name: str = "run",
         mutant: str = "",
         meanwhile: Callable[[Path], None] | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> runner.Result:
         """Run with faults on real ranks; what happened when is in `events`, whose file `meanwhile` gets."""
         file = self._new_events_file()
@@ -157,10 +158,10 @@ class FaultCase:
         one = (str(self.train_py), argv, faults, str(file), mutant)
         self._began = time.time()
         meddle = (lambda _: meanwhile(file)) if meanwhile else None
-        result = runner.spawn(inject.run, [one] * size, TIMEOUT_S, meddle)
+        result = runner.spawn(inject.run, [one] * size, timeout_s, meddle)
         self.events = events_in(file)
-        if faults:
-            assert self.times("fault"), f"none of {faults} was put in:\n{result}"
+        came = {event["action"] for event in self.events if event["event"] == "fault"}
+        assert came == {fault[1] for fault in faults}, f"only {came} of the faults came:\n{result}"
         return result
 
     def launch(

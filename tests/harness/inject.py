@@ -70,7 +70,7 @@ POINTS = (
     *("before the rename", "after the rename", "during retention"),
 )
 EPOCH_STEPS = 3  # every epoch ends with the last sample of a step, so that a run can be stopped at the very edge
-WAIT_S = 15.0
+WAIT_S = 90.0  # at most, for a test
 
 
 class _Self:
@@ -105,9 +105,9 @@ def run(path: str, argv: Sequence[str], faults: Sequence[Fault], events: str, mu
         atexit._run_exitfuncs()  # multiprocessing, which runs the ranks of a test, exits without them
 
 
-def note(event: str) -> None:
+def note(event: str, **more: str) -> None:
     """Write down what happens here and now; a line so short is appended whole."""
-    line = {"event": event, "rank": _Self.rank, "pid": _Self.pid, "step": _Self.step, "time": time.time()}
+    line = {"event": event, "rank": _Self.rank, "pid": _Self.pid, "step": _Self.step, "time": time.time()} | more
     with _Self.events.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -117,7 +117,7 @@ def _reach(point: str) -> None:
         return
     for fault in [one for one in _Self.due if one[0] == point and one[3] <= _Self.step]:
         _Self.due.remove(fault)
-        note("fault")
+        note("fault", action=fault[1])
         ACTIONS[fault[1]](*fault[4:])
 
 
