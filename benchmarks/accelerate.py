@@ -1,4 +1,4 @@
-"""What Accelerate costs: `uv run python -m benchmarks.accelerate` writes docs/accelerate.md.
+"""Overhead of Accelerate: `uv run python -m benchmarks.accelerate` writes docs/accelerate.md.
 
 recipes/ddp_gpt and recipes/accelerate_gpt by turns, each through launch/torchrun.sh: seconds from the command to the
 end of the first step, and steps per second of the training itself, with the recipes' own model and with one so small
@@ -6,9 +6,7 @@ that what is around it shows.
 """
 
 import argparse
-import datetime
 import os
-import platform
 import statistics
 import subprocess
 import tempfile
@@ -16,10 +14,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
-
-from tests.harness import runner
-from tests.harness.runner import cpu_name
+from tests.harness import pages, runner
 
 RECIPES = ("ddp_gpt", "accelerate_gpt")
 TINY = ("--num-layers", "1", "--num-heads", "2", "--width", "16", "--mlp-width", "16", "--seq-len", "16")
@@ -91,22 +86,12 @@ def main() -> None:
                 print(f"round {number + 1}  {recipe:14}  {first[recipe][-1]:.1f} s  {latest}", flush=True)
     rows = [row("seconds to the end of the first step", first, 1)]
     rows += [row(f"steps per second, {size}", found, 2) for size, found in rates.items()]
-    table = "\n".join(rows)
-    args.out.write_text(
-        f"""# What Accelerate costs
-
-`uv run python -m benchmarks.accelerate --rounds {args.rounds} --steps {args.steps} --processes {args.processes}`,
-{datetime.date.today()}, {cpu_name()}, {os.cpu_count()} cores, gloo, float32, Python {platform.python_version()},
-torch {torch.__version__}, accelerate {version("accelerate")}; {(time.monotonic() - began) / 60:.0f} minutes. Both
-recipes by turns, each run through `launch/torchrun.sh`: the median, and the range in brackets. The last column is
-accelerate_gpt's median divided by ddp_gpt's. The tiny model computes next to nothing, so what is around it shows: the
-loop, DDP, and Accelerate. Where the ranges overlap, a ratio is no finding.
-
-| | ddp_gpt | accelerate_gpt | ratio |
-|---|---|---|---|
-{table}
-"""
+    head = f"| | {' | '.join(RECIPES)} | ratio |\n|---|{'---|' * len(RECIPES)}---|"
+    command = f"uv run python -m benchmarks.accelerate --rounds {args.rounds} --steps {args.steps}"
+    measured = pages.measured(
+        f"{command} --processes {args.processes}", "gloo, float32", f"accelerate {version('accelerate')}", began=began
     )
+    pages.write(args.out, measured=measured, cost="\n".join([head, *rows]))
 
 
 if __name__ == "__main__":

@@ -1,31 +1,27 @@
-"""What sending less is worth: `uv run python -m benchmarks.compress` (root) writes docs/compress.md.
+"""Gradient compression, cost and benefit: `uv run python -m benchmarks.compress` (root) writes docs/compress.md.
 
 Two machines, network namespaces on a switch, with one process each, on links that are shaped to 1 Gbit/s and to 100
 Mbit/s; bytes are counted on the interface of machine 0. Accuracy is that of a whole training of the digits.
 """
 
 import argparse
-import datetime
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import torch
-
-from tests.harness import machines, runner
-from tests.harness.runner import ROOT, cpu_name
+from tests.harness import machines, pages, runner
+from tests.harness.runner import ROOT
 
 RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
 FIRST, LAST = 4, 8  # steps that are measured: with --warmup-steps 2, powersgd compresses from the third on
 MULTINODE = "recipes/multinode_resnet"
 SETTINGS = {
-    "ddp_resnet: one pass a step": ("recipes/ddp_resnet",),
-    "ddp_resnet, two passes a step, each sends": ("every_pass", "--micro-batch-size", "32"),
-    "multinode_resnet: two passes, the last one sends": (MULTINODE,),
+    "ddp_resnet: one micro-batch a step": ("recipes/ddp_resnet",),
+    "ddp_resnet: two micro-batches, gradients sent after each": ("every_one", "--micro-batch-size", "32"),
+    "multinode_resnet: two micro-batches, gradients sent after the last": (MULTINODE,),
     "--compress bf16": (MULTINODE, "--compress", "bf16"),
     "--compress powersgd --powersgd-rank 2": (MULTINODE, "--compress", "powersgd", "--powersgd-rank", "2"),
     "--compress powersgd --powersgd-rank 4": (MULTINODE, "--compress", "powersgd", "--powersgd-rank", "4"),
@@ -33,8 +29,8 @@ SETTINGS = {
 
 
 def recipe_of(setting: tuple[str, ...], folder: Path) -> Path:
-    """Folder of its train.py; "every_pass" is ddp_resnet without no_sync."""
-    if setting[0] != "every_pass":
+    """Folder of its train.py; "every_one" is ddp_resnet without no_sync."""
+    if setting[0] != "every_one":
         return ROOT / setting[0]
     changed = {"with contextlib.nullcontext() if batch.last else model.no_sync():": "with contextlib.nullcontext():"}
     return runner.mutate("ddp_resnet", folder, changed).parent
@@ -104,20 +100,12 @@ def main() -> None:
         ratios = [statistics.mean(seconds[first, rate]) / took for rate, took in zip(RATES, times, strict=True)]
         cells = [f"{took:.2f} s ({ratio:.1f}x)" for took, ratio in zip(times, ratios, strict=True)]
         lines.append(f"| {name} | {statistics.mean(sent[name]):.1f} | {' | '.join(cells)} | {100 * top1[name]:.1f} |")
-    table = "\n".join(lines)
-    (ROOT / "docs/compress.md").write_text(
-        f"""# What sending less is worth
-
-`uv run python -m benchmarks.compress --rounds {rounds}`, {datetime.date.today()}, {cpu_name()}, {os.cpu_count()}
-cores, Python {platform.python_version()}, torch {torch.__version__}: ResNet-18 (11.2 million parameters), 128 samples
-a step, two machines with one process each, in network namespaces whose link is shaped. In brackets: how much faster
-a step is than the first row's, measured in turns. Accuracy is val/top1 after 202 steps on the digits, each trained
-once.
-
-| | MB sent by a machine in a step | a step at {" | a step at ".join(RATES)} | accuracy, % |
-|---|---|{"---|" * len(RATES)}---|
-{table}
-"""
+    head = f"| | MB sent by a machine in a step | a step at {' | a step at '.join(RATES)} | accuracy, % |"
+    rule = f"|---|---|{'---|' * len(RATES)}---|"
+    pages.write(
+        ROOT / "docs/compress.md",
+        measured=pages.measured(f"uv run python -m benchmarks.compress --rounds {rounds}", "gloo"),
+        table="\n".join([head, rule, *lines]),
     )
 
 

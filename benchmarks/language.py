@@ -3,20 +3,15 @@
 Writes docs/language.md: how long each takes, and when it is better than a bigram model of the same bytes.
 """
 
-import datetime
 import os
-import platform
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 from benchmarks.bigram import bigram_loss
 from common.workloads import text
-from tests.harness import runner
-from tests.harness.runner import cpu_name
+from tests.harness import pages, runner
 
 EVAL_EVERY = 50
 
@@ -56,19 +51,12 @@ def main() -> None:
             better = next((str(step) for step, loss in losses if loss < wanted), "never")
             rows.append(f"| {recipe} | {took:.0f} | {training:.0f} | {losses[-1][1]:.3f} | {better} |")
             print(rows[-1], flush=True)
-    table = "\n".join(rows)
-    (runner.ROOT / "docs/language.md").write_text(
-        f"""# The language-model recipes as they stand
-
-`uv run python -m benchmarks.language`, {datetime.date.today()}, {cpu_name()}, {os.cpu_count()} cores, two processes,
-gloo, Python {platform.python_version()}, torch {torch.__version__}: the built-in text, default flags but `--eval-every
-{EVAL_EVERY}`. A bigram model of the same bytes (`benchmarks/bigram.py`) has a validation loss of {wanted:.3f} nats a
-byte.
-
-| recipe | seconds in all | of it training | val/loss at the end | better than the bigram model from step (evaluated) |
-|---|---|---|---|---|
-{table}
-"""
+    head = "| recipe | seconds in all | of it training | val/loss at the end | better than the bigram model from step |"
+    pages.write(
+        runner.ROOT / "docs/language.md",
+        measured=pages.measured("uv run python -m benchmarks.language", "two processes", "gloo"),
+        bigram=f"A bigram model of the same bytes has a validation loss of **{wanted:.3f}** nats a byte.",
+        recipes="\n".join([head, "|---|---|---|---|---|", *rows]),
     )
 
 

@@ -18,7 +18,7 @@ mpl.use("Agg")
 import torch
 from matplotlib import pyplot as plt
 
-from tests.harness import runner
+from tests.harness import pages, runner
 from tests.harness.runner import ROOT, cpu_name
 
 EPOCHS, SAMPLES, WARMUP_EPOCHS = 10, 1433, 2
@@ -60,7 +60,7 @@ def main() -> None:
         }
     means = {key: statistics.mean(values) for key, values in found.items()}
     where = f"{cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}, {datetime.date.today()}"
-    what = f"ResNet-18 on the digits, {EPOCHS} epochs, passes of 32, {len(seeds)} seeds"
+    what = f"ResNet-18 on the digits, {EPOCHS} epochs, micro-batches of 32, {len(seeds)} seeds"
 
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     for i, how in enumerate(HOW):
@@ -83,12 +83,11 @@ def main() -> None:
         line + " | ".join(f"{100 * means[how, batch]:.1f}" for how in HOW) + " |"
         for line, batch in zip(lines, BATCHES, strict=True)
     )
-    head = " | ".join(HOW)
-    (ROOT / "docs/large_batch.md").write_text(
-        f"# Accuracy against batch size\n\n`uv run python -m benchmarks.large_batch --seeds {len(seeds)}`: val/top1 in "
-        f"%, mean;\n{what}.\n{where}.\n\n| batch | steps | {head} |\n|---|---|{'---|' * len(HOW)}\n{table}\n\n"
-        "![Validation error by batch size, for a learning rate scaled and warmed up, scaled, and not scaled]"
-        "(large_batch.png)\n"
+    head = f"| batch | steps | {' | '.join(HOW)} |\n|---|---|{'---|' * len(HOW)}"
+    pages.write(
+        ROOT / "docs/large_batch.md",
+        measured=pages.measured(f"uv run python -m benchmarks.large_batch --seeds {len(seeds)}", what),
+        accuracy=f"{head}\n{table}",
     )
 
 

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributions import Categorical
 
 from benchmarks.curves import ROOT, cpu_name
-from tests.harness import runner
+from tests.harness import pages, runner
 
 PPO, ENV = "syncbn_ppo", "CartPole-v1"
 ENVS, STEPS, EPOCHS, BATCH, LR = 8, 128, 8, 256, 1e-3  # the recipe's defaults
@@ -197,26 +197,27 @@ def main() -> None:
     draw(curves, f"{what}; mean, lowest and highest\n{where}")
     reached = {how: [max(one.values()) >= GOAL for one in several] for how, several in curves.items()}
     last = {how: [list(one.values())[-1] for one in several] for how, several in curves.items()}
-    returns = "".join(
-        f"| {how} | {statistics.mean(last[how]):.0f} | {min(last[how]):.0f} | {sum(reached[how])} of {args.seeds} |\n"
+    returns = [f"| | last return, mean | lowest | seeds that reached {GOAL} |", "|---|---|---|---|"]
+    returns += [
+        f"| {how} | {statistics.mean(last[how]):.0f} | {min(last[how]):.0f} | {sum(reached[how])} of {args.seeds} |"
         for how in HOW
-    )
-    speed = "".join(
-        f"| {what} | {statistics.median(values):,.0f} | {min(values):,.0f} to {max(values):,.0f} |\n"
+    ]
+    speed = ["| | median | range |", "|---|---|---|"]
+    speed += [
+        f"| {what} | {statistics.median(values):,.0f} | {min(values):,.0f} to {max(values):,.0f} |"
         for what, values in rates.items()
-    )
+    ]
     good = [took_s for last_return, took_s in commands if last_return >= GOAL]
     solved = f"{len(good)} of {COMMAND_SEEDS} seeds end with {GOAL} or more"
     solved += f", {min(good):.0f} to {max(good):.0f} s after the command" if good else ""
-    (ROOT / "docs/ppo.md").write_text(
-        f"# PPO: return and speed\n\n`uv run python -m benchmarks.ppo --seeds {args.seeds} --updates {args.updates} "
-        f"--repeats {args.repeats}`;\n{where}.\n\n## From the command\n\n`bash launch/torchrun.sh recipes/{PPO} "
-        f"--seed N`, 2 processes, greedy return over 100 episodes after the last update:\n{solved}.\n\n"
-        f"## Return\n\n{what}; {args.updates} updates.\n\n"
-        f"| | last return, mean | lowest | seeds that reached {GOAL} |\n|---|---|---|---|\n{returns}\n"
-        "![Greedy return against environment steps, with SyncBatchNorm, BatchNorm on each rank, and none](ppo.png)\n\n"
-        f"## Speed\n\nEnvironment steps per second of the training, its {EPOCHS} epochs over each rollout included; "
-        f"one thread a process.\n\n| | median | range |\n|---|---|---|\n{speed}"
+    words = f"--seeds {args.seeds} --updates {args.updates} --repeats {args.repeats}"
+    pages.write(
+        ROOT / "docs/ppo.md",
+        measured=pages.measured(f"uv run python -m benchmarks.ppo {words}", f"gymnasium {gymnasium.__version__}"),
+        solved=f"**{solved}.**",
+        setting=f"{what}; {args.updates} updates.",
+        returns="\n".join(returns),
+        speed="\n".join(speed),
     )
 
 

@@ -133,11 +133,13 @@ def own_bubble(boxes: list[Box]) -> float:
 
 
 def theory(name: str, p: int, m: int = MICRO_BATCHES) -> tuple[float, str]:
-    """The bubble of p ranks and m micro_batches, and its formula."""
+    """The bubble of p ranks and m micro-batches, and its formula."""
     if name == NAIVE:
         return (p - 1) / p, "(p-1) / p"
-    if name in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+    if name in ("InterleavedZeroBubble", "ZBVZeroBubble"):
         return (p - 1) / (6 * m + p - 1), "(p-1) / (6m+p-1)"
+    if name == "DualPipeV":
+        return (p - 1) / (3 * m + p - 1), "(p-1) / (3m+p-1)"
     if name == "Interleaved1F1B":
         return (p - 1) / (2 * m + p - 1), "(p-1) / (2m+p-1)"
     return (p - 1) / (m + p - 1), "(p-1) / (m+p-1)"
@@ -181,7 +183,7 @@ def draw(drawn: dict[str, list[Box]], path: Path) -> None:
         axes.set_yticks(range(num_ranks), [f"rank {rank}" for rank in range(num_ranks)], fontsize=10)
         axes.tick_params(length=0, labelbottom=True)
         axes.spines[["top", "right", "left"]].set_visible(False)
-    panels[-1].set_xlabel("time, in forward passes of one micro_batch through what one rank holds", fontsize=11)
+    panels[-1].set_xlabel("time, in forward passes of one micro-batch through what one rank holds", fontsize=11)
     names = {
         "F": "forward",
         "B": "backward (zero-bubble: its half by the input)",

@@ -7,10 +7,8 @@ for bit. Goodput is the time that the steps take without faults over the time th
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import random
 import signal
 import statistics
@@ -24,7 +22,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from tests.harness.runner import ROOT, cpu_name
+from tests.harness import pages
+from tests.harness.runner import ROOT
 
 RECIPE, RANKS = "recipes/ddp_resnet", 2
 PAUSE_S = 20.0
@@ -168,17 +167,11 @@ def main() -> None:
         f"longest {max(recoveries):.1f} s",
         "starts of the launcher": str(starts),
     }
-    text = f"""# Soak
-
-`uv run python -m benchmarks.soak --minutes {flags.minutes:g}`, {datetime.date.today()}, {cpu_name()}, {os.cpu_count()}
-cores, Python {platform.python_version()}, torch {torch.__version__}: {RECIPE}, {RANKS} processes, {steps} steps, a
-checkpoint every 5 steps.
-
-| | |
-|---|---|
-""" + "".join(f"| {what} | {value} |\n" for what, value in rows.items())
-    print(text)
-    (ROOT / "docs" / "soak.md").write_text(text)
+    table = "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows.items())])
+    print(table)
+    command = f"uv run python -m benchmarks.soak --minutes {flags.minutes:g}"
+    where = pages.measured(command, RECIPE, f"{RANKS} processes", f"{steps} steps", "a checkpoint every 5 steps")
+    pages.write(ROOT / "docs" / "soak.md", measured=where, result=table)
     sys.exit(not equal)
 
 

@@ -5,10 +5,7 @@ layouts of 2 and 4 ranks: benchmarks/probes.py looks into them, benchmarks/sched
 """
 
 import collections
-import datetime
 import itertools
-import os
-import platform
 import tempfile
 import time
 from pathlib import Path
@@ -18,12 +15,34 @@ import torch
 
 from benchmarks import probes, schedules
 from common.workloads import gpt
-from tests.harness import runner
-from tests.harness.runner import ROOT, cpu_name
+from tests.harness import pages, runner
+from tests.harness.runner import ROOT
 
 LAYERS, WIDTH, LENGTH, BATCH, ROWS = 8, 256, 64, 16, 2  # ROWS: sequences of a pipeline's micro-batch
 REPLICAS = ("accelerate_gpt", "ddp_gpt")
 SMALL = 100  # elements; a call with less is only counted
+HELD_HEAD = """\
+| recipe | ranks N | parameters of each rank | most: parameters | gradients | optimizer | theory | MB | off, % |
+|---|---|---|---|---|---|---|---|---|"""
+SENT_HEAD = """\
+| recipe | ranks N | kind | calls | MB | textbook | MB | left out, MB | unexplained | small calls |
+|---|---|---|---|---|---|---|---|---|---|"""
+SLEPT_HEAD = """\
+| ranks p | schedule | formula | theory, % | measured, % | own, % | units |
+|---|---|---|---|---|---|---|"""
+COMPUTED_HEAD = f"""\
+| schedule | theory, % | measured, % | a step, s | ratio to {schedules.DEFAULT} |
+|---|---|---|---|---|"""
+SHOWN = (  # the rows of "Sent" that everybody should see: how they begin
+    "ddp_gpt | 4 | all-reduce",
+    "fsdp_gpt | 4 | all-gather",
+    "fsdp_gpt | 4 | reduce-scatter",
+    "fsdp_gpt --dp-replicate 2 | 4 | all-reduce",
+    "tensor_gpt --tp 4 | 4 | all-gather",
+    "tensor_gpt --tp 4 | 4 | reduce-scatter",
+    f"pipeline_gpt --pp 4 --schedule {schedules.DEFAULT} | 4 | send",
+    f"pipeline_gpt --pp 2 --schedule {schedules.DEFAULT} | 4 | all-reduce",
+)
 
 
 # --- Theory -----------------------------------------------------------------------------------------------
@@ -175,6 +194,31 @@ def sent_rows(layout: runner.Layout, found: list[dict[str, Any]]) -> list[str]:
     return rows
 
 
+def symbols() -> str:
+    """What the letters of the formulas stand for, and their sizes here."""
+    rows = {
+        "N": ("ranks", "2 or 4"),
+        "P": ("parameters of the whole model, in float32", f"{P / 1e6:.2f} MB"),
+        "L": ("layers", f"{LAYERS}"),
+        "C": ("width", f"{WIDTH}"),
+        "T": ("tokens of a sequence", f"{LENGTH}"),
+        "B": ("sequences of one step that a group of ranks works on together", f"{BATCH} / number of groups"),
+        "B T C": ("residual stream of these sequences", f"{4 * BATCH * LENGTH * WIDTH / 1e6:.2f} MB for {BATCH}"),
+        "S": ("ranks of a group that shares the model (HSDP)", "2"),
+        "tp": ("ranks of a tensor-parallel group, `--tp`", "2 or 4"),
+        "norms": ("parameters of all norms", f"{NORMS / 1e3:.0f} kB"),
+    }
+    lines = [f"| {symbol} | {meaning} | {size} |" for symbol, (meaning, size) in rows.items()]
+    return "\n".join(["| symbol | meaning | here |", "|---|---|---|", *lines])
+
+
+def sent_tables(rows: list[str]) -> str:
+    """The rows of SHOWN; and folded, all of them."""
+    shown = [row for start in SHOWN for row in rows if row.startswith(f"| {start} |")]
+    every = "\n".join([SENT_HEAD, *rows])
+    return "\n".join([SENT_HEAD, *shown]) + "\n\n" + pages.folded(f"All {len(rows)} rows", every)
+
+
 def main() -> None:
     """Measure, draw, write."""
     started = time.monotonic()
@@ -186,90 +230,19 @@ def main() -> None:
             sent += sent_rows(layout, found)
             alone = max(alone, *(len(one["alone"]) for one in found))
             print(held[-1], flush=True)
-        names = schedules.NAMES
-        slept = schedules.asleep(names, Path(folder), ROOT / "docs/schedules.png")
-        computed = schedules.computing(names, Path(folder))
-    stream = 4 * BATCH * LENGTH * WIDTH / 1e6
-    minutes = (time.monotonic() - started) / 60
-    unit, rounds, steps = schedules.UNIT_S, schedules.ROUNDS, len(schedules.STEPS)
-    (ROOT / "docs/strategies.md").write_text(
-        f"""# What each strategy holds, sends and waits for
-
-`uv run python -m benchmarks.strategies`, {minutes:.0f} minutes, {datetime.date.today()}, {cpu_name()}, {os.cpu_count()}
-cores, Python {platform.python_version()}, torch {torch.__version__}, gloo, float32. The recipes run as they stand, one
-process a rank. In the first two tables: {LAYERS} layers L, width {WIDTH} C, {LENGTH} tokens T a sequence, {BATCH}
-sequences a step, which N ranks deal out among them; P, all parameters, is {P / 1e6:.2f} MB. B is the part of these
-sequences that a group of ranks works on together, and B T C their residual stream: of all, {stream:.2f} MB. MB are
-10^6 bytes.
-
-## Held
-
-Added up over the tensors of each rank in step {probes.STEP}, between the backward pass and the optimizer's step; "most"
-is the rank's that has most. AdamW keeps two numbers for each parameter. "Off" is how far the rank farthest from theory
-is from it, in parameters. Not counted: what lives for a moment only, such as activations, and the whole blocks that
-FSDP gathers to compute with.
-
-- DDP keeps everything everywhere; FSDP keeps 1/N, with S ranks in a group (HSDP) 1/S.
-- Tensor parallel keeps the {NORMS / 1e3:.0f} kB of norms whole in each group: that is what it is off by.
-- A pipeline's ranks hold whole layers: the first has the embedding too, the last the output layer.
-
-| recipe | ranks N | parameters of each rank | most: parameters | gradients | optimizer | theory | MB | off, % |
-|---|---|---|---|---|---|---|---|---|
-{chr(10).join(held)}
-
-## Sent
-
-Calls of torch.distributed in step {probes.STEP}, seen by torch's profiler, in the rank that moves most by each kind.
-MB are those of the whole tensor: what is reduced, what a gather ends up with, what a scatter starts from. (A ring of N
-ranks sends (N-1)/N of it for a gather or a scatter, twice that for an all-reduce.) "Left out" is what the textbook's
-formula does not have; "unexplained" is what is left after both. Calls of less than {SMALL} elements are only counted,
-in the last column: the loss to be logged, and the norm to clip by. Calls in a group of one rank send nothing and are
-not counted: a lone pipeline makes {alone}.
-
-- DDP sends each gradient once, in buckets: the first is small, so that sending can begin early.
-- FSDP gathers the parameters forward and again backward, and scatters gradients: 1.5 times what DDP's all-reduce, which
-  is a scatter and a gather, sends. With --dp-replicate the scattered gradients are then reduced between the groups.
-- Tensor parallel sends activations, not parameters: that grows with the batch, and stands in the way of each layer.
-  Its norms, which are not cut, have gradients for a part of each sequence, to be added up.
-- A pipeline sends least: the stream at the borders of its stages, of which a rank may have several.
-
-| recipe | ranks N | kind | calls | MB | textbook | MB | left out, MB | unexplained | small calls |
-|---|---|---|---|---|---|---|---|---|---|
-{chr(10).join(sent)}
-
-## Waited for
-
-{schedules.MICRO_BATCHES} microbatches m flow through p ranks. A forward pass is 1 unit of time in each rank, a backward
-pass 2; zero-bubble splits the latter into halves, by the input and by the weights, of which only the first is urgent.
-Interleaved and zero-bubble cut the model into 2p stages, so their passes are half as long; the naive schedule has one
-microbatch as large as all of them. The bubble is 1 - time computed / (ranks x time from the first start to the last
-end).
-
-![Which rank computes what when, for each schedule](schedules.png)
-
-Each pass is made to last its time (1 unit is {unit:g} s) by sleeping, on a model with next to nothing to compute, so
-this shows the schedules and torch's overhead for them. The step shown is the shortest of {steps}: what else runs on the
-machine only ever makes one longer. "Own" is the bubble between a rank's own first start and own last end.
-
-| ranks p | schedule | formula | theory, % | measured, % | own, % | units |
-|---|---|---|---|---|---|---|
-{slept}
-
-Formulas: the step of GPipe and 1F1B is as long as m + p - 1 microbatches, of which p - 1 are bubble
-(Huang et al. 2019, https://arxiv.org/abs/1811.06965); two stages a rank halve that (Narayanan et al. 2021,
-https://arxiv.org/abs/2104.04473). Zero-bubble (Qi et al. 2023,
-https://arxiv.org/abs/2401.10241) can do without one once a rank has begun, if all three kinds of pass take the same
-time: what is left is that rank p begins p - 1 passes late, of 6m + p - 1.
-
-With real computation (2 ranks of one thread, {LAYERS} layers, width {WIDTH}, {schedules.MICRO_BATCHES} microbatches of
-2 sequences of {schedules.REAL[-1]} tokens), in {rounds} rounds, all schedules in each; the median step of a round, and
-its ratio to {schedules.DEFAULT}'s, median and range over rounds. Passes are not equal here: the last stage has the loss
-as well, and zero-bubble's first stage needs no gradient by its input. Ranks share the cores with whatever else runs.
-
-| schedule | theory, % | measured, % | a step, s | ratio to {schedules.DEFAULT} |
-|---|---|---|---|---|
-{computed}
-"""
+        slept = schedules.asleep(schedules.NAMES, Path(folder), ROOT / "docs/schedules.png")
+        computed = schedules.computing(schedules.NAMES, Path(folder))
+    pages.write(
+        ROOT / "docs/strategies.md",
+        measured=pages.measured("uv run python -m benchmarks.strategies", "gloo, float32", began=started),
+        symbols=symbols(),
+        held="\n".join([HELD_HEAD, *held]),
+        sent=sent_tables(sent),
+        alone=f"A single pipeline makes {alone} calls in groups of one rank.",
+        sleeping=f"1 unit is {schedules.UNIT_S:g} s, m is {schedules.MICRO_BATCHES}; the shortest of "
+        f"{len(schedules.STEPS)} steps.\n\n{SLEPT_HEAD}\n{slept}",
+        computing=f"2 ranks of one thread, {LAYERS} layers, width {WIDTH}, {schedules.MICRO_BATCHES} micro-batches of "
+        f"2 sequences of {schedules.REAL[-1]} tokens, {schedules.ROUNDS} rounds.\n\n{COMPUTED_HEAD}\n{computed}",
     )
 
 

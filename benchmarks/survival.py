@@ -1,13 +1,10 @@
-"""What surviving costs: `uv run python -m benchmarks.survival` writes docs/survival.md.
+"""Overhead of fault tolerance: `uv run python -m benchmarks.survival` writes docs/survival.md.
 
 On 2 ranks (gloo, one thread each) with a ResNet-18 under DDP: the calls that a recipe makes per step, timed one
 by one; the processor time of the threads beside the training; and how long a save holds the training up, written
 at once and in the background, in alternation.
 """
 
-import datetime
-import os
-import platform
 import statistics
 import tempfile
 import time
@@ -21,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import guard, keymap, process_group, run_dir, sampler, saver, stop, watch
 from common.workloads.resnet import make_resnet
-from tests.harness import runner
-from tests.harness.runner import ROOT, cpu_name
+from tests.harness import pages, runner
+from tests.harness.runner import ROOT
 
 CALLS, SAVES, IDLE_STEPS, STEP_S = 200, 7, 100, 0.1
 
@@ -100,21 +97,13 @@ def main() -> None:
         result = runner.spawn(measure, [(folder,), (folder,)], timeout_s=300.0)
         assert result.ok, str(result)
         calls, save = Path(folder, "rows").read_text().split("\0")
-    text = f"""# What surviving costs
-
-`uv run python -m benchmarks.survival`, {datetime.date.today()}, {cpu_name()}, {os.cpu_count()} cores, Python
-{platform.python_version()}, torch {torch.__version__}, 2 ranks on gloo, ResNet-18 under DDP. Medians.
-
-| per step | microseconds |
-|---|---|
-{calls}
-
-| state of a save | held up by a plain save, ms | by one in the background, ms | ratio |
-|---|---|---|---|
-{save}
-"""
-    print(text)
-    (ROOT / "docs" / "survival.md").write_text(text)
+    print(f"{calls}\n{save}")
+    pages.write(
+        ROOT / "docs" / "survival.md",
+        measured=pages.measured("uv run python -m benchmarks.survival", "2 ranks on gloo"),
+        calls=f"| per step | microseconds |\n|---|---|\n{calls}",
+        saves=f"| state | plain save, ms | background save, ms | ratio |\n|---|---|---|---|\n{save}",
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The plumbing that recipes share: how a run is run. No strategy is in here."""
+"""The plumbing that all recipes share: how a run is started, stopped, saved and logged. It contains no strategy."""
 
 
 class UserError(ValueError):
-    """What a user can get wrong. The message names the value, what would be right, and the flag to change."""
+    """An error that a user can make and correct. The message names the value, a right one, and the flag to change."""

@@ -1,9 +1,9 @@
-"""Find a checkpoint that is whole, and load it on any number of ranks; `saver` writes them.
+"""Find an undamaged checkpoint and load it on any number of ranks; `saver` writes them.
 
-A checkpoint is a folder `step_00001000/` of safetensors files, in which each rank wrote its share of the
-canonical names (see `keymap`), and a MANIFEST.json with the size and SHA-256 of each file. Nothing in it is
-pickled. `torch.distributed.checkpoint` reads and writes it, so the ranks that load may be others than those
-that saved.
+A checkpoint is a folder `step_00001000/` with a MANIFEST.json, which lists the size and SHA-256 of each file, and
+safetensors files, to which each rank wrote its share of the tensors under canonical names (see `keymap`). Nothing is
+pickled. `torch.distributed.checkpoint` reads and writes the tensors, so any number of ranks can load what another
+number saved.
 """
 
 import functools
@@ -25,7 +25,7 @@ from common.ranks import Answer
 
 
 def folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Folder of a step's checkpoint."""
     return run_dir / "checkpoints" / f"step_{step:08d}"
 
 
@@ -37,11 +37,11 @@ def committed(run_dir: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Found:
-    """What a run starts from.
+    """The checkpoint that a run starts from, if any.
 
     Attributes:
         run_dir: the run's own folder.
-        fingerprint: of this run: what a position in the data depends on.
+        fingerprint: the facts of this run that give a position in the data its meaning, such as the seed.
         path: the checkpoint to load; None for a new run.
         progress: its manifest, with "step" and "samples"; empty for a new run.
     """
@@ -53,72 +53,78 @@ class Found:
 
 
 def find(run_dir: Path, resume: str, model: nn.Module | None = None, **fingerprint: Any) -> Found:
-    """Choose what to start from (all ranks take part; rank 0 looks, each reads some of the files, all get one choice).
+    """Choose the checkpoint to start from; every rank gets the same one (all ranks take part).
 
-    A run that has checkpoints continues from its newest whole one, also when `resume` is given, so that the
-    same command can be run again. Otherwise `resume` names a run's folder or one checkpoint.
+    1. A run that has checkpoints continues from its newest undamaged one, even if `resume` is given, so that the same
+       command can be run again.
+    2. Otherwise it starts from `resume`: a run's folder or one checkpoint.
+    3. Without `resume`, it starts from scratch.
 
     Args:
         run_dir: this run's folder.
         resume: the flag; "" for none.
-        model: the plain one, which need not have its weights yet; the checkpoint must fit it.
-        **fingerprint: what a position in the data depends on, such as the seed, the same on all ranks; a line on the
-            terminal says so where the checkpoint was written with another one.
+        model: the plain model, with or without weights, which the checkpoint must fit.
+        **fingerprint: facts that give a position in the data its meaning, such as the seed. They must be the same on
+            all ranks; rank 0 prints a note if the checkpoint was written with others.
 
     Raises:
-        UserError: there are checkpoints, and none of them is whole; `resume` names nothing; or it is another model's;
-            or the ranks differ in their fingerprint.
+        UserError: all checkpoints are damaged, `resume` names no checkpoint, the checkpoint is of another model, or the
+            fingerprint differs between ranks.
     """
     ranks.check_same(data=fingerprint)
     continued = ranks.from_rank0(lambda: bool(committed(run_dir)))
     if not continued and not resume:
         return Found(run_dir, fingerprint, None, {})
     path, progress = choose(run_dir) if continued else choose(Path(resume), "--resume ")
-    ranks.print0(f"continues from step {progress['step']} of {path}")
+    ranks.print0(f"continuing from step {progress['step']}: {path}")
     for key, value in fingerprint.items():
         if progress.get(key, value) != value:
-            ranks.print0(f"note: it was written with {key} {progress[key]}, this run has {value}")
+            ranks.print0(f"note: the checkpoint was written with {key} {progress[key]}, this run has {key} {value}")
     if model:
         check_fits(path, model)
     return Found(run_dir, fingerprint, path, progress)
 
 
 def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
-    """The newest whole checkpoint of a run, or the one that `where` is, and its manifest; `flag` named it.
+    """Choose the newest undamaged checkpoint of a run, or the checkpoint `where` itself; returns it and its manifest.
 
-    All ranks take part, where there is a process group: rank 0 looks, and each reads some of the files.
+    If there is a process group, all ranks take part: rank 0 lists the folders, each rank verifies some of the files.
+
+    Args:
+        where: a run's folder or one checkpoint.
+        flag: the flag that named it, for messages.
 
     Raises:
-        UserError: there is none, none is whole, or everybody can write to it.
+        UserError: there is no checkpoint, all are damaged, or everybody can write to one.
     """
 
-    def look() -> list[Path]:
+    def candidates() -> list[Path]:
         try:
             place = where.expanduser()
             found = [place] if (place / manifest.NAME).is_file() else committed(place)
         except (OSError, RuntimeError) as error:
-            raise UserError(f"{flag}{where} cannot be looked at: {error}") from error
+            raise UserError(f"{flag}{where} cannot be read: {error}") from error
         if not found:
-            raise UserError(f"{flag}{where}: no checkpoint there; give a run's folder or one of its checkpoints")
+            raise UserError(f"{flag}{where}: no checkpoint there; name a run's folder or one of its checkpoints")
         return found
 
     faults: list[str] = []
-    for path in _from_rank0(look):
+    for path in _from_rank0(candidates):
         _from_rank0(functools.partial(_refuse_open_folder, path))
         facts, fault = _verify(path)
         if not fault:
             if faults:
-                ranks.print0(f"damaged, not used: {'; '.join(faults)}")
+                ranks.print0(f"warning: skipped damaged checkpoints: {'; '.join(faults)}")
             return path, facts
         faults.append(f"{path.name}: {fault}")
     raise UserError(
-        f"{where} has checkpoints, and none of them is whole ({'; '.join(faults)}). "
-        "To start over on purpose, give another --name"
+        f"{flag}{where}: every checkpoint is damaged ({'; '.join(faults)}). "
+        "To start over on purpose, use another --name"
     )
 
 
 def _verify(path: Path) -> tuple[dict[str, Any], str]:
-    """`manifest.verify`, and the files are dealt out over the ranks: one alone would take an hour for a large model."""
+    """`manifest.verify` with the files divided over the ranks: one rank would take an hour for a large model."""
     if not dist.is_initialized():
         return manifest.verify(path)
     facts, fault = manifest.verify(path, dist.get_rank(), dist.get_world_size())
@@ -128,7 +134,7 @@ def _verify(path: Path) -> tuple[dict[str, Any], str]:
     for host, found, position in everyone:
         if found or position != everyone[0][2]:
             place = f" on {host}" if host != everyone[0][0] else ""
-            return {}, f"{found or 'it is another one'}{place}"
+            return {}, f"{found or 'another checkpoint of that name'}{place}"
     return facts, ""
 
 
@@ -138,13 +144,13 @@ def _from_rank0(answer: Callable[[], Answer]) -> Answer:
 
 def _refuse_open_folder(path: Path) -> None:
     for place in (path.resolve(), *path.resolve().parents[:2]):  # the checkpoint, checkpoints/ and the run's folder
-        mode = place.stat().st_mode if place.exists() else 0  # a link that leads nowhere is a damaged one
+        mode = place.stat().st_mode if place.exists() else 0  # a broken link counts as damaged
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise UserError(f"{place} can be written by everybody here, so nothing in it is trusted: chmod o-w {place}")
+            raise UserError(f"{place} is writable by every user, so its checkpoints are not trusted: chmod o-w {place}")
 
 
 def tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Name to type and shape of every tensor of a checkpoint."""
+    """Type and shape of every tensor of a checkpoint, by name."""
     metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
@@ -153,37 +159,37 @@ def check_fits(path: Path, model: nn.Module) -> None:
     """Compare a checkpoint's names and shapes with the plain model's.
 
     Raises:
-        UserError: the checkpoint is of another model; lists the first names that differ.
+        UserError: the checkpoint is of another model; lists the first differences.
     """
     saved = {name: tuple(entry.size) for name, entry in tensors_in(path).items()}
     saved = {name: size for name, size in saved.items() if not name.startswith(keymap.NO_WEIGHTS)}
     differences = keymap.differences({name: tuple(t.shape) for name, t in keymap.model_tensors(model).items()}, saved)
     if differences:
-        raise UserError(f"--resume: {path} is of another model:\n  " + "\n  ".join(differences))
+        raise UserError(f"{path} is a checkpoint of another model:\n  " + "\n  ".join(differences))
 
 
 def load(path: Path | None, tensors: dict[str, torch.Tensor]) -> None:
     """Fill this rank's tensors in place from a checkpoint of any number of ranks (all ranks take part).
 
     Args:
-        path: a checkpoint that `find` returned; None for nothing to load.
-        tensors: where to load to, by canonical name; a rank may hold some of the names only.
+        path: a checkpoint that `find` returned; None to load nothing.
+        tensors: the tensors to fill, by canonical name; a rank may hold only some of them.
 
     Raises:
-        UserError: the checkpoint lacks one of them, as another optimizer's would, or has it in another shape.
+        UserError: the checkpoint lacks a tensor, as that of another optimizer does, or has it in another shape.
     """
     if path is None:
         return
     saved = {name: tuple(entry.size) for name, entry in tensors_in(path).items()}
     weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(keymap.NO_WEIGHTS)}
     if len(weights) < len(tensors) and not any(name.startswith(keymap.OPTIMIZER) for name in saved):
-        ranks.print0(f"{path} holds weights only: the optimizer starts anew")
+        ranks.print0(f"{path} has weights but no optimizer state: the optimizer starts fresh")
         tensors = weights
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     differences = keymap.differences(wanted, {name: size for name, size in saved.items() if name in wanted})
     if differences:
-        raise UserError(f"--resume: {path} is of another model or optimizer:\n  " + "\n  ".join(differences))
+        raise UserError(f"{path} is a checkpoint of another model or optimizer:\n  " + "\n  ".join(differences))
     try:
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
-    except dcp.CheckpointException as error:  # a BaseException, which `except Exception` and @record would miss
+    except dcp.CheckpointException as error:  # a BaseException, which `except Exception` and @record miss
         raise RuntimeError(str(error)) from error

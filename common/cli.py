@@ -23,13 +23,13 @@ Args = TypeVar("Args")
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of a flag's number: `rate: Annotated[float, Bounds(0, 1)] = 0.5`."""
+    """Range that a flag's number must be in: `rate: Annotated[float, Bounds(0, 1)] = 0.5`."""
 
     least: float = -math.inf
     most: float = math.inf
 
     def __str__(self) -> str:
-        """For a message."""
+        """The range in words, for a message."""
         return f"at least {self.least}" if self.most == math.inf else f"between {self.least} and {self.most}"
 
 
@@ -39,23 +39,23 @@ NonNegativeFloat = Annotated[float, Bounds(0)]
 Fraction = Annotated[float, Bounds(0, 1)]
 Timeout = Annotated[float, Bounds(1)]  # seconds
 Seed = Annotated[int, Bounds(0, 2**64 - 1)]  # the bits that common/seed.py mixes
-# Of one run, not of its training: from another run's config.json, the name would continue that very run, and the
-# others would end this one early.
+# These flags belong to one run, so --config does not copy them: the name would continue that other run, and the rest
+# would stop this one early.
 OF_ONE_RUN = ("name", "stop_after", "deadline")
 
 
 def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
     """Build the dataclass from the command line; every field is a flag (`global_batch_size`: --global-batch-size).
 
-    `--config PATH` takes the values of a run's config.json; flags beside it win.
+    `--config PATH` takes the values of a run's config.json; flags on the command line override them.
 
     Args:
-        args_type: a flat frozen dataclass whose fields all have defaults; `Bounds` stand beside a field's type.
+        args_type: a flat frozen dataclass whose fields all have defaults; `Bounds` are annotated on a field's type.
         argv: the command line without the program's name; default: this process's.
 
     Raises:
         SystemExit: 2 after an error message from rank 0, 0 after --help.
-        UserError: a number out of range, two lengths of the training, or an unusable --config.
+        UserError: a number is out of range, --epochs and --max-steps are both given, or --config is unusable.
     """
     printed = io.StringIO()
     try:
@@ -67,7 +67,7 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
     except SystemExit as refusal:
         if refusal.code and ranks.rank() != 0:
             exits.let_rank0_exit()
-            print(printed.getvalue(), file=sys.stderr, flush=True)  # rank 0 had nothing to refuse
+            print(printed.getvalue(), file=sys.stderr, flush=True)  # only this rank's flags are wrong
         raise
     for name, bounds in _bounds(args_type):
         value = getattr(args, name)
@@ -77,19 +77,19 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
 
 
 def check_divides(flag: str, divisor: int, numbers: Mapping[str, int]) -> None:
-    """Check that a flag's number divides others.
+    """Check that a flag's number divides other numbers.
 
     Args:
         flag: its name on the command line.
         divisor: its number.
-        numbers: to divide, by what the user calls them, such as "--seq-len".
+        numbers: to be divided, by the names that a user knows, such as "--seq-len".
 
     Raises:
-        UserError: names the first that is not divisible, and both numbers.
+        UserError: names the first one that is not divisible, and both numbers.
     """
     for name, number in numbers.items():
         if number % divisor:
-            raise UserError(f"{flag} {divisor} does not divide {name}, {number}")
+            raise UserError(f"{flag} {divisor} must divide {name} ({number})")
 
 
 def _bounds(args_type: type) -> Iterator[tuple[str, Bounds]]:
@@ -109,24 +109,26 @@ def _parse(args_type: type[Args], argv: list[str] | None) -> Args:
         args = tyro.cli(args_type, args=flags, description=description, config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as refusal:
         if refusal.code and known.config:
-            print(f"The flags above are those of --config {known.config} and of the command line.", file=sys.stderr)
+            print(f"The flags come from --config {known.config} and from the command line.", file=sys.stderr)
         raise
     max_steps = getattr(args, "max_steps", 0)
     if max_steps and any(flag.partition("=")[0] == "--epochs" for flag in given):
-        raise UserError(f"--epochs has no effect beside --max-steps {max_steps}: --max-steps 0 trains for the epochs")
+        raise UserError(
+            f"--epochs has no effect because --max-steps is {max_steps}: add --max-steps 0 to train for --epochs"
+        )
     return args
 
 
 def _read_config(args_type: Any, path: Path) -> list[str]:
-    """The flags that a config.json stands for, without those of one run only."""
+    """The flags in a config.json, without those in `OF_ONE_RUN`."""
     try:
         values = {k: v for k, v in json.loads(path.read_text())["args"].items() if k not in OF_ONE_RUN}
         fields = [field.name for field in dataclasses.fields(args_type)]
         unknown = [_closest(name, fields) for name in sorted(values.keys() - set(fields))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"--config {path} is not the config.json of a run: {error!r}") from error
+        raise UserError(f"--config {path} is not a run's config.json: {error!r}") from error
     if unknown:
-        raise UserError(f"--config {path} has flags that this recipe lacks: {', '.join(unknown)}")
+        raise UserError(f"--config {path} has flags that this recipe does not have: {', '.join(unknown)}")
     flags = []
     for name, value in values.items():
         flag = name.replace("_", "-")
@@ -135,6 +137,6 @@ def _read_config(args_type: Any, path: Path) -> list[str]:
 
 
 def _closest(name: str, fields: list[str]) -> str:
-    """A name and, where there is one, the flag that may have taken its place."""
+    """A name, with the recipe's most similar flag if there is one."""
     close = difflib.get_close_matches(name, fields, n=1)
-    return f"{name} (see --{close[0].replace('_', '-')})" if close else name
+    return f"{name} (did you mean --{close[0].replace('_', '-')}?)" if close else name

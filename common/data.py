@@ -1,4 +1,4 @@
-"""From requests to batches: read ahead by worker processes, copied ahead to the device."""
+"""From requests to batches: worker processes read them ahead, and they are copied to the device ahead of their use."""
 
 import collections
 import itertools
@@ -15,12 +15,12 @@ from common.sampler import Request
 
 
 class Batch(NamedTuple):
-    """A request, read: one micro-batch of one rank."""
+    """One micro-batch of one rank."""
 
     inputs: torch.Tensor  # (b, ...)
     targets: torch.Tensor  # (b, ...)
-    step_samples: int
-    last: bool
+    step_samples: int  # samples of the whole step, over all ranks and micro-batches
+    last: bool  # whether this micro-batch ends the step
 
 
 class BatchReader(Protocol):
@@ -31,20 +31,20 @@ class BatchReader(Protocol):
 
     @property
     def sample_units(self) -> dict[str, int]:
-        """What a sample counts as, for rates, such as `{"tokens": 128}`."""
+        """Units in a sample, for rates, such as `{"tokens": 128}`."""
 
     def digest(self) -> str:
         """Hash of the set: ranks compare it before they train together."""
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """What an evaluation shows, of its means."""
+        """Metrics of an evaluation to show, from its means."""
 
     def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs (b, ...) and targets (b, ...) of the samples at `indices`, as they look in `epochs`."""
+        """Inputs (b, ...) and targets (b, ...) of the samples at `indices`, augmented as in `epochs`."""
 
 
 class _Reads(torch.utils.data.Dataset):
-    """Adapter: a torch data set whose index is a whole request."""
+    """Adapter: a torch Dataset whose index is a whole request."""
 
     def __init__(self, reader: BatchReader) -> None:
         self.reader = reader
@@ -53,7 +53,7 @@ class _Reads(torch.utils.data.Dataset):
         try:
             return Batch(*self.reader.read(request.epochs, request.indices), request.step_samples, request.last)
         except UserError as error:
-            return error  # raised in a worker, it would arrive wrapped in a traceback
+            return error  # raised in a worker process, it would arrive inside a traceback
 
 
 def _raise_here(batches: Iterable[Batch | UserError]) -> Iterator[Batch]:
@@ -64,11 +64,11 @@ def _raise_here(batches: Iterable[Batch | UserError]) -> Iterator[Batch]:
 
 
 class Loader:
-    """Batches for a stream of requests, read ahead by worker processes and copied ahead to the device.
+    """Iterates over the batches of a stream of requests.
 
     Attributes:
         wait_s: seconds that the training loop has waited for data so far.
-        batches_read: by all loaders of this process: a sign that it makes progress.
+        batches_read: batches read by all loaders of this process; `watch` takes a change as progress.
     """
 
     batches_read = 0
@@ -76,7 +76,7 @@ class Loader:
     def __init__(self, reader: BatchReader, requests: Iterable[Request], workers: int, device: torch.device) -> None:
         self.wait_s = 0.0
         self._device = device
-        # batch_size=None: an index is a batch already. One loader lives for the whole run, so an epoch has no seam.
+        # batch_size=None: an index is a whole batch. One loader serves the whole run, so no epoch restarts the workers.
         loader = DataLoader(
             _Reads(reader),
             sampler=requests,
@@ -105,7 +105,7 @@ class Loader:
                 return
 
     def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Copy the next batch on a stream of its own while the current one is computed."""
+        """Copy the next batch to the device on a CUDA stream of its own, while the current one is computed."""
         copies = torch.cuda.Stream(self._device)
         compute = torch.cuda.current_stream(self._device)
         waiting: collections.deque[tuple[Batch, torch.cuda.Event]] = collections.deque()
@@ -119,5 +119,5 @@ class Loader:
                 ready, copied = waiting.popleft()
                 compute.wait_event(copied)
                 for tensor in (ready.inputs, ready.targets):
-                    tensor.record_stream(compute)  # or its memory is reused while the step still reads it
+                    tensor.record_stream(compute)  # otherwise its memory is reused while the step still reads it
                 yield ready

@@ -1,4 +1,4 @@
-"""How a process ends: a refusal is printed once and exits with 2, a crash reaches the other ranks and torchrun."""
+"""How a process ends: rank 0 prints a refusal once and exits with 2; a crash reaches the other ranks and torchrun."""
 
 import functools
 import os
@@ -14,19 +14,19 @@ from common import UserError, process_group, ranks
 
 USAGE_ERROR = 2  # exit code of every refusal
 PEER_FAILED = 3  # exit code of a rank that stops because another one failed
-# torchrun ends every rank as soon as one has exited, so rank 0, which prints the refusal, must exit first.
+# torchrun kills every rank as soon as one has exited, so the others give rank 0 this long to print the refusal.
 GRACE_S = 5.0
 JOIN_S = 2.0  # time for the other ranks to reach the same error; they differ only by how long joining the group took
 REFUSED = "exits/refused"
-# Blocked until `stop.Stop` listens: a run that is still starting then stops in the same way as any other.
+# Blocked until `stop.Stop` handles them, so that a run that is still starting also saves before it stops.
 HELD_BACK = (signal.SIGTERM, signal.SIGUSR1)
 
-# How to tell the other ranks why this one raises: `watch` sets it, once the training begins.
+# Publishes to the other ranks why this one raises; `watch` sets it when the training begins.
 report: Callable[[BaseException], None] | None = None
 
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:
-    """Decorate a recipe's main: a refusal is printed once and exits with 2, a crash reaches torchrun's summary."""
+    """Decorate a recipe's main: a refusal is printed once and exits with 2; a crash reaches torchrun's summary."""
 
     @functools.wraps(main)
     def wrapped() -> None:
@@ -37,7 +37,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
             raise
         except BaseException as error:
             if isinstance(error, UserError) and ranks.rank() == 0:
-                # Before anything else: once another rank has exited, the launcher ends this one.
+                # Printed before anything else: once another rank has exited, the launcher kills this one.
                 print(f"error: {error}", file=sys.stderr)
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -46,19 +46,19 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
             if not isinstance(error, UserError):
                 raise
             if ranks.rank() != 0:
-                # Nearly always rank 0 has found the same error and has printed it; if not, this rank prints it.
+                # Rank 0 has nearly always printed the same error, and this rank is killed while it waits.
                 let_rank0_exit()
                 raise
             if process_group.joined and not report:
                 _let_others_arrive(process_group.joined)
-            # Other ranks may sit in a collective, and an orderly exit would wait for them.
+            # An orderly exit would wait for ranks that may be stuck in a collective.
             os._exit(USAGE_ERROR)
 
     return record(wrapped)
 
 
 def let_rank0_exit() -> None:
-    """Wait for the launcher to end this rank, as it does once rank 0 has printed the refusal and has exited."""
+    """Wait for the launcher to kill this rank, as it does once rank 0 has printed the refusal and exited."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     if process_group.joined:
         process_group.joined.store.add(REFUSED, 1)
@@ -66,7 +66,7 @@ def let_rank0_exit() -> None:
 
 
 def _let_others_arrive(world: process_group.World) -> None:
-    """Wait until the others have found the same: a rank that still joins a group would print torch's own error."""
+    """Wait until the other ranks have found the same error: one still joining a group would print torch's own."""
     end = time.monotonic() + JOIN_S
     while world.store.add(REFUSED, 0) < dist.get_world_size() - 1 and time.monotonic() < end:
         time.sleep(0.01)

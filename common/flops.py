@@ -1,4 +1,4 @@
-"""FLOPs of a training sample, and of a device at its peak: what the dashboard's MFU is made of."""
+"""FLOPs of a training sample and peak FLOP/s of a device, from which model FLOPs utilization (MFU) follows."""
 
 import copy
 import time
@@ -12,7 +12,8 @@ from torch import nn
 from common import UserError, ranks
 from common.data import Batch, BatchReader
 
-# Dense bfloat16 peak of one GPU in FLOP/s without sparsity, from NVIDIA's data sheets; the first that is in its name.
+# Dense bfloat16 peak of one GPU in FLOP/s, without sparsity, from NVIDIA's data sheets. The first key in a GPU's name
+# counts, so longer keys come first.
 PEAK_FLOPS = {
     "A100": 312e12,
     "H100 PCIe": 756e12,
@@ -27,10 +28,10 @@ PEAK_FLOPS = {
 
 @dataclass(frozen=True)
 class Sample:
-    """What one training sample counts as, for rates.
+    """FLOPs and units of one training sample, for rates.
 
     Attributes:
-        flops: of its forward and backward pass; 0 where they are not counted.
+        flops: of its forward and backward pass; 0 if they are not counted.
         units: such as `{"tokens": 128}`.
     """
 
@@ -39,18 +40,18 @@ class Sample:
 
 
 def count_sample(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Module, train: BatchReader) -> Sample:
-    """Count the FLOPs of one training sample from the shapes of the operators: on the meta device.
+    """Count the FLOPs of one training sample from the operators' shapes, on the meta device.
 
-    A model that does not run there, such as one that reads a value, trains without the figure, and a line says so.
+    If the model cannot run there, as one that calls `.item()` cannot, FLOPs are not counted and rank 0 prints a note.
 
     Args:
-        loss: of the model on a batch.
-        model: the plain one, with or without weights.
+        loss: function of a model and a batch.
+        model: the plain model, with or without weights.
         train: the training set.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    first = np.zeros(2, np.int64)  # twice the same: BatchNorm wants two
+    first = np.zeros(2, np.int64)  # the same sample twice: BatchNorm needs two
     try:
         inputs, targets = (tensor.to("meta") for tensor in train.read(first, first))
         with FlopCounterMode(display=False) as counter:
@@ -58,15 +59,15 @@ def count_sample(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Mod
         counted = counter.get_total_flops() / len(first)
     except UserError:
         raise
-    except Exception as error:  # a model may do anything that the meta device cannot, and need not be counted to train
+    except Exception as error:  # not every model runs there
         reason = str(error).strip().partition("\n")[0]
-        ranks.print0(f"note: FLOPs are not counted, and no MFU is shown ({type(error).__name__}: {reason})")
+        ranks.print0(f"note: MFU is not shown: counting the FLOPs failed ({type(error).__name__}: {reason})")
         counted = 0.0
     return Sample(counted, train.sample_units)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s that one rank could reach at best: the data sheet's for a known GPU, else a measured large matmul."""
+    """Peak FLOP/s of one rank: from the data sheet for a known GPU, else measured by a large matmul."""
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         for chip, peak in PEAK_FLOPS.items():

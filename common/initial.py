@@ -1,4 +1,4 @@
-"""Initial weights that do not depend on who holds what: each tensor is drawn from (seed, its name)."""
+"""Initial weights that do not depend on how a model is split: each tensor is drawn from (seed, name)."""
 
 import zlib
 from typing import Any
@@ -11,16 +11,16 @@ from common import keymap, seed
 
 
 def materialize(model: Any, run_seed: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Put a model on its device. One that was built on the meta device gets its initial weights there.
+    """Move a model to its device, and draw its initial weights if it was built on the meta device.
 
-    Those are drawn one tensor after the other, of which each rank keeps its part, so that no rank ever holds the
-    whole model; and on the CPU, so that every kind of device starts from the same numbers.
+    Weights are drawn one tensor at a time, and each rank keeps only its part, so no rank ever holds the whole model.
+    They are drawn on the CPU, so that every kind of device starts from the same numbers.
 
     Args:
-        model: if it is on meta, it has `initial(name, size, generator)`, which draws the whole tensor of a name.
-        run_seed: with the name, decides the values.
-        device: where the weights go.
-        dtype: what they are stored in.
+        model: if it is on meta, its method `initial(name, size, generator)` draws the whole tensor of a name.
+        run_seed: decides, with the name, the values.
+        device: where the weights are stored.
+        dtype: the type they are stored in.
     """
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model.to(device, dtype)

@@ -1,7 +1,7 @@
 """Checkpoint mapping: one canonical name for each tensor, whatever wraps the model. Pure dict to dict.
 
-Parameters and buffers are called as in the plain model, optimizer state as `optimizer.<parameter>.<key>`:
-never by a number that depends on the order or the split of the parameters.
+Parameters and buffers keep their names in the plain model; optimizer state is named `optimizer.<parameter>.<key>`.
+No name depends on the order of the parameters or on how they are split.
 """
 
 import re
@@ -10,11 +10,11 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-# In front of a name: nn.DataParallel's and DistributedDataParallel's, torch.compile's, and a pipeline's, whose stages
-# keep the names of the whole. In the middle, around a submodule: torch.compile's, and that of recomputed activations.
+# At the start of a name: nn.DataParallel, DistributedDataParallel, torch.compile, and a pipeline's stages, whose layers
+# keep the plain model's names. Around a submodule: torch.compile, and activation checkpointing.
 WRAPPERS = re.compile(r"^((module|_orig_mod)\.)*(stages\.\d+\.)?|(_orig_mod|_checkpoint_wrapped_module)\.")
 OPTIMIZER = "optimizer."
-NO_WEIGHTS = (OPTIMIZER, "rollout.")  # the second: where the environments are that training data comes from
+NO_WEIGHTS = (OPTIMIZER, "rollout.")  # the second: state of the environments that generate training data
 
 
 def canonical(name: str) -> str:
@@ -23,12 +23,12 @@ def canonical(name: str) -> str:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by canonical name; they share memory with the model."""
+    """Parameters and persistent buffers by canonical name; share memory with the model."""
     return {canonical(name): tensor for name, tensor in model.state_dict().items()}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Optimizer state by canonical parameter name; it shares memory with the optimizer, so a load fills it."""
+    """Optimizer state by canonical parameter name; shares memory with the optimizer, so a load fills it."""
     if not optimizer.state:
         _materialise(optimizer)
     return {
@@ -39,12 +39,12 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """What this rank brings to a checkpoint: all that it holds of model and optimizer, by canonical name."""
+    """All tensors of model and optimizer that this rank holds, by canonical name: its part of a checkpoint."""
     return model_tensors(model) | optimizer_tensors(model, optimizer)
 
 
 def _materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that the first step would create, as zeros, which is how a fresh optimizer behaves."""
+    """Create the state that the first step would create, as zeros: a fresh optimizer starts from these."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -63,12 +63,12 @@ def _materialise(optimizer: torch.optim.Optimizer) -> None:
 def differences(
     wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], most: int = 5
 ) -> list[str]:
-    """Say where two sets of names and shapes differ, the first `most` of them, one line each.
+    """List the first `most` differences between two sets of names and shapes, one line each.
 
     Args:
-        wanted: name to shape, of this model.
-        found: name to shape, of the checkpoint.
-        most: lines before the rest is only counted.
+        wanted: the model's shapes by name.
+        found: the checkpoint's shapes by name.
+        most: differences to list; the rest is counted.
     """
     lines = []
     for name in [*wanted, *(name for name in found if name not in wanted)]:

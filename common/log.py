@@ -1,4 +1,4 @@
-"""What people see: console, progress bar, TensorBoard, run directory. Rank 0 speaks; elsewhere a call does nothing."""
+"""Terminal, progress bar, TensorBoard and metrics.jsonl. Rank 0 prints and records; elsewhere a call does nothing."""
 
 import json
 import resource
@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from common import flops, metrics, process_group, ranks, run_dir, sampler
 
-STOPPED = "stopped.json"  # in the run's folder: it left on request, with this step saved, and can be queued again
+STOPPED = "stopped.json"  # in the run's folder: the run was asked to stop, saved this step, and can be queued again
 
 
 class Run:
-    """The record of one run: files in its folder, lines on the terminal. Only rank 0's has any effect.
+    """Records one run: files in its folder, lines on the terminal. Only rank 0 writes.
 
     Attributes:
         path: the run's folder, with config.json, the copied train.py, metrics.jsonl (float64, one line for
@@ -35,25 +35,26 @@ class Run:
         dtype: torch.dtype,
         sample: flops.Sample,
     ) -> None:
-        """Begin, or continue after the plan's first step (all ranks), and print what runs where.
+        """Begin, or continue after the plan's first step (all ranks), and print the setup.
 
         Args:
-            path: the folder, which `run_dir.claim` has claimed.
+            path: the run's folder, claimed by `run_dir.claim`.
             recipe: the train.py that runs.
             args: its dataclass of flags.
             world: this process.
-            plan: from which step to which.
+            plan: its steps and their samples.
             dtype: of the computation.
-            sample: what a training sample counts as, for rates.
+            sample: FLOPs and units of a training sample, for rates.
         """
         self.path = path
         self._plan = plan
-        self._shown_step = plan.first_step  # the last one on the terminal
-        self._rated_step = plan.first_step  # the last one that a rate of training has counted
+        self._shown_step = plan.first_step  # the latest step on the terminal
+        self._rated_step = plan.first_step  # the latest step that samples_per_s has counted
         self._world = world
         self._sums: metrics.Sums = {}
         self._sample = sample
-        # Seconds that a sample takes at best on one rank.
+        self._length_flag = "--max-steps" if args.max_steps else "--epochs"
+        # Seconds that a sample would take on one rank at the device's peak.
         self._ideal_s = sample.flops and sample.flops / flops.peak_flops(world.device, dtype)
         self._began = self._since = time.perf_counter()
         self._pause_began: float | None = None
@@ -68,15 +69,16 @@ class Run:
 
         for change in run_dir.write_config(path, recipe, args, world):
             ranks.print0(change)
-        ranks.print0(f"{world}\n{plan}, {dtype}")
+        units = "".join(f", {number:,} {unit} each" for unit, number in sample.units.items())
+        ranks.print0(f"{world}\n{plan}{units}; {str(dtype).removeprefix('torch.')}")
         self._records = run_dir.open_records(path, plan.first_step)
         (path / STOPPED).unlink(missing_ok=True)
         self._tensorboard = SummaryWriter(str(path), purge_step=plan.first_step + 1)
-        # disable=None: a bar on a terminal, none in a pipe or a file.
+        # disable=None shows a bar on a terminal, and none in a pipe or a file.
         self._bar = tqdm(total=plan.max_steps, initial=plan.first_step, unit="step", disable=None, dynamic_ncols=True)
 
     def add(self, sums: metrics.Sums) -> None:
-        """Take this rank's sums of one step, for the next record."""
+        """Add this rank's sums of one step to the next record."""
         self._sums = metrics.add(self._sums, sums)
 
     def log_train(self, step: int, data_wait_s: float, **more: float) -> dict[str, float]:
@@ -85,10 +87,10 @@ class Run:
         Args:
             step: steps done.
             data_wait_s: seconds that this rank has waited for data so far.
-            **more: what else to show under train/, such as lr; a name with a group of its own, rl/return, keeps it.
+            **more: other values for train/, such as lr; a name that has a group already, such as rl/return, keeps it.
 
         Returns:
-            What is recorded, by TensorBoard's tags.
+            The recorded values by TensorBoard tag.
         """
         shown = {**metrics.means(self._sums), **more}
         self._sums = {}
@@ -114,31 +116,31 @@ class Run:
         return tagged
 
     def log_validation(self, step: int, means: Mapping[str, float]) -> dict[str, float]:
-        """Record an evaluation: global means; returns what is recorded, by TensorBoard's tags."""
+        """Record an evaluation's global means; returns them by TensorBoard tag."""
         tagged = self._record(step, "val", means)
         self._show(step, {f"val/{key}": value for key, value in means.items()})
         return tagged
 
     def log_images(self, step: int, tag: str, images: Any) -> None:
-        """Show images, (N, H, W, 3) of bytes, in TensorBoard."""
+        """Show images, (N, H, W, 3) uint8, in TensorBoard (rank 0)."""
         if self._world.rank == 0:
             self._tensorboard.add_images(tag, images, step, dataformats="NHWC")
 
     def pause(self) -> None:
-        """Keep what follows, until `unpause`, out of the rate of training."""
+        """Exclude the time until `unpause` from the rate of training."""
         self._pause_began = time.perf_counter()
 
     def unpause(self) -> None:
-        """The training continues."""
+        """Count time towards the rate of training again."""
         if self._pause_began is not None:
             self._paused_s += time.perf_counter() - self._pause_began
             self._pause_began = None
 
     def finish(self, stopped: str = "") -> None:
-        """Say how it went, where the files are, and what to run next.
+        """Print the result, where the files are, and the command that continues the run.
 
         Args:
-            stopped: why the run left before its last step; "" if it did not.
+            stopped: why the run stopped before its last step; "" if it did not.
         """
         if self._world.rank != 0:
             return
@@ -147,24 +149,23 @@ class Run:
             try:
                 file.close()
             except OSError as error:
-                ranks.print0(f"warning: the last records are not in {self.path}: {error}")
+                ranks.print0(f"warning: the last records were not written to {self.path}: {error}")
         took = f"{time.perf_counter() - self._began:.1f} s"
         if self._trained_s:
             rate = self._trained_samples / self._trained_s
-            took += f", {self._trained_s:.1f} s of it training at {rate:,.0f} samples/s"
+            took += f", of which {self._trained_s:.1f} s training at {rate:,.0f} samples/s"
         if stopped:
-            ranks.print0(f"left   on request, saved: {stopped}")
-            left = {"step": self._shown_step, "of": self._plan.max_steps, "reason": stopped}
-            (self.path / STOPPED).write_text(json.dumps(left))
-        ranks.print0(f"done   step {self._shown_step} of {self._plan.max_steps} in {took}")
+            ranks.print0(f"stopped  checkpoint saved ({stopped})")
+            facts = {"step": self._shown_step, "of": self._plan.max_steps, "reason": stopped}
+            (self.path / STOPPED).write_text(json.dumps(facts))
+        ranks.print0(f"done     step {self._shown_step} of {self._plan.max_steps} in {took}")
         for tag, (value, step) in metrics.best(run_dir.records(self.path)).items():
-            ranks.print0(f"best   {tag} {value:.4f} at step {step}")
-        ranks.print0(f"files  {self.path}")
-        ranks.print0(f"plot   tensorboard --host localhost --logdir {shlex.quote(str(self.path.parent))}")
-        more = (
-            "" if self._shown_step < self._plan.max_steps else "  (with more --max-steps, or --epochs where that is 0)"
-        )
-        ranks.print0(f"go on  {run_dir.continuing(self.path, self._world.size)}{more}")
+            ranks.print0(f"best     {tag} {value:.4f} at step {step}")
+        ranks.print0(f"files    {self.path}")
+        ranks.print0(f"plot     tensorboard --host localhost --logdir {shlex.quote(str(self.path.parent))}")
+        complete = self._shown_step >= self._plan.max_steps
+        note = f"  (training is complete; raise {self._length_flag} to train longer)" if complete else ""
+        ranks.print0(f"resume   {run_dir.resume_command(self.path, self._world.size)}{note}")
 
     def _record(self, step: int, group: str, values: Mapping[str, float]) -> dict[str, float]:
         tagged = {key if "/" in key else f"{group}/{key}": value for key, value in values.items()}
@@ -175,8 +176,8 @@ class Run:
             self._records.flush()
             for tag, value in tagged.items():
                 self._tensorboard.add_scalar(tag, value, step)
-        except OSError as error:  # a full disk is no reason to end a training
-            ranks.print0(f"warning: step {step} is not recorded in {self.path}: {error}")
+        except OSError as error:  # a full disk must not end the training
+            ranks.print0(f"warning: step {step} was not recorded in {self.path}: {error}")
         return tagged
 
     def _show(self, step: int, values: Mapping[str, float], tail: str = "") -> None:
@@ -192,7 +193,7 @@ class Run:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Largest memory use of this process so far in GiB: allocated on the GPU, else resident."""
+    """Peak memory of this process so far in GiB: allocated on the GPU, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB elsewhere

@@ -1,4 +1,4 @@
-"""MANIFEST.json of a checkpoint: the size and SHA-256 of each file, and of itself, so that a flipped bit is found."""
+"""MANIFEST.json of a checkpoint: size and SHA-256 of each file, and of itself, so that any changed bit is found."""
 
 import hashlib
 import json
@@ -15,8 +15,8 @@ def write(folder: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
 
     Args:
         folder: the checkpoint, with all its files.
-        facts: what is no tensor, such as step, position and seed; JSON values.
-        files: name of each file -> what `seal` said of it.
+        facts: JSON values beside the tensors, such as step, position and seed.
+        files: the result of `seal` for each file, by name.
     """
     manifest = {"format": FORMAT, **facts, "files": files}
     (folder / NAME).write_text(json.dumps(manifest | {"sha256": _digest_json(manifest)}, indent=1))
@@ -34,7 +34,7 @@ def sync(path: Path) -> None:
 
 
 def seal(path: Path) -> dict[str, Any]:
-    """Flush a file to the disk; its size and digest."""
+    """Flush a file to the disk; returns its size and digest."""
     sync(path)
     return {"bytes": path.stat().st_size, "sha256": _digest(path)}
 
@@ -49,15 +49,15 @@ def _digest_json(value: dict[str, Any]) -> str:
 
 
 def verify(path: Path, part: int = 0, num_parts: int = 1) -> tuple[dict[str, Any], str]:
-    """Compare a checkpoint with its manifest, bit by bit.
+    """Compare a checkpoint with its manifest, byte by byte.
 
     Args:
         path: the checkpoint.
-        part: which of `num_parts` equal parts of its files to read.
-        num_parts: among how many readers the files are dealt out.
+        part: which of the `num_parts` parts of its files to read.
+        num_parts: number of readers that share the files.
 
     Returns:
-        The manifest, and what is wrong: "" for a checkpoint that is whole.
+        The manifest, and the fault that was found; "" for an undamaged checkpoint.
     """
     try:
         manifest = json.loads((path / NAME).read_text())
@@ -66,14 +66,14 @@ def verify(path: Path, part: int = 0, num_parts: int = 1) -> tuple[dict[str, Any
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, f"{NAME} cannot be read ({type(error).__name__})"
     if manifest.get("format") != FORMAT:
-        return {}, f"format {manifest.get('format')}, this version reads {FORMAT}"
+        return {}, f"its format is {manifest.get('format')}, and this version reads format {FORMAT}"
     if not intact:
         return {}, f"{NAME} has changed since it was written"
     for file, (size, digest) in list(files.items())[part::num_parts]:
         try:
             found = file.stat().st_size
             if found != size:
-                return {}, f"{file.name} has {found} bytes, not {size}"
+                return {}, f"{file.name} has {found} bytes instead of {size}"
             if _digest(file) != digest:
                 return {}, f"{file.name} has changed since it was written"
         except FileNotFoundError:

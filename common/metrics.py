@@ -1,4 +1,4 @@
-"""Sums and counts in, global means out, one collective per call; the best of them."""
+"""Sums and counts in, global means out, with one collective per call; the best values of a run."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -10,21 +10,21 @@ Sums = dict[str, torch.Tensor]
 
 
 def add(total: Sums, sums: Sums) -> Sums:
-    """Add up sums on the device, without waiting for it, and without the graph that led to them."""
+    """Add sums on the device, without waiting for it, and detached from autograd's graph."""
     return {key: total.get(key, 0) + value.detach() for key, value in sums.items()}
 
 
 def means(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Global means of local sums: one all-reduce, then one division (all ranks take part).
 
-    A rank that duplicates another's data adds it to the sums and to the count alike, and a rank without
-    a result adds nothing to both, so the means hold for every strategy.
+    A rank with the same data as another adds it to the sums and to the count alike, and a rank without a result adds
+    nothing to either, so the means are right under every strategy.
 
     Args:
-        sums: scalar tensors of this rank, with the number of items under "count".
+        sums: scalar tensors of this rank; "count" is the number of items.
 
     Returns:
-        The mean of each sum but "count".
+        The mean of each sum except "count".
     """
     values = torch.stack([value.double() for value in sums.values()])
     dist.all_reduce(values)
@@ -34,7 +34,7 @@ def means(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 
 def best(records: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, int]]:
-    """Best value and its step of each figure under val/: the lowest of a loss or of bits, else the highest."""
+    """Best value and its step of each metric under val/: the lowest loss or bits per byte, else the highest."""
     found: dict[str, tuple[float, int]] = {}
     for line in records:
         for tag, value in line.items():

@@ -23,7 +23,7 @@ atexit.register(background.close)
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others."""
+    """This process's place in the run, its device and its backend."""
 
     rank: int
     size: int
@@ -32,32 +32,32 @@ class World:
     host: str
     device: torch.device
     backend: str
-    store: dist.Store  # small values that any rank can set and read; `PrefixStore`s keep its users apart
+    store: dist.Store  # small values that any rank can set and read
 
     def __str__(self) -> str:
-        """One line for the terminal: what runs where."""
+        """One line for the terminal: how many processes, on which hosts and devices."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         hosts = ranks.env_int("GROUP_WORLD_SIZE", default=max(1, self.size // self.local_size))
-        where = self.host if hosts == 1 else f"{hosts} hosts, the first {self.host}"
+        where = self.host if hosts == 1 else f"{hosts} hosts (first: {self.host})"
         threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} each"
-        what = f"{name}, {self.backend}, {threads}, torch {torch.__version__}"
-        return f"{self.size} process{'es' * (self.size > 1)} on {where}: {what}"
+        setup = f"{name}, {threads}, backend {self.backend}, torch {torch.__version__}"
+        return f"{self.size} process{'es' * (self.size > 1)} on {where}: {setup}"
 
 
-joined: World | None = None  # this process's, from `start` to `finish`
+joined: World | None = None  # set from `start` to `finish`
 
 
 def start(backend: str = "auto", **same: Mapping[str, Any]) -> World:
     """Pick this rank's device, join the process group, and check that the ranks can train together (all ranks).
 
-    A process that no launcher started is a group of one, so that a recipe makes the same calls everywhere.
+    Without a launcher, this process is a group of one, so that a recipe makes the same calls everywhere.
 
     Args:
-        backend: auto is NCCL on GPUs and gloo on CPU; or gloo, nccl, mpi by name.
+        backend: auto (NCCL on GPUs, gloo on CPU), gloo, nccl or mpi.
         **same: see `ranks.check_same`.
 
     Raises:
-        UserError: the backend or a GPU is not there, there are more processes than GPUs, or the ranks differ.
+        UserError: the backend or a GPU is missing, there are more processes than GPUs, or the ranks differ.
     """
     local_rank = ranks.env_int("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", default=0)
     local_size = ranks.env_int("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
@@ -67,25 +67,25 @@ def start(backend: str = "auto", **same: Mapping[str, Any]) -> World:
         "TORCHELASTIC_RESTART_COUNT", default=0
     ):
         raise UserError(
-            "torchrun has restarted the ranks with the store of the dead ones, in which they may wait for them: "
-            "start it by launch/torchrun.sh, or with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            "torchrun has restarted the ranks with the store of the dead ones, so new ranks may wait for dead ones: "
+            "use launch/torchrun.sh, or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
     options: dict[str, Any] = {"backend": backend, "timeout": timedelta(seconds=TIMEOUT_S)}
     if backend == "cpu:gloo,cuda:nccl":
-        options["device_id"] = device  # names this rank's device once, so no collective has to guess it
+        options["device_id"] = device  # else collectives have to guess this rank's device
     if backend == "mpi":
-        store: dist.Store = dist.HashStore()  # MPI brings ranks together itself, and has no store that they share
+        store: dist.Store = dist.HashStore()  # MPI connects the ranks itself, and has no store that they share
     else:
         store, options["rank"], options["world_size"] = _rendezvous()
         options["store"] = store
-    dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors name parameters, such as one without a gradient
+    dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors then name parameters, such as one without a gradient
     dist.init_process_group(**options)
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(rank, size, local_rank, local_size, socket.gethostname(), device, backend, store)
-    global joined  # noqa: PLW0603 (an error anywhere in the process ends through it)
+    global joined  # noqa: PLW0603 (`exits` needs it for an error anywhere in the process)
     joined = world
     _check_devices(world)
-    dist.barrier()  # all have joined: from here on, one rank's refusal cannot keep another from joining
+    dist.barrier()  # all ranks have joined: from here on, a refusal of one cannot keep another from joining
     ranks.check_same(**same)
     return world
 
@@ -97,27 +97,27 @@ def _rendezvous() -> tuple[dist.Store, int, int]:
     num_tasks = max(ranks.size(), ranks.env_int("SLURM_STEP_NUM_TASKS", "PMI_SIZE", default=1))
     if num_tasks > 1:
         raise UserError(
-            f"{num_tasks} processes were started without torchrun, and each would train alone: use launch/slurm.sh, "
-            "--backend mpi, or unset SLURM_STEP_NUM_TASKS to train alone on purpose"
+            f"srun or mpirun started {num_tasks} processes without torchrun, and each would train alone. Use "
+            "launch/slurm.sh or --backend mpi; to train alone on purpose, unset SLURM_STEP_NUM_TASKS"
         )
     return dist.HashStore(), 0, 1
 
 
 def _pick_device(local_rank: int, local_size: int) -> torch.device:
     if not torch.cuda.is_available():
-        given = ranks.env_int("SLURM_GPUS_ON_NODE", "GPUS_ON_NODE", default=0)  # of Slurm, or of launch/torchrun.sh
+        given = ranks.env_int("SLURM_GPUS_ON_NODE", "GPUS_ON_NODE", default=0)  # set by Slurm, or by launch/torchrun.sh
         if given and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
             raise UserError(
-                f"{socket.gethostname()} has {given} GPU{'s' * (given > 1)} for this job, and torch sees none: is the "
-                "driver there, and torch built for it? CUDA_VISIBLE_DEVICES= trains on the CPU"
+                f"{socket.gethostname()} has {given} GPU{'s' * (given > 1)} for this job, but torch sees none: "
+                "check the driver and whether torch is a CUDA build, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
             )
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if local_size > gpus:
         raise UserError(
             f"{local_size} processes were started on {socket.gethostname()}, which has {gpus} "
-            f"GPU{'s' * (gpus > 1)}: one process drives one GPU. Set NPROC_PER_NODE={gpus} "
-            "(torchrun: --nproc-per-node), or CUDA_VISIBLE_DEVICES= to run on the CPU"
+            f"GPU{'s' * (gpus > 1)}, and each process needs its own: set NPROC_PER_NODE={gpus} "
+            "(torchrun: --nproc-per-node), or CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -126,26 +126,25 @@ def _pick_device(local_rank: int, local_size: int) -> torch.device:
 
 def _pick_backend(backend: str, device: torch.device) -> str:
     if backend == "auto":
-        # gloo beside NCCL carries what lives on the CPU: names, digests, checkpoints' plans.
+        # gloo beside NCCL carries data that is on the CPU: names, digests, plans of checkpoints.
         return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if backend not in ("gloo", "nccl", "mpi"):
-        raise UserError(f"--backend {backend} is not known: auto, gloo, nccl or mpi")
+        raise UserError(f"--backend {backend} is unknown: use auto, gloo, nccl or mpi")
     if not dist.is_backend_available(backend):
         built = [name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)]
-        why = "; MPI needs a torch built from source beside an MPI library" if backend == "mpi" else ""
+        why = " (MPI needs a torch built from source beside an MPI library)" if backend == "mpi" else ""
         raise UserError(
-            f"--backend {backend}: torch {torch.__version__} was built without it{why}. "
-            f"This torch has {', '.join(built)}"
+            f"--backend {backend}: torch {torch.__version__} was built without it{why}; use {' or '.join(built)}"
         )
     if backend == "nccl":
         if device.type != "cuda":
-            raise UserError("--backend nccl moves data between GPUs, and this machine has none: --backend gloo")
+            raise UserError("--backend nccl needs GPUs, and torch sees none on this machine: use --backend gloo")
         return "cpu:gloo,cuda:nccl"
     return backend
 
 
 def _check_devices(world: World) -> None:
-    """Every rank sits on a device of its own (all ranks take part)."""
+    """Check that every rank has a device of its own (all ranks take part)."""
     if world.device.type != "cuda":
         return
     mine = (world.host, str(torch.cuda.get_device_properties(world.device).uuid))
@@ -157,7 +156,7 @@ def _check_devices(world: World) -> None:
 
 
 def finish() -> None:
-    """End the process group together, after every rank is done (all ranks). Not for error paths: it can block."""
+    """End the process group once every rank has finished (all ranks). Not for error paths: it can block."""
     global joined  # noqa: PLW0603
     dist.barrier()
     background.close()

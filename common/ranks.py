@@ -1,4 +1,4 @@
-"""What one rank tells the others: who it is, lines for the terminal, rank 0's answers, comparisons. A leaf."""
+"""Rank and size, printing from rank 0, asking rank 0, comparing values over ranks. Imports nothing of common."""
 
 import os
 import sys
@@ -19,24 +19,24 @@ def env_int(*names: str, default: int) -> int:
 
 
 def rank() -> int:
-    """Rank of this process, known before there is a process group."""
+    """Rank of this process; works before there is a process group."""
     return env_int("RANK", "OMPI_COMM_WORLD_RANK", default=0)
 
 
 def size() -> int:
-    """Number of processes of this run, known before there is a process group."""
+    """Number of processes of this run; works before there is a process group."""
     return env_int("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", default=1)
 
 
 def print0(message: str) -> None:
-    """Print a line once, from rank 0, above the progress bar if there is one."""
+    """Print a line from rank 0 only, above the progress bar if there is one."""
     if rank() == 0:
         tqdm.write(message, file=sys.stdout)
         sys.stdout.flush()
 
 
 def from_rank0(answer: Callable[[], Answer]) -> Answer:
-    """Let rank 0 look or decide; every rank gets its answer, or raises its refusal (all ranks take part)."""
+    """Call `answer` on rank 0; every rank returns its result or raises its UserError (all ranks take part)."""
     box: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
@@ -50,13 +50,13 @@ def from_rank0(answer: Callable[[], Answer]) -> Answer:
 
 
 def check_same(**groups: Mapping[str, Any]) -> None:
-    """Compare small dictionaries over all ranks: ranks that differ in one of them must not train together.
+    """Compare small dictionaries over all ranks, which must not train together if they differ.
 
     Args:
-        **groups: this rank's entries by kind, such as `flag={"lr": 0.1}`: picklable, comparable.
+        **groups: this rank's entries by kind, such as `flag={"lr": 0.1}`; picklable and comparable.
 
     Raises:
-        UserError: on all ranks alike; names the first rank that differs from rank 0, the entry and both values.
+        UserError: on every rank; names the first rank that differs from rank 0, the entry and both values.
     """
     mine = {f"{group} {key}": value for group, entries in groups.items() for key, value in entries.items()}
     everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()

@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 from common import UserError, process_group, ranks
 
-SHARED_S = 10.0  # until a file of another machine must be seen
+SHARED_S = 10.0  # how long NFS may take to show another machine's file
 _locks: list[TextIO] = []
 
 
 def choose(out: str, name: str) -> Path:
-    """Folder of this run, `<out>/<name>`, the name by default date and time (all ranks). Creates nothing.
+    """Choose this run's folder, `<out>/<name>`; the default name is date and time (all ranks). Creates nothing.
 
     Raises:
         UserError: the folder could not be created or written to.
@@ -36,7 +36,7 @@ def choose(out: str, name: str) -> Path:
         try:
             path = (Path(out).expanduser() / (name or datetime.now().strftime("%Y%m%d-%H%M%S"))).resolve()
             existing = next(parent for parent in (path, *path.parents) if parent.exists())
-        except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
+        except (OSError, RuntimeError) as error:  # a name that is too long, or ~user of an unknown user
             raise UserError(f"--out {out}, --name {name}: {error}") from error
         try:
             with tempfile.TemporaryFile(dir=existing):
@@ -51,7 +51,7 @@ def claim(path: Path) -> None:
     """Create the run's folder and keep every other job out of it until this process ends (all ranks).
 
     Raises:
-        UserError: another process has it; names its host, number and job. Or a machine does not see it.
+        UserError: another process uses it (named by host, number and job), or a machine does not see it.
     """
 
     def lock() -> str:
@@ -61,55 +61,55 @@ def claim(path: Path) -> None:
         except OSError as error:
             raise UserError(f"--out {path.parent}: {error}") from error
         try:
-            # A record lock: no loader worker inherits it, and the kernel drops it with the process, however it ends.
+            # A record lock: loader workers do not inherit it, and the kernel releases it however the process ends.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
             file.seek(0)
             owner = file.read().strip() or "another process"
             file.close()
             raise UserError(
-                f"--name {path.name}: {path} is in use by {owner}; wait for it, or give another --name"
+                f"--name {path.name}: {path} is in use by {owner}; wait until it ends, or use another --name"
             ) from None
         except OSError as error:  # a file system without locks
-            sys.stderr.write(f"warning: nothing keeps other jobs out of {path}: {error}\n")
+            sys.stderr.write(f"warning: {path} cannot be locked, so another job could write to it: {error}\n")
         job = f", Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
         mine = f"process {os.getpid()} on {socket.gethostname()}{job}"
         try:
             file.truncate(0)
             file.write(mine)
             file.flush()
-            _locks.append(file)  # closing it would give the lock back
-            if "RUN_DIR_FILE" in os.environ:  # launch/slurm.sh looks there for the folder
+            _locks.append(file)  # closing it would release the lock
+            if "RUN_DIR_FILE" in os.environ:  # launch/slurm.sh reads the folder's path from it
                 Path(os.environ["RUN_DIR_FILE"]).write_text(str(path))
         except OSError as error:
             raise UserError(f"{error.filename or path} cannot be written to ({error.strerror})") from error
         return mine
 
-    wanted = ranks.from_rank0(lock)
-    seen: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
-    # Rank 0 does not look: to close the file a second time would give its lock back.
-    sees = dist.get_rank() == 0 or _reads(path / "lock", wanted)
-    dist.all_gather_object(seen, (socket.gethostname(), sees))
-    blind = sorted({host for host, there in seen if not there})
-    if blind:
+    owner = ranks.from_rank0(lock)
+    answers: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
+    # Rank 0 does not open the file again: closing it would release the lock.
+    visible = dist.get_rank() == 0 or _wait_for(path / "lock", owner)
+    dist.all_gather_object(answers, (socket.gethostname(), visible))
+    missing = sorted({host for host, visible in answers if not visible})
+    if missing:
         raise UserError(
-            f"--out {path.parent}: what {seen[0][0]} writes there is not there on {', '.join(blind)}: "
-            "give a folder on a file system that all machines share"
+            f"--out {path.parent}: {', '.join(missing)} cannot see the files that {answers[0][0]} writes there: "
+            "use a folder on a file system that all machines share"
         )
 
 
-def _reads(file: Path, wanted: str) -> bool:
-    """Whether a file that another machine has written is seen here; NFS may take some seconds to show it."""
+def _wait_for(file: Path, content: str) -> bool:
+    """Wait until this machine sees a file that another machine has written; returns whether it does."""
     for _ in range(round(SHARED_S / 0.1)):
         with contextlib.suppress(OSError):
-            if file.read_text() == wanted:
+            if file.read_text() == content:
                 return True
         time.sleep(0.1)
     return False
 
 
 def redirect_output(path: Path, rank: int) -> None:
-    """Send this process's output to `logs/`, from the descriptors up, so that crashes in C++ are in it too."""
+    """Send this process's output to `logs/`, by file descriptor, so that messages of C++ crashes arrive there too."""
     path.joinpath("logs").mkdir(parents=True, exist_ok=True)
     with (path / "logs" / f"rank_{rank:05d}.log").open("ab", buffering=0) as file:
         file.write(f"--- {datetime.now().isoformat(timespec='seconds')} {shlex.join(sys.argv)}\n".encode())
@@ -129,7 +129,7 @@ def write_config(path: Path, recipe: str, args: Any, world: process_group.World)
         world: this process.
 
     Returns:
-        In a run that continues, a line for each flag that has changed.
+        For a run that continues, a line for each flag that has changed.
     """
     flags = dataclasses.asdict(args)
     config = {
@@ -146,24 +146,24 @@ def write_config(path: Path, recipe: str, args: Any, world: process_group.World)
     try:
         before = json.loads(file.read_text())["args"] if file.exists() else flags
         changed = [key for key, value in flags.items() if before.get(key) != value]
-        lines = [f"continuing with --{key.replace('_', '-')} {flags[key]} (was {before.get(key)})" for key in changed]
+        lines = [f"changed: --{key.replace('_', '-')} is {flags[key]}, was {before.get(key)}" for key in changed]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        lines = [f"warning: {file} of an earlier start is no longer one, and is replaced: {error!r}"]
+        lines = [f"warning: {file} of an earlier start could not be read and is replaced: {error!r}"]
     _replace(file, json.dumps(config, indent=1))
     _replace(path / "train.py", Path(recipe).read_text())
     return lines
 
 
 def code_digests(recipe: str) -> dict[str, str]:
-    """SHA-256 of the recipe's file and of each file of common/, to compare between ranks and to keep with a run."""
+    """SHA-256 of train.py and of each file of common/, to compare between ranks and to record with the run."""
     common = Path(__file__).parent
     files = {str(path.relative_to(common.parent)): path for path in sorted(common.rglob("*.py"))}
     files |= {"train.py": Path(recipe)}
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
 
 
-def continuing(path: Path, world_size: int) -> str:
-    """The command that continues the run in `path`: this process's, with the run's name and without --stop-after."""
+def resume_command(path: Path, world_size: int) -> str:
+    """The command that continues the run in `path`: this one, with the run's name and without --stop-after."""
     flags = iter(sys.argv[1:])
     kept = []
     for flag in flags:
@@ -174,13 +174,13 @@ def continuing(path: Path, world_size: int) -> str:
     if not any(flag.split("=")[0] == "--name" for flag in kept):
         kept += ["--name", path.name]
     plain = "python" if world_size == 1 else f"torchrun --nproc-per-node={world_size}"
-    # launch/torchrun.sh sets it, and so does a recipe that another launcher has started.
+    # launch/torchrun.sh sets LAUNCHED_AS, and so does a recipe that runs under another launcher.
     launched_as = os.environ.get("LAUNCHED_AS") or f"{plain} {shlex.quote(sys.argv[0])}"
     return f"{launched_as} {shlex.join(kept)}"
 
 
 def open_records(path: Path, first_step: int) -> TextIO:
-    """Open metrics.jsonl to append, without the records of steps that a resumed run does again (rank 0)."""
+    """Open metrics.jsonl to append to, without the records of steps that a resumed run repeats (rank 0)."""
     file = path / "metrics.jsonl"
     if file.exists():
         _replace(file, "".join(f"{json.dumps(line)}\n" for line in records(path) if line["step"] <= first_step))
@@ -188,7 +188,7 @@ def open_records(path: Path, first_step: int) -> TextIO:
 
 
 def records(path: Path) -> list[dict[str, float]]:
-    """Everything that metrics.jsonl has recorded; a last line that a kill has cut off is left out."""
+    """All records in metrics.jsonl; a last line that a kill has cut off is ignored."""
     if not (path / "metrics.jsonl").exists():
         return []
     lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -196,7 +196,7 @@ def records(path: Path) -> list[dict[str, float]]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file so that a kill leaves the old or the new one, whole."""
+    """Write a file in one rename, so that after a kill either the old or the new one is there."""
     partial = path.with_suffix(".tmp")
     partial.write_text(text)
     partial.replace(path)

@@ -1,8 +1,8 @@
 """Which samples each step, micro-batch and rank reads: a stream that depends on (seed, epoch) alone.
 
-Epochs follow each other without a seam: step t consumes the t-th run of `global_batch_size` samples of the
-stream, so every step is full but the last one of a training that is counted in epochs. The position of a run
-is one number, the samples consumed, and it means the same on any number of ranks.
+The stream is one epoch after the other. Step t consumes its t-th `global_batch_size` samples, also across the end of
+an epoch, so every step is full except possibly the last one of a training measured in epochs. A run's position is one
+number, the samples consumed, and it means the same on any number of ranks.
 """
 
 import functools
@@ -16,7 +16,7 @@ from common import UserError, seed
 
 
 class Request(NamedTuple):
-    """What one rank reads for one micro-batch."""
+    """The samples that one rank reads for one micro-batch."""
 
     epochs: np.ndarray  # (b,) epoch of each sample
     indices: np.ndarray  # (b,) its index in the data set
@@ -24,9 +24,9 @@ class Request(NamedTuple):
     last: bool  # whether this micro-batch ends the step
 
 
-@functools.lru_cache(maxsize=2)  # a run of the stream can straddle two epochs
+@functools.lru_cache(maxsize=2)  # a step can straddle two epochs
 def permutation(num_samples: int, run_seed: int, epoch: int) -> np.ndarray:
-    """Order of the samples in an epoch, (num_samples,): sorted by their hash."""
+    """Order of the samples in an epoch, (num_samples,): their indices sorted by hash."""
     keys = seed.mix(run_seed, seed.ORDER, epoch, np.arange(num_samples))
     return np.argsort(keys, kind="stable")
 
@@ -37,7 +37,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def _part(start: int, stop: int, parts: int, part: int) -> tuple[int, int]:
-    """Bounds of one of `parts` near-equal runs of [start, stop): the first ones are longer by one."""
+    """Bounds of one of `parts` near-equal parts of [start, stop): the first ones are longer by one."""
     length, longer = divmod(stop - start, parts)
     first = start + part * length + min(part, longer)
     return first, first + length + (part < longer)
@@ -45,10 +45,10 @@ def _part(start: int, stop: int, parts: int, part: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Division:
-    """How the samples of a step are divided.
+    """How the samples of a step are divided into micro-batches and over ranks.
 
     Attributes:
-        global_batch_size: samples of every step but possibly the last of a training.
+        global_batch_size: samples of every step, except possibly the last of a training.
         global_micro_batch_size: samples of a micro-batch over all dp ranks, at most.
         dp_size: ranks, or groups of ranks, that read different samples.
     """
@@ -68,25 +68,26 @@ class Division:
         return ceil_div(self.global_micro_batch_size, self.dp_size)
 
     def __str__(self) -> str:
-        """For the terminal."""
+        """A step's samples as a product, for the terminal."""
         number = self.num_micro_batches
-        micro_batches = f"{number} micro-batch{'es' * (number > 1)} of {self.micro_batch_size}"
-        where = f"each of {self.dp_size} dp ranks" if self.dp_size > 1 else "1 dp rank"
-        return f"{self.global_batch_size:,} samples ({micro_batches} on {where})"
+        equal = self.dp_size * number * self.micro_batch_size == self.global_batch_size
+        ranks = f"{self.dp_size} data-parallel rank{'s' * (self.dp_size > 1)}"
+        micro_batches = f"{number} micro-batch{'es' * (number > 1)}"
+        return f"{ranks} x {micro_batches} x {'' if equal else 'up to '}{self.micro_batch_size:,} samples"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which samples of the stream of epochs each remaining step consumes.
+    """Which samples of the stream each remaining step consumes.
 
     Attributes:
-        num_samples: size of the training set; 0 where samples are not read but made, as by an environment.
-        run_seed: decides, with the epoch, the order in it.
+        num_samples: size of the training set; 0 if samples are generated, as by an environment.
+        run_seed: decides, with the epoch, the order of the samples.
         first_step: steps done before this process began.
         max_steps: the last step of the training.
-        start: samples consumed by the steps done.
+        start: samples consumed before the next step.
         end: samples consumed after the last step.
-        division: of each step's samples.
+        division: how each step's samples are divided.
     """
 
     num_samples: int
@@ -98,22 +99,22 @@ class Plan:
     division: Division
 
     def __str__(self) -> str:
-        """For the terminal."""
+        """The steps to do and their samples, for the terminal."""
         if self.first_step >= self.max_steps:
-            return f"training is complete at step {self.first_step} of {self.max_steps}"
-        first = f"{self.first_step + 1} to " if self.first_step else ""
+            return f"training is complete: step {self.first_step} of {self.max_steps} is done"
+        steps = f"steps {self.first_step + 1} to {self.max_steps}"
         samples = f"; {self.num_samples:,} training samples" if self.num_samples else ""
-        return f"steps {first}{self.max_steps} of {self.division}{samples}"
+        return f"{steps}, {self.division.global_batch_size:,} samples per step ({self.division}){samples}"
 
     @property
     def epoch_steps(self) -> int:
-        """Steps that an epoch takes, the last one perhaps in part; all of them where there is no set of samples."""
+        """Steps of an epoch, rounded up; all steps of the training if there is no set of samples."""
         if not self.num_samples:
             return self.max_steps
         return ceil_div(self.num_samples, self.division.global_batch_size)
 
     def position(self, step: int) -> int:
-        """Samples consumed once `step` is done."""
+        """Samples consumed after `step`."""
         return min(self.start + (step - self.first_step) * self.division.global_batch_size, self.end)
 
     def samples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -132,65 +133,65 @@ def make_plan(
     """Plan the training from its length and a checkpoint's progress.
 
     Args:
-        division: of each step's samples.
-        num_samples: size of the training set; 0 where samples are not read but made.
-        run_seed: of the order.
+        division: how each step's samples are divided.
+        num_samples: size of the training set; 0 if samples are generated.
+        run_seed: decides the order of the samples.
         epochs: length of the training if `max_steps` is 0.
         max_steps: length of the training in steps, or 0.
-        progress: "step" and "samples" of the checkpoint, possibly in steps of another size; empty for a new run.
+        progress: "step" and "samples" of the checkpoint, whose steps may have had another size; empty for a new run.
     """
     step, start = progress.get("step", 0), progress.get("samples", 0)
     if max_steps:
         end = start + max(0, max_steps - step) * division.global_batch_size
         return Plan(num_samples, run_seed, step, max_steps, start, end, division)
-    left = max(0, epochs * num_samples - start)
-    last_step = step + ceil_div(left, division.global_batch_size)
-    return Plan(num_samples, run_seed, step, last_step, start, start + left, division)
+    remaining = max(0, epochs * num_samples - start)
+    last_step = step + ceil_div(remaining, division.global_batch_size)
+    return Plan(num_samples, run_seed, step, last_step, start, start + remaining, division)
 
 
 def check_min_samples(plan: Plan, least: int) -> None:
-    """Check that no rank gets fewer samples in a micro-batch than its model needs, as one with BatchNorm does.
+    """Check that every rank gets enough samples in each micro-batch for its model: BatchNorm needs 2.
 
     Args:
-        plan: of the training.
+        plan: the steps of the training.
         least: samples that each rank needs in a micro-batch.
 
     Raises:
-        UserError: a micro-batch, or one of the last step, would give a rank fewer.
+        UserError: a micro-batch, of any step or of the last one, gives a rank fewer.
     """
     division = plan.division
     smallest = _smallest_micro_batch(division.global_batch_size, division)
     if smallest < least * division.dp_size:
         raise UserError(
-            f"--global-batch-size {division.global_batch_size} gives a rank {smallest // division.dp_size} samples in "
-            f"a micro-batch, and this model needs {least}: use a larger one, or a larger --micro-batch-size"
+            f"--global-batch-size {division.global_batch_size} gives a rank {smallest // division.dp_size} samples per "
+            f"micro-batch, and this model needs {least}: raise --global-batch-size or --micro-batch-size"
         )
     rest = (plan.end - plan.start) % division.global_batch_size
     if rest and _smallest_micro_batch(rest, division) < least * division.dp_size:
         last = plan.max_steps - 1
-        way_out = f"use --max-steps {last} to drop it" if last else "use a smaller --global-batch-size"
+        advice = f"use --max-steps {last} to drop that step" if last else "lower --global-batch-size"
         raise UserError(
-            f"the last step of these --epochs has {rest} of {plan.num_samples} samples, too few for "
-            f"{division.dp_size} ranks in micro-batches of {division.global_micro_batch_size} over all ranks: {way_out}"
+            f"the last step of --epochs has {rest} of {plan.num_samples} samples, too few for {division.dp_size} ranks "
+            f"in micro-batches of up to {division.micro_batch_size} samples each: {advice}"
         )
 
 
 def _smallest_micro_batch(samples: int, division: Division) -> int:
-    """Samples over all ranks in the smallest of the near-equal parts that `micro_batches` cuts `samples` into."""
+    """Samples over all ranks in the smallest of the micro-batches that `micro_batches` cuts `samples` into."""
     return samples // ceil_div(samples, division.global_micro_batch_size)
 
 
 def micro_batches(start: int, stop: int, division: Division, dp_rank: int) -> Iterator[tuple[int, int]]:
     """Split the positions [start, stop) into micro-batches, and each of these over the dp ranks.
 
-    Every rank gets the same number of micro-batches, because each may need collectives; micro-batches and ranks'
-    parts of them are near-equal when nothing divides, and a part may be empty. No position is lost or doubled.
+    Every rank gets the same number of micro-batches, because each may need collectives. Where the numbers do not
+    divide, micro-batches and their parts are near-equal, and a part may be empty. Each position is in one part.
 
     Args:
         start: first position.
         stop: one past the last position.
-        division: how large a micro-batch is, and over how many ranks it is split.
-        dp_rank: whose bounds to yield.
+        division: size of a micro-batch, and number of ranks to split it over.
+        dp_rank: the rank whose bounds to yield.
 
     Yields:
         (first, end) of this rank's part of each micro-batch.
@@ -202,7 +203,7 @@ def micro_batches(start: int, stop: int, division: Division, dp_rank: int) -> It
 
 
 def training_requests(plan: Plan, dp_rank: int) -> Iterator[Request]:
-    """Everything that this rank reads from now to the end of the plan."""
+    """All requests of this rank from the plan's first step to its last."""
     for step in range(plan.first_step + 1, plan.max_steps + 1):
         start, stop = plan.position(step - 1), plan.position(step)
         bounds = list(micro_batches(start, stop, plan.division, dp_rank))
@@ -211,28 +212,28 @@ def training_requests(plan: Plan, dp_rank: int) -> Iterator[Request]:
 
 
 def evaluation_requests(plan: Plan, num_samples: int, dp_rank: int) -> Iterator[Request]:
-    """Every sample of a held-out set once over all ranks, in order, in micro-batches as large as the training's."""
+    """Requests of this rank that, over all ranks, read a held-out set once, in the training's micro-batch size."""
     bounds = list(micro_batches(0, num_samples, plan.division, dp_rank))
     for i, (first, end) in enumerate(bounds):
         yield Request(np.zeros(end - first, int), np.arange(first, end), num_samples, i == len(bounds) - 1)
 
 
 def divide_batch(global_batch_size: int, micro_batch_size: int, dp_size: int) -> Division:
-    """Divide a step into micro-batches and over dp ranks; `micro_batches` makes those of a step near-equal.
+    """Divide a step into micro-batches and over dp ranks.
 
-    With a `micro_batch_size` any number of ranks will do, so that a run can continue after it has lost some.
+    With a `micro_batch_size`, any number of ranks can divide a step, so a run can continue after losing some.
 
     Args:
         global_batch_size: samples per optimizer step over all ranks.
-        micro_batch_size: most samples per forward pass of a rank; 0 for one micro-batch a step, in equal parts.
+        micro_batch_size: most samples per forward pass of a rank; 0 for one micro-batch per step, in equal parts.
         dp_size: ranks, or groups of ranks, that read different samples.
 
     Raises:
-        UserError: the numbers do not divide.
+        UserError: the batch does not divide by the ranks.
     """
     if global_batch_size < dp_size or (not micro_batch_size and global_batch_size % dp_size):
         divisible = ceil_div(global_batch_size, dp_size) * dp_size
         raise UserError(
-            f"--global-batch-size {global_batch_size} does not divide by {dp_size} ranks: {divisible} would"
+            f"--global-batch-size {global_batch_size} does not divide by {dp_size} data-parallel ranks: use {divisible}"
         )
     return Division(global_batch_size, min(global_batch_size, micro_batch_size * dp_size or global_batch_size), dp_size)

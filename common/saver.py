@@ -1,4 +1,8 @@
-"""Write checkpoints that are whole or absent: beside the old ones, committed by one rename, verified before use."""
+"""Write checkpoints, each complete or absent: all ranks write beside the old ones, then rank 0 commits by one rename.
+
+Every part of a save is all or nothing over the ranks (`_together`): each rank does its share, all exchange the results,
+and if one rank failed, all drop the checkpoint.
+"""
 
 import errno
 import functools
@@ -19,31 +23,32 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import UserError, checkpoint, manifest, process_group, ranks
+from common import UserError, checkpoint, manifest, private_api, process_group, ranks
 from common.diagnose import SAVING
 
 Tensors = dict[str, torch.Tensor]
+STAGING = StagingOptions(False, False, False, False)  # into plain memory of the CPU, before `stage` returns
 
 
 class SaveError(UserError):
-    """A checkpoint could not be written, on any rank; the older ones are as they were."""
+    """A rank could not write its part of a checkpoint; the older checkpoints are unchanged."""
 
 
 class Saver:
-    """Writes the checkpoints of one run, beside the training if asked to."""
+    """Writes the checkpoints of one run, in the background if asked to."""
 
     def __init__(
         self, run_dir: Path, recipe: str, mesh: DeviceMesh, fingerprint: dict[str, Any], keep: int, in_background: bool
     ) -> None:
-        """Join a group of its own, so that a save beside the training crosses none of its collectives (all ranks).
+        """Create a process group for saving: background saves must not mix with training collectives (all ranks).
 
         Args:
             run_dir: the run's folder, which all ranks see.
             recipe: the train.py that runs.
             mesh: the ranks and their axes.
-            fingerprint: what the position depends on, such as the seed; JSON values.
-            keep: older whole checkpoints beyond this many are deleted after each commit.
-            in_background: copy the state, and write it while the training goes on; at most one at a time.
+            fingerprint: facts that give a position in the data its meaning, such as the seed; JSON values.
+            keep: undamaged checkpoints to keep; older ones are deleted after each commit.
+            in_background: copy the state and write it while the training continues; at most one save at a time.
         """
         self._run_dir, self._keep = run_dir, keep
         self._group: Any = dist.new_group(
@@ -55,76 +60,78 @@ class Saver:
             "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
-        self._stager = DefaultStager(StagingOptions(False, False, False, False)) if in_background else None
+        self._stager = DefaultStager(STAGING) if in_background else None
         self._pending: threading.Thread | None = None
         self._failure = ""
         process_group.background.callback(self._end)
 
     def _end(self) -> None:
-        """After an error: wait a little for a save under way, whose peers leave as well."""
+        """After an error, wait a little for a save in progress: its other ranks are exiting too."""
         if self._pending:
             self._pending.join(10)
 
     def save(self, step: int, tensors: Tensors, samples: int, last: bool) -> None:
-        """Write and commit `checkpoints/step_<step>`; until the rename, a kill leaves the older ones as they were.
+        """Write and commit `checkpoints/step_<step>`; a kill before the final rename does not touch the older ones.
 
         Args:
             step: optimizer steps done.
             tensors: this rank's state by canonical name (all ranks take part).
-            samples: position of the training.
-            last: nothing comes after it, so it is written at once, and must succeed.
+            samples: samples consumed so far.
+            last: the run ends after this step, so the save is not in the background and must succeed.
 
         Raises:
-            SaveError: the last one could not be written. Another one that could not is only told.
+            SaveError: the last checkpoint could not be written. An earlier one that fails only causes a warning.
         """
         self.drain()
         facts = self._facts | {"step": step, "samples": samples}
         if self._stager and not last:
             staged = self._stager.stage(tensors)
+            if torch.__version__ < "2.13":  # there the first use spoils a stager; later ones use its buffers again
+                self._stager = DefaultStager(STAGING)
             self._pending = threading.Thread(target=self._write, args=(staged, facts), name="save", daemon=True)
             self._pending.start()
             return
         self._write(tensors, facts)
         if last and self._failure:
-            raise SaveError(f"the last checkpoint was not written: {self._failure}")
+            raise SaveError(f"the last checkpoint was not saved: {self._failure}")
         self.drain()
 
     def drain(self) -> None:
-        """Wait for a save that is under way, and tell of one that failed (all ranks)."""
+        """Wait for a save in progress, and warn if it failed (all ranks)."""
         if self._pending:
             self._pending.join()
             self._pending = None
         if self._failure:
-            ranks.print0(f"warning: {self._failure}; the training goes on")
+            ranks.print0(f"warning: {self._failure}; training continues")
             self._failure = ""
 
     def _write(self, tensors: Tensors, facts: dict[str, Any]) -> None:
-        """Write one checkpoint; a failure, the same on all ranks, is left in `_failure`."""
+        """Write one checkpoint (all ranks); a failure is stored in `_failure`, the same on all ranks."""
         self._failure = ""
         final = checkpoint.folder(self._run_dir, facts["step"])
         partial = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
         try:
             partial = self._together(lambda: self._make(partial, tensors) if dist.get_rank() == 0 else None)[0]
-            rows: Tensors = {}  # safetensors knows no strides
+            rows: Tensors = {}  # contiguous copies, because safetensors does not store strides
             self._together(lambda: rows.update({name: tensor.contiguous() for name, tensor in tensors.items()}))
             writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
-            # What several ranks hold under one name is taken from the lowest: BatchNorm's running statistics are not
-            # the same on all of them, and a mixture would be nobody's.
+            # A tensor that several ranks hold is taken from the lowest: BatchNorm's running statistics differ between
+            # ranks, and mixing them would match no rank.
             planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
             dcp.save(rows, storage_writer=writer, planner=planner, process_group=self._group)
-            # Each rank wrote the file that carries its number: it reads back and hashes that one.
-            shard = f"shard-{dist.get_rank() + 1:05d}-*"
-            files = self._together(lambda: {path.name: manifest.seal(path) for path in partial.glob(shard)})
+            # Each rank reads back and hashes the files that it wrote.
+            mine = functools.partial(private_api.files_of_rank, partial, dist.get_rank())
+            files = self._together(lambda: {path.name: manifest.seal(path) for path in mine()})
             everything = {name: entry for part in files for name, entry in part.items()}
             self._together(lambda: self._commit(partial, final, facts, everything) if dist.get_rank() == 0 else None)
             self._tidy(final)
-        except (Exception, dcp.CheckpointException) as error:  # the second is none of the first
-            self._failure = f"no checkpoint of step {facts['step']}: {_plain(error, self._run_dir)}"
+        except (Exception, dcp.CheckpointException) as error:  # CheckpointException derives from BaseException
+            self._failure = f"no checkpoint of step {facts['step']}: {_explain(error, self._run_dir)}"
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def _together(self, part: Callable[[], Any]) -> list[Any]:
-        """Let every rank do its part; all get all results, or all raise SaveError."""
+        """Let every rank do its part; every rank gets all results, or every rank raises SaveError."""
         outcome: tuple[Any, str] = (None, "")
         try:
             outcome = (part(), "")
@@ -138,47 +145,49 @@ class Saver:
         return [result for result, _ in outcomes]
 
     def _make(self, partial: Path, tensors: Tensors) -> Path:
-        """Create the folder to write to, if the disk has room (rank 0)."""
+        """Create the folder to write to, if the disk has enough space (rank 0)."""
         partial.mkdir(parents=True)
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         free = shutil.disk_usage(partial).free
         if free < needed:
-            raise OSError(errno.ENOSPC, f"it needs {needed / 1e6:,.1f} MB, and the disk has {free / 1e6:,.1f} MB left")
+            raise OSError(errno.ENOSPC, f"it needs {needed / 1e6:,.1f} MB, the disk has {free / 1e6:,.1f} MB free")
         return partial
 
     def _commit(self, partial: Path, final: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
-        """Seal and rename (rank 0)."""
+        """Write the manifest and rename the folder (rank 0)."""
+        if not files:
+            raise SaveError(f"torch {torch.__version__} has given a checkpoint's files other names: see private_api.py")
         manifest.write(partial, facts, files)
-        if final.exists():  # a damaged one, or the resume that led here would have begun after it
+        if final.exists():  # it must be damaged: otherwise this run would have resumed from it
             final.rename(final.with_name(f"{partial.name}-damaged"))
         partial.rename(final)
         manifest.sync(final.parent)
 
     def _tidy(self, final: Path) -> None:
-        """Point `latest` to the newest checkpoint, and delete what is too old (all ranks)."""
+        """Point `latest` to the newest checkpoint, and delete the oldest ones (all ranks)."""
         try:
             found = self._together(lambda: checkpoint.committed(self._run_dir) if dist.get_rank() == 0 else [])[0]
-            # Newer ones are damaged, or this run would have begun after them: they do not count as kept.
+            # Newer ones must be damaged, otherwise this run would have resumed from them: they do not count as kept.
             older = [path for path in found if path.name < final.name]
             kept, share = 1, (dist.get_rank(), dist.get_world_size())
             while older and kept < self._keep:
-                verify = functools.partial(manifest.verify, older.pop(0), *share)  # each rank reads some of the files
+                verify = functools.partial(manifest.verify, older.pop(0), *share)  # each rank reads some files
                 kept += not any(fault for _, fault in self._together(verify))
             if dist.get_rank() == 0:
-                latest = final.with_name("latest")  # for people; `find` looks for itself
+                latest = final.with_name("latest")  # for people; `find` does not read it
                 latest.with_suffix(".tmp").write_text(final.name)
                 latest.with_suffix(".tmp").replace(latest)
                 for path in (*older, *final.parent.glob("step_*.tmp-*")):
                     shutil.rmtree(path)
-        except (SaveError, OSError) as error:  # the first on all ranks alike
-            ranks.print0(f"warning: {final} is saved, but not all that is too old is deleted: {error}")
+        except (SaveError, OSError) as error:  # SaveError is raised on all ranks
+            ranks.print0(f"warning: {final} is saved, but an older checkpoint could not be deleted: {error}")
 
 
-def _plain(error: BaseException, run_dir: Path) -> str:
-    """What went wrong with the disk, in a line, whatever torch and safetensors make of it."""
+def _explain(error: BaseException, run_dir: Path) -> str:
+    """The cause of a failed save in one line, with the free space: torch and safetensors wrap it in many."""
     text = str(error).strip() or type(error).__name__
     place = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     space, entries = shutil.disk_usage(place).free, os.statvfs(place).f_favail
     full = any(sign in text for sign in ("No space left", "Errno 28", "os error 28", "unexpected pos"))
-    left = f"{space / 1e6:,.1f} MB and {entries:,} files are free in {place}"
-    return f"{'disk full: ' if full else ''}{text.strip().splitlines()[-1]} ({left})"
+    room = f"{space / 1e6:,.1f} MB and {entries:,} files are free in {place}"
+    return f"{'disk full: ' if full else ''}{text.strip().splitlines()[-1]} ({room})"

@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step: nothing to save, nothing to step twice."""
+"""Learning rate as a pure function of the step, so there is no scheduler state to save."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 
 
 def linear_scaling(lr: float, global_batch_size: int, reference_batch: int) -> float:
-    """Scale a rate that is known to work at one batch size to another.
+    """Scale a learning rate from the batch size that it was chosen for to another.
 
     "When the minibatch size is multiplied by k, multiply the learning rate by k"
     (Goyal et al. 2017, section 2.1, https://arxiv.org/abs/1706.02677).
@@ -22,12 +22,12 @@ def linear_scaling(lr: float, global_batch_size: int, reference_batch: int) -> f
 def warmup_cosine(step: int, warmup_steps: int, max_steps: int) -> float:
     """Factor on the peak rate for a step, in (0, 1].
 
-    Linear warm-up, then a half cosine towards 0. Goyal et al. (2017, section 2.2) ramp from the unscaled
-    rate; this ramp starts from 0, because it also has to serve batches smaller than the reference.
-    The cosine is that of Loshchilov and Hutter (2017, https://arxiv.org/abs/1608.03983), without restarts.
+    Linear warm-up, then a half cosine towards 0. Goyal et al. (2017, section 2.2) warm up from the unscaled rate; this
+    warm-up starts from 0, because it also serves batches smaller than the reference. The cosine is that of Loshchilov
+    and Hutter (2017, https://arxiv.org/abs/1608.03983), without restarts.
 
     Args:
-        step: steps already done, 0 for the first one.
+        step: steps already done; 0 for the first step.
         warmup_steps: the factor reaches 1 at this step.
         max_steps: length of the whole training.
     """
@@ -37,7 +37,7 @@ def warmup_cosine(step: int, warmup_steps: int, max_steps: int) -> float:
 
 
 def scale_rates(optimizer: torch.optim.Optimizer, factor: float) -> float:
-    """Give each parameter group this share of the peak rate that it was made with; returns the first group's rate."""
+    """Set each parameter group's rate to `factor` times its initial rate; returns the first group's rate."""
     for group in optimizer.param_groups:
-        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])  # torch's schedulers keep it there as well
+        group["lr"] = factor * group.setdefault("initial_lr", group["lr"])  # torch's schedulers store it there too
     return optimizer.param_groups[0]["lr"]

@@ -1,7 +1,7 @@
-"""Stateless seeding: every random number is a function of (seed, what it is for), never of what was drawn before.
+"""Stateless seeding: every random number is a function of (seed, purpose), never of earlier draws.
 
-So there is no generator state to save: a checkpoint needs the seed and the position, and a run that
-resumes on another number of ranks or loader workers draws the same numbers.
+So there is no generator state to save: a checkpoint needs the seed and the position, and a run that resumes on another
+number of ranks or loader workers draws the same numbers.
 """
 
 import random
@@ -9,12 +9,12 @@ import random
 import numpy as np
 import torch
 
-# One purpose, one stream: the first number mixed in after the seed.
+# Purposes; each has its own stream, because its number is mixed in after the seed.
 INIT, ORDER, AUGMENT, STEP, HOLD_OUT, EPISODE, ACTION = range(7)
 
 
 def mix(*keys: int | np.ndarray) -> np.ndarray:
-    """Hash integers to 64 random bits, the same on every machine and in every version of every library.
+    """Hash integers to 64 random bits, the same on every machine and with every version of NumPy and torch.
 
     Each key is folded in by the finaliser of SplitMix64 (Steele, Lea and Flood 2014,
     https://doi.org/10.1145/2660193.2660195; the constants are Stafford's variant 13).
@@ -25,7 +25,7 @@ def mix(*keys: int | np.ndarray) -> np.ndarray:
     Returns:
         uint64 array of the broadcast shape.
     """
-    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point
+    with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is intended
         z = np.zeros((), np.uint64)
         for key in keys:
             z = z + np.asarray(key).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)

@@ -1,7 +1,7 @@
-"""One run from its folder to its last line: claims the folder, and holds what survives, watches, saves and logs.
+"""One run: its folder, and the objects that stop, watch, guard, save and log it, made and closed in the right order.
 
-The loop stays in the recipe, which calls its own step, evaluation and save; a session says when each is due, and
-calls nothing back.
+The training loop stays in the recipe, which calls its own step and evaluation. A session answers which of them is due,
+and calls no code of the recipe.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,10 +32,10 @@ from common import (
 
 
 class Session:
-    """Everything that lives from the first step of a run to its last.
+    """Everything that a run needs from its first step to its last.
 
     Attributes:
-        finite: leaves out updates whose gradient is not finite; the recipe's train_step asks it before each.
+        finite: skips updates whose gradient is not finite; the recipe's train_step calls it before each update.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class Session:
         optimizer: Optimizer,
         sample: flops.Sample | None = None,
     ) -> None:
-        """Claim the run's folder, and start what watches over the training (main thread, all ranks).
+        """Claim the run's folder, and start to handle signals, watch the ranks and log (main thread, all ranks).
 
         Args:
-            args: the recipe's flags, with the block that all recipes share.
+            args: the recipe's flags, including the block that all recipes share.
             recipe: its train.py.
             world: this process.
             mesh: the ranks and their axes.
-            found: what the run starts from, loaded already.
+            found: the checkpoint that the run starts from, already loaded.
             plan: which samples each step reads.
-            model: as the strategy has made it.
-            optimizer: of its parameters.
-            sample: what a sample counts as; without it, neither MFU nor tokens per second are shown.
+            model: the model under its strategy.
+            optimizer: the optimizer of its parameters.
+            sample: FLOPs and units of a sample; without it, neither MFU nor tokens per second are shown.
 
         Raises:
             UserError: the folder is in use, or a micro-batch has too few samples for the model.
@@ -75,9 +75,8 @@ class Session:
         self._last_step = min(plan.max_steps, args.stop_after or plan.max_steps)
         self._done = plan.first_step
         self._stops = False
-        # The order matters. No other job writes to the folder before it is claimed; signals are taken over before the
-        # first loader worker is forked; from then on the watch names whoever fails; and the log speaks last, when
-        # nothing can be refused any more.
+        # The order matters: claim the folder before anything is written to it, take over signals before the first
+        # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
         run_dir.claim(found.run_dir)
         self._stop = stop.Stop(world, args.deadline, plan.first_step)
         self._watch = watch.Watch(world, found.run_dir, plan.first_step, args.hang_timeout)
@@ -87,10 +86,10 @@ class Session:
         self._log = log.Run(found.run_dir, recipe, args, world, plan, dtype, sample or flops.Sample())
 
     def steps(self, dp_rank: int) -> Iterator[int]:
-        """The steps to do, until the last one or a reason to stop; each begins with torch's generators seeded anew.
+        """Yield the steps to do, until the last one or a request to stop; seed all generators before each.
 
         Args:
-            dp_rank: ranks with the same one draw the same numbers, as they read the same samples.
+            dp_rank: ranks with the same dp_rank draw the same random numbers, because they read the same samples.
         """
         for step in range(self._plan.first_step + 1, self._last_step + 1):
             self._watch.step(step)
@@ -101,7 +100,7 @@ class Session:
                 break
 
     def _is_last(self, step: int) -> bool:
-        """Whether nothing comes after `step`, which is done (all ranks): the first to ask closes the step."""
+        """Whether the run ends after `step` (all ranks). The first call after a step also completes that step."""
         if step != self._done:
             self._done = step
             self.finite.restore_if_skipped(step)
@@ -109,12 +108,14 @@ class Session:
         return self._stops
 
     def logs(self, step: int) -> bool:
-        """Whether a line of the log is due after `step`."""
+        """Whether a log line is due after `step`."""
         return step % self._args.log_every == 0 or self._is_last(step)
 
     def evaluates(self, step: int) -> bool:
-        """Whether an evaluation is due after `step`; a run that stops before its end is not evaluated once more."""
-        return step % (self._args.eval_every or self._plan.epoch_steps) == 0 or step == self._last_step
+        """Whether an evaluation is due after `step`; a request to stop does not cause one."""
+        due = step % (self._args.eval_every or self._plan.epoch_steps) == 0 or step == self._last_step
+        self._watch.note("evaluation" if due else "")  # what fails or hangs from here on does so in it
+        return due
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is due after `step`."""
@@ -123,14 +124,14 @@ class Session:
     def log_train(
         self, step: int, sums: metrics.Sums, *, grad_norm: torch.Tensor, data_wait_s: float, **more: float
     ) -> None:
-        """Add a step's sums up, and log their means where a line is due (all ranks); what follows is not timed.
+        """Add up a step's sums, and log their means if a line is due (all ranks); stops the clock until the next step.
 
         Args:
-            step: the step that is done.
-            sums: of this rank, over the samples of the step.
-            grad_norm: the global one, ().
+            step: the step that has just been done.
+            sums: this rank's sums over its samples of the step.
+            grad_norm: the global gradient norm, ().
             data_wait_s: seconds that this rank has waited for data so far.
-            **more: what else to show under train/, such as lr; a name with a group of its own, rl/return, keeps it.
+            **more: other values for train/, such as lr; a name that has a group already, such as rl/return, keeps it.
         """
         self._is_last(step)
         self._log.add(sums)
@@ -144,27 +145,28 @@ class Session:
         self._log.log_validation(step, means)
 
     def log_images(self, step: int, tag: str, images: Any) -> None:
-        """Show images, (N, H, W, 3) of bytes, in TensorBoard (rank 0; elsewhere they may be None)."""
+        """Show images, (N, H, W, 3) uint8, in TensorBoard; only rank 0 needs them, others may pass None."""
         self._log.log_images(step, tag, images)
 
     def check_replicas(self, step: int) -> None:
-        """Compare, where it is due, what the ranks should hold alike (all ranks); see `guard.check_replicas`."""
+        """Compare the replicas of each parameter, if a comparison is due (all ranks); see `guard.check_replicas`."""
         every = self._args.check_every
         if every and (step % every == 0 or self._is_last(step)):
             guard.check_replicas(self._model, step)
 
     def save(self, step: int, more: saver.Tensors | None = None) -> None:
-        """Write a checkpoint of model and optimizer, where one is due (all ranks).
+        """Write a checkpoint of model and optimizer, if one is due (all ranks).
 
         Args:
-            step: the step that is done.
-            more: what else this rank brings, by canonical name.
+            step: the step that has just been done.
+            more: this rank's other tensors to save, by canonical name.
         """
+        self._watch.note("")
         if self.saves(step):
             tensors = keymap.tensors(self._model, self._optimizer) | (more or {})
             self._saver.save(step, tensors, self._plan.position(step), self._is_last(step))
 
     def finish(self) -> None:
-        """Print how the run went and what to run next, and end the process group (all ranks)."""
+        """Print the result and the command that continues the run, and end the process group (all ranks)."""
         self._log.finish(self._stop.reason)
         process_group.finish()

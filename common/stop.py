@@ -1,9 +1,9 @@
-"""Leave on a signal or by the clock: saved, all ranks after the same step, without a collective per step.
+"""Stop on a signal or by the clock: all ranks save and stop after the same step, without a collective per step.
 
-Signals are blocked in the main thread, so that loader workers, which inherit that, outlive them, and are taken
-by a thread of their own, also while the main thread sits in a collective. The rank that notices says so in the
-store; every rank's thread answers with the step it has done; all leave after the largest of these plus one,
-which is the first step that nobody can have passed. One rank that is told is enough.
+The main thread blocks the signals, so that loader workers inherit the block and survive them. A thread receives them,
+also while the main thread waits in a collective. The rank that gets a signal writes the reason to the store; every
+rank's thread answers with its latest step; all ranks stop after the largest of these plus one, the first step that no
+rank can have passed. A signal to one rank is enough.
 """
 
 import os
@@ -19,16 +19,16 @@ from common import process_group, ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_S = 0.2
-# torchrun passes a signal on that the terminal or Slurm has sent to the ranks too: within this time it is the same.
+# torchrun forwards a signal that the terminal or Slurm also sends to the ranks: within this time it counts as one.
 SAME_SIGNAL_S = 2.0
-END_MARGIN_S = 120.0  # for the step under way and the save, before Slurm ends the job
+END_MARGIN_S = 120.0  # for the current step and the save, before Slurm ends the job
 
 
 class Stop:
-    """Watches for a reason to leave; `after` tells when.
+    """Waits for a reason to stop; `after` returns whether the step to stop at is reached.
 
     Attributes:
-        reason: why the ranks leave, and which rank noticed; "" while there is no reason.
+        reason: why the ranks stop, and which rank noticed; "" while there is no reason.
     """
 
     def __init__(self, world: process_group.World, deadline_min: float, first_step: int) -> None:
@@ -36,20 +36,21 @@ class Stop:
 
         Args:
             world: this process.
-            deadline_min: minutes from now after which to leave; 0 for never.
+            deadline_min: minutes from now after which to stop; 0 for never.
             first_step: steps done already.
         """
         self.reason = ""
         self._rank, self._size = world.rank, world.size
         self._deadline = time.monotonic() + 60 * deadline_min if deadline_min else float("inf")
-        if "SLURM_JOB_END_TIME" in os.environ:  # seconds since 1970; launch/slurm.sh sets it where Slurm does not
-            left_s = float(os.environ["SLURM_JOB_END_TIME"]) - time.time()
-            self._deadline = min(self._deadline, time.monotonic() + left_s - min(END_MARGIN_S, left_s / 10))
+        if "SLURM_JOB_END_TIME" in os.environ:  # Unix time; launch/slurm.sh sets it if Slurm does not
+            remaining_s = float(os.environ["SLURM_JOB_END_TIME"]) - time.time()
+            margin_s = min(END_MARGIN_S, remaining_s / 10)
+            self._deadline = min(self._deadline, time.monotonic() + remaining_s - margin_s)
         self._lock = threading.Lock()
         self._done = self._target = first_step
         self._agreed = threading.Event()
         self._signalled_at = float("inf")
-        # Python writes the number of a signal here at once, whichever thread it hits.
+        # Python writes a signal's number to this socket at once, whichever thread receives the signal.
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
@@ -62,10 +63,10 @@ class Stop:
         self._thread = threading.Thread(target=self._run, name="stop", daemon=True)
         self._thread.start()
         process_group.background.callback(self.close)
-        dist.barrier()  # from here on a signal to any rank is a request
+        dist.barrier()  # from here on, a signal to any rank stops all of them
 
     def after(self, step: int) -> bool:
-        """Whether to leave now that `step` is done; waits for the others only once there is a reason (all ranks).
+        """Whether to stop after `step`; waits for the other ranks only if there is a reason (all ranks).
 
         Raises:
             RuntimeError: another rank does not answer.
@@ -75,11 +76,11 @@ class Stop:
             if not self.reason:
                 return False
         if not self._agreed.wait(process_group.TIMEOUT_S):
-            raise RuntimeError(f"rank {self._rank}: no agreement on the step to leave after ({self.reason})")
+            raise RuntimeError(f"rank {self._rank}: the ranks did not agree on a step to stop after ({self.reason})")
         return step >= self._target
 
     def close(self) -> None:
-        """Stop listening: this rank is done."""
+        """Stop waiting for signals: this rank has finished."""
         self._closing.set()
         self._thread.join(5 * POLL_S)
 
@@ -91,18 +92,18 @@ class Stop:
                 if reason and not self.reason:
                     self._agree(reason)
             except dist.DistError:
-                return  # the store is gone, and `watch` says so
+                return  # the store is unreachable; `watch` reports it
 
     def _look(self) -> str:
-        """Wait a moment for a reason: a signal here, the clock, or another rank's notice."""
+        """Wait a moment for a reason to stop: a signal, the clock, or another rank's reason in the store."""
         if select.select([self._signals], [], [], POLL_S)[0]:
-            # Others come here too: a loader worker that ends, for one, is a SIGCHLD.
+            # Other signals arrive here too, such as SIGCHLD when a loader worker ends.
             numbers = [number for number in self._signals.recv(64) if number in SIGNALS]
             if not numbers:
                 return ""
-            # This rank twice: the first signal here may come late, as to the second of two machines that are drained.
+            # Only a second signal to this rank counts as a repeat: another rank's first one may arrive late.
             if time.monotonic() - self._signalled_at > SAME_SIGNAL_S:
-                os._exit(128 + numbers[0])  # at once, unsaved
+                os._exit(128 + numbers[0])  # now, without saving
             self._signalled_at = min(self._signalled_at, time.monotonic())
             return f"{signal.Signals(numbers[0]).name} on rank {self._rank}"
         if time.monotonic() > self._deadline:
@@ -110,14 +111,13 @@ class Stop:
         return self._store.get("stop/reason").decode() if self._store.check(["stop/reason"]) else ""
 
     def _agree(self, reason: str) -> None:
-        """Publish the step done here, read everyone's, and fix the step to leave after."""
-        with self._lock:  # from here on `after` waits, so no rank can pass the target
+        """Publish this rank's latest step, read those of all ranks, and set the step to stop after."""
+        with self._lock:  # from here on, `after` waits, so no rank can pass the target
             self.reason = reason
             done = self._done
         self._store.set("stop/reason", reason)
         self._store.set(f"stop/done/{self._rank}", str(done))
         self._target = 1 + max(int(self._store.get(f"stop/done/{rank}")) for rank in range(self._size))
         self._agreed.set()
-        ranks.print0(
-            f"{reason}: all ranks leave, saved, after step {self._target}; the same again quits at once, unsaved"
-        )
+        repeat = "; send it again to quit now without saving" if reason.startswith("SIG") else ""
+        ranks.print0(f"{reason}: saving and stopping after step {self._target}{repeat}")

@@ -1,8 +1,8 @@
 """SyncBatchNorm that also runs on CPU: batch statistics over the samples of all ranks.
 
-torch's own (https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html) refuses CPU tensors,
-so a recipe that uses it could not be tried, or tested, without GPUs. This one gives the numbers of
-nn.BatchNorm over the whole batch, for any division of it, also with ranks of one sample or none.
+torch's own (https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html) refuses CPU tensors, so a
+recipe that uses it could not be tried or tested without GPUs. This one computes the same as nn.BatchNorm on the whole
+batch, however the batch is divided, also if a rank has one sample or none.
 """
 
 from typing import Any
@@ -10,11 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn import functional as F
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class _BatchNormOverRanks(torch.autograd.Function):
-    """weight * (x - mean) / sqrt(var + eps) + bias, mean and variance over all ranks' values of a channel."""
+    """weight * (x - mean) / sqrt(var + eps) + bias, with mean and variance over all ranks' values of a channel."""
 
     @staticmethod
     def forward(
@@ -28,7 +30,7 @@ class _BatchNormOverRanks(torch.autograd.Function):
         """Output (N, C, ...), mean (C,), biased variance (C,) and count () over all ranks, in the weight's type."""
         dims = [dim for dim in range(x.ndim) if dim != 1]
         shape = [-1 if dim == 1 else 1 for dim in range(x.ndim)]
-        # Two all-reduces, mean first: E[x^2] - E[x]^2 in one would lose half of the digits.
+        # Two all-reduces, mean first: computing E[x^2] - E[x]^2 with one would lose half of the digits.
         totals = torch.cat([x.sum(dims), x.new_full((1,), x.numel() / x.shape[1])])
         dist.all_reduce(totals, group=group)
         mean, count = totals[:-1] / totals[-1], totals[-1]
@@ -47,7 +49,7 @@ class _BatchNormOverRanks(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         """The gradient of BatchNorm (Ioffe and Szegedy 2015, section 3, https://arxiv.org/abs/1502.03167).
 
-        Its two sums are this rank's gradients of bias and weight, and, over all ranks, a part of that of x.
+        Its two sums are this rank's gradients of bias and weight; summed over all ranks, they enter the gradient of x.
         """
         normalised, scale, count = ctx.saved_tensors
         grad_bias, grad_weight = grad.sum(ctx.dims), (grad * normalised).sum(ctx.dims)
@@ -58,25 +60,23 @@ class _BatchNormOverRanks(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
-class SyncBatchNorm(_BatchNorm):
-    """nn.BatchNorm1d, 2d or 3d whose training statistics are those of all ranks of a group (all ranks take part)."""
+class SyncBatchNorm(nn.BatchNorm2d):
+    """nn.BatchNorm1d, 2d or 3d with training statistics over all ranks of a group (all ranks take part)."""
 
     group: dist.ProcessGroup
 
-    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 (torch's name)
-        if input.ndim < 2:
-            raise ValueError(f"expected (N, C, ...), got {tuple(input.shape)}")
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x, (N, C, ...); N may differ between the ranks."""
-        if not self.training:
-            return super().forward(x)
+        if x.ndim < 2:
+            raise ValueError(f"expected (N, C, ...), got {tuple(x.shape)}")
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
-        # Cast out here: where the function itself does, torch.compile of torch 2.11 gives wrong gradients.
-        wide = x.to(self.weight.dtype)
-        out, mean, var, count = _BatchNormOverRanks.apply(wide, self.weight, self.bias, self.eps, self.group)
+        if not self.training:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        # Cast outside of the autograd function: a cast inside gives wrong gradients under torch.compile of torch 2.11.
+        x_param_dtype = x.to(self.weight.dtype)
+        out, mean, var, count = _BatchNormOverRanks.apply(x_param_dtype, self.weight, self.bias, self.eps, self.group)
         self.num_batches_tracked.add_(1)
         momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
         with torch.no_grad():
@@ -86,28 +86,30 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def convert(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """Replace each affine BatchNorm with running statistics in a model; parameters, buffers and names stay.
+    """Replace each affine BatchNorm that has running statistics; parameters, buffers and names stay the same.
 
-    On GPUs torch's own nn.SyncBatchNorm is used, whose kernels are fused.
+    On GPUs this uses torch's own nn.SyncBatchNorm, whose kernels are fused.
 
     Args:
-        model: the plain model, on the device it will train on.
-        group: the ranks whose samples make one batch.
+        model: the plain model, on its training device.
+        group: the ranks whose samples form one batch.
     """
     if any(parameter.is_cuda for parameter in model.parameters()):
         return nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
     converted = model
-    if isinstance(model, _BatchNorm) and model.affine and model.track_running_stats:
+    if isinstance(model, BATCH_NORMS) and model.affine and model.track_running_stats:
         converted = SyncBatchNorm(model.num_features, model.eps, model.momentum)
         converted.group = group
         converted.train(model.training)
-        converted._parameters, converted._buffers = model._parameters, model._buffers  # the same tensors
+        converted.weight, converted.bias = model.weight, model.bias  # the same tensors
+        converted.running_mean, converted.running_var = model.running_mean, model.running_var
+        converted.num_batches_tracked = model.num_batches_tracked
     for name, child in model.named_children():
         converted.add_module(name, convert(child, group))
     return converted
 
 
 def min_samples(model: nn.Module) -> int:
-    """Samples that a rank needs in a micro-batch: a BatchNorm of its own takes the variance of at least 2."""
+    """Samples that a rank needs in a micro-batch: 2 if a BatchNorm takes their variance on each rank alone, else 1."""
     over_ranks = (SyncBatchNorm, nn.SyncBatchNorm)
-    return 2 if any(isinstance(m, _BatchNorm) and not isinstance(m, over_ranks) for m in model.modules()) else 1
+    return 2 if any(isinstance(m, BATCH_NORMS) and not isinstance(m, over_ranks) for m in model.modules()) else 1

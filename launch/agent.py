@@ -1,8 +1,8 @@
-"""torchrun, with a failure told in the order a reader needs: which rank, where, its traceback, and no more.
+"""Run torchrun, but report a failure briefly: which rank failed first, where, and its traceback.
 
-Takes torchrun's own options. A refusal (exit code 2) has been explained by rank 0 already, and is passed on
-as it is. A request to leave is passed on to the ranks, and they take the time they need; torchrun would kill
-them after 30 s, and keep the launchers of other machines waiting for its own for five minutes.
+Takes torchrun's own options. After a refusal (exit code 2), which rank 0 has explained, it exits with 2 and prints
+nothing. It forwards a request to stop to the ranks and gives them the time they need; torchrun would kill them after
+30 s, and would make the launchers of other machines wait five minutes.
 """
 
 import contextlib
@@ -21,28 +21,31 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
-from launch import rendezvous
+from common.exits import PEER_FAILED, USAGE_ERROR
+from common.stop import SIGNALS
+from launch import private_api, rendezvous
 
-LEFT = 3  # common/watch.py: this rank left because of another one
-REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # common/stop.py: what makes the ranks save and leave
-asked: list[int] = []
-started: list[SubprocessContext] = []  # the ranks of this machine, at each start
+requests: list[int] = []  # signals that were forwarded
+started: list[SubprocessContext] = []  # this machine's ranks, one entry for each start
 
 
 def main() -> None:
     """Run the recipe; exit with the code of the rank that failed first."""
-    # The agent's own log repeats, around its stack trace, what is said below in three lines.
+    if missing := private_api.missing():
+        print(f"error: {missing}", file=sys.stderr)
+        sys.exit(USAGE_ERROR)
+    # torchrun's own log wraps its stack trace around the three lines that are printed below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     start = PContext.start
 
-    def start_and_listen(ranks: SubprocessContext) -> None:
+    def start_and_forward(ranks: SubprocessContext) -> None:
         started.append(ranks)
-        start(ranks)  # sets handlers of its own
-        for number in REQUESTS:
-            signal.signal(number, lambda number, frame: pass_on(ranks, number, frame))
+        start(ranks)  # sets signal handlers of its own
+        for number in SIGNALS:
+            signal.signal(number, lambda number, frame: forward(ranks, number, frame))
 
-    PContext.start = start_and_listen  # type: ignore[assignment, method-assign]
-    if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # the ranks tell more; warnings are of a store that closes
+    PContext.start = start_and_forward  # type: ignore[assignment, method-assign]
+    if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # the ranks report more; warnings are about a closing store
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     args = parse_args(sys.argv[1:])
     if args.rdzv_endpoint and args.rdzv_backend == "c10d":  # several machines; --standalone has no endpoint yet
@@ -50,51 +53,51 @@ def main() -> None:
         rendezvous.watch(args, started)
     try:
         run(args)
-        if asked:
-            sys.exit(128 + asked[0])
-    except SignalException as stopped:  # there were no ranks to ask
+        if requests:
+            sys.exit(128 + requests[0])
+    except SignalException as stopped:  # there was no rank to forward it to
         sys.exit(128 + stopped.sigval)
     except (RendezvousError, DistError) as error:
         sys.exit(rendezvous.explain(error, args))
     except ChildFailedError as error:
-        left = {rank: failure for rank, failure in error.failures.items() if failure.exitcode == LEFT}
+        peers = {rank: failure for rank, failure in error.failures.items() if failure.exitcode == PEER_FAILED}
         rank0 = error.failures.get(0)
-        if left and not (rank0 and traceback_of(rank0.error_file)):  # else rank 0 has printed what they found
-            print(traceback_of(min(left.items())[1].error_file), file=sys.stderr)
-        causes = {rank: failure for rank, failure in error.failures.items() if rank not in left}
+        if peers and not (rank0 and traceback_of(rank0.error_file)):  # else rank 0 has printed their finding
+            print(traceback_of(min(peers.items())[1].error_file), file=sys.stderr)
+        causes = {rank: failure for rank, failure in error.failures.items() if rank not in peers}
         if not causes:
             sys.exit(1)
         rank, failure = min(causes.items(), key=lambda item: item[1].timestamp)
         traceback = traceback_of(failure.error_file)
-        if traceback:  # however it ended: others that left at once may have had it ended, too
+        if traceback:  # it raised, even if torchrun then killed it because another rank exited first
             print(f"\nrank {rank} (pid {failure.pid}) failed first\n{traceback}", file=sys.stderr)
             sys.exit(1)
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-        if code != rendezvous.USAGE_ERROR:
-            how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {code}"
-            print(f"\nrank {rank} (pid {failure.pid}) ended {how}, and left no traceback", file=sys.stderr)
-            print("see logs/ in the run's folder, and the kernel's log if it was killed", file=sys.stderr)
+        if code != USAGE_ERROR:
+            how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with code {code}"
+            print(f"\nrank {rank} (pid {failure.pid}) {how}, without a traceback", file=sys.stderr)
+            print("see logs/ in the run's folder, and the kernel's log (dmesg) if memory ran out", file=sys.stderr)
         sys.exit(code)
 
 
-def pass_on(ranks: PContext, number: int, _frame: FrameType | None) -> None:
-    """Pass a request to leave on to this machine's ranks.
+def forward(ranks: PContext, number: int, _frame: FrameType | None) -> None:
+    """Forward a request to stop to this machine's ranks.
 
     Raises:
-        SignalException: none of them is there.
+        SignalException: no rank is running.
     """
-    told = 0
+    reached = 0
     for pid in ranks.pids().values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-            told += 1
-    if not told:
-        raise SignalException(f"asked to leave by {signal.Signals(number).name}", signal.Signals(number))
-    asked.append(number)
+            reached += 1
+    if not reached:
+        raise SignalException(f"stopped by {signal.Signals(number).name}", signal.Signals(number))
+    requests.append(number)
 
 
 def traceback_of(error_file: str) -> str:
-    """What @record kept of the exception; "" if there was none."""
+    """The traceback that @record wrote; "" if there is none."""
     try:
         details = json.loads(Path(error_file).read_text())["message"]["extraInfo"]
     except (OSError, ValueError, KeyError, TypeError):

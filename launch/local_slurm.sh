@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# A real Slurm cluster of several nodes on this machine, to try launch/slurm.sh on, and for its tests. See --help.
+# Run a real Slurm cluster of several nodes on this machine, to try and test launch/slurm.sh. See --help.
 set -euo pipefail
 
 usage() {
   cat <<'TEXT'
 usage: bash launch/local_slurm.sh up [NODES] | down
 
-  up     start munged, slurmctld and one slurmd per node (default 2), and print the line that makes
-         sbatch, squeue and the rest talk to them
+  up     start munged, slurmctld and one slurmd per node (default 2), and print the export line with which
+         sbatch, squeue and other commands find them
   down   stop them and remove their folder
 
-Needs root and, on Debian or Ubuntu, `apt install slurm-wlm munge`. Everything lies in LOCAL_SLURM_DIR
-(default /tmp/local-slurm). Partitions: main, and urgent, which preempts main by queueing its jobs again.
+Needs root and, on Debian or Ubuntu, `apt install slurm-wlm munge`. All files are in LOCAL_SLURM_DIR
+(default /tmp/local-slurm). Partitions: main, and urgent, whose jobs preempt those in main, which are requeued.
 TEXT
 }
 
@@ -25,14 +25,14 @@ daemons=(slurmctld slurmd munged)
 
 down() {
   local file daemon pids=()
-  [[ ! -e $dir || (-f $dir/slurm.conf && -f $dir/munge.key) ]] || fail "$dir is no cluster of this script: nothing removed"
+  [[ ! -e $dir || (-f $dir/slurm.conf && -f $dir/munge.key) ]] || fail "$dir is not a cluster that this script started, so nothing was removed: check LOCAL_SLURM_DIR"
   for daemon in "${daemons[@]}"; do
     for file in "$dir/$daemon"*.pid; do
       [[ -f $file ]] && pids+=("$(<"$file")")
     done
   done
   kill ${pids[@]+"${pids[@]}"} 2>/dev/null || true
-  for _ in {1..50}; do # they write their state before they end
+  for _ in {1..50}; do # they write their state before they exit
     kill -0 ${pids[@]+"${pids[@]}"} 2>/dev/null || break
     sleep 0.1
   done
@@ -42,12 +42,12 @@ down() {
 
 up() {
   local nodes=$1 host cpus port i
-  [[ $nodes =~ ^[1-9][0-9]?$ ]] || fail "up $nodes: give a number of nodes, at most 99"
-  [[ $EUID == 0 ]] || fail "the daemons need root: sudo bash launch/local_slurm.sh up"
+  [[ $nodes =~ ^[1-9][0-9]?$ ]] || fail "up $nodes: the number of nodes must be between 1 and 99"
+  [[ $EUID == 0 ]] || fail "Slurm's daemons need root: use sudo bash launch/local_slurm.sh up"
   for i in slurmctld slurmd munged sbatch; do
     command -v "$i" >/dev/null || PATH=$PATH:/usr/sbin command -v "$i" >/dev/null || fail "$i is missing: apt install slurm-wlm munge"
   done
-  [[ ! -e $dir ]] || fail "$dir exists: take that cluster down first, or set LOCAL_SLURM_DIR"
+  [[ ! -e $dir ]] || fail "$dir exists: run bash launch/local_slurm.sh down first, or set LOCAL_SLURM_DIR"
   export PATH=$PATH:/usr/sbin
   host=$(hostname -s)
   cpus=$(nproc)
@@ -55,7 +55,7 @@ up() {
   mkdir -p "$dir/state"
   chmod 755 "$dir"
   (umask 077 && head -c 1024 /dev/urandom >"$dir/munge.key")
-  # Each node has the whole machine's CPUs, and there are as many as nodes: it is for trying things, not for speed.
+  # Every node claims all CPUs of this machine: the cluster is for tests, not for speed.
   cat >"$dir/slurm.conf" <<CONF
 ClusterName=local
 SlurmctldHost=$host(127.0.0.1)
@@ -108,5 +108,5 @@ case ${1-} in
   up) up "${2:-2}" ;;
   down) down ;;
   -h | --help) usage ;;
-  *) usage >&2 && fail "up or down?" ;;
+  *) usage >&2 && fail "${1-no command}: use up or down" ;;
 esac

@@ -1,7 +1,7 @@
-"""Where several machines meet: at the address that leads to machine 0, for one job, with every failure explained.
+"""The rendezvous of several machines at machine 0's address: one job per port, and an explanation of every failure.
 
-torch would take each machine's name for its address, which others may not know, or which the machine itself takes for
-its loopback address (as Debian sets it up).
+torch uses each machine's host name as its address. Other machines may not know that name, and the machine itself may
+resolve it to its loopback address, as Debian does by default.
 """
 
 import argparse
@@ -28,17 +28,18 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-USAGE_ERROR = 2
-CUT_OFF_S = 5.0  # without an answer of machine 0
-LINK_TIMEOUT = timedelta(hours=1)  # the kernel is earlier
-met: list[str] = []  # the job whose rendezvous was found
-questions: dict[int, float] = {}  # to machine 0, without an answer yet: thread, and since when
+from common.exits import USAGE_ERROR
+
+CUT_OFF_S = 5.0  # seconds without an answer from machine 0
+LINK_TIMEOUT = timedelta(hours=1)  # longer than the kernel's own
+met: list[str] = []  # the job whose rendezvous this machine has found
+questions: dict[int, float] = {}  # unanswered questions to machine 0: thread to start time
 
 
 class Address(str):
-    """A machine's address, in the order of NODE_RANK: torch sorts them, and the first machine has rank 0.
+    """A machine's address that sorts by NODE_RANK: torch sorts addresses, and the first machine gets rank 0.
 
-    Rank 0 talks to the terminal, which is to be machine 0's; and neighbours in a cluster have neighbouring ranks.
+    So rank 0 prints to machine 0's terminal, and neighbouring machines have neighbouring ranks.
     """
 
     number: int
@@ -53,21 +54,21 @@ class Address(str):
 
 
 def choose_interface(args: argparse.Namespace) -> None:
-    """Let the ranks of this machine meet the others where machine 0 is met, unless the user has said where."""
+    """Make this machine's ranks use the network interface that leads to machine 0, unless the user has chosen one."""
     address = own_address(parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=-1)[0])
     args.local_addr = Address(args.local_addr or address or socket.getfqdn())
-    args.local_addr.number = int(os.environ.get("NODE_RANK", "0"))  # launch/torchrun.sh has looked at it
+    args.local_addr.number = int(os.environ.get("NODE_RANK", "0"))  # launch/torchrun.sh has checked it
     if address:
         with contextlib.suppress(KeyError):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces()[args.local_addr])
 
 
 def own_address(master: str) -> str:
-    """This machine's address on the way to `master`; "" if that is here, or not known yet. Nothing is sent."""
+    """This machine's address on the route to `master`; "" if `master` is local or unknown. Sends nothing."""
     if master == "localhost" or is_loopback(master):
         return ""
-    # On machine 0 its own name may mean a loopback address: then the way out is taken, and a documentation
-    # address (RFC 5737) asks for that.
+    # Machine 0's own name may resolve to its loopback address. Then use the default route, found by the route to a
+    # documentation address (RFC 5737).
     for target in (master, "192.0.2.1"):
         with contextlib.suppress(OSError):
             for family, kind, _, _, place in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
@@ -80,7 +81,7 @@ def own_address(master: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether these are the digits of an address that leads nowhere else."""
+    """Whether this is a loopback address, in digits."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:  # a name
@@ -92,7 +93,7 @@ def interfaces() -> dict[str, str]:
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
-            with contextlib.suppress(OSError):  # it has no address
+            with contextlib.suppress(OSError):  # an interface without an address
                 siocgifaddr = 0x8915  # netdevice(7)
                 answer = fcntl.ioctl(probe, siocgifaddr, struct.pack("256s", name.encode()))
                 found[socket.inet_ntoa(answer[20:24])] = name
@@ -100,15 +101,15 @@ def interfaces() -> dict[str, str]:
 
 
 def watch(args: argparse.Namespace, started: list[SubprocessContext]) -> None:
-    """Refuse another job's rendezvous, and end this launcher where torch would wait in vain for an answer.
+    """Refuse another job's rendezvous, and end this launcher when torch would wait in vain for an answer.
 
-    Without a link to machine 0, some of torch's questions end the run after a minute, and some wait until the kernel
-    gives the connection up, a quarter of an hour later; for a program at that port that says nothing, it waits forever.
-    How long to wait for a link is for the ranks to say (--hang-timeout).
+    Without a link to machine 0, some of torch's calls fail after a minute, and some wait until the kernel closes the
+    connection, 15 minutes later. If another program holds the port and never answers, torch waits forever. The ranks
+    decide how long to wait for a broken link (--hang-timeout).
 
     Args:
-        args: torchrun's.
-        started: the ranks of this machine, at each start; filled later.
+        args: torchrun's arguments.
+        started: this machine's ranks, one entry for each start; filled later.
     """
     join, ask = C10dRendezvousBackend.__init__, C10dRendezvousBackend._call_store
     began = time.monotonic()
@@ -119,7 +120,7 @@ def watch(args: argparse.Namespace, started: list[SubprocessContext]) -> None:
 
     def join_own_job(backend: C10dRendezvousBackend, store: dist.Store, job: str) -> None:
         join(backend, store, job)
-        if hosts:  # the store is here: whose it is, is not for the machine to say that is the first to ask
+        if hosts:  # this machine hosts the store, so its job id wins, whoever connects first
             store.compare_set("launch/job", "", job)
         met.append(store.get("launch/job").decode())
         if met[0] != job:
@@ -140,7 +141,7 @@ def watch(args: argparse.Namespace, started: list[SubprocessContext]) -> None:
             now = time.monotonic()
             codes = [one.proc.poll() for one in started[-1].subprocess_handlers.values()] if started else [None]
             unanswered = now - min([*questions.values()], default=now) > CUT_OFF_S
-            failed = None not in codes and any(codes)  # until then, the link may come back and the ranks go on
+            failed = None not in codes and any(codes)  # until then, the link may recover and the ranks continue
             if (failed and unanswered) or (not met and now - began > patience_s):
                 os._exit(explain(RendezvousConnectionError(), args))
 
@@ -150,24 +151,24 @@ def watch(args: argparse.Namespace, started: list[SubprocessContext]) -> None:
 
 
 def explain(error: Exception, args: argparse.Namespace) -> int:
-    """Say why the machines have not met, or no longer do; returns the exit code."""
+    """Print why the rendezvous failed or was lost; returns the exit code."""
     place = args.rdzv_endpoint
-    again = "to go on, start the same command on every machine"
+    again = "to resume, start the same command on every machine"
     if met and met[0] != args.rdzv_id:
-        what = f"{place} is where job {met[0]} meets, and this is job {args.rdzv_id}: set another MASTER_PORT"
+        reason = f"{place} is in use by job {met[0]}, and this is job {args.rdzv_id}: set another MASTER_PORT"
     elif isinstance(error, RendezvousTimeoutError):
-        what = f"fewer than NNODES={args.nnodes} machines have come to {place} in time: start the same command on each"
+        reason = f"fewer than NNODES={args.nnodes} machines joined at {place} in time: start the same command on each"
     elif isinstance(error, RendezvousClosedError):
-        what = f"job {args.rdzv_id} at {place} has ended on another machine; {again}"
+        reason = f"job {args.rdzv_id} at {place} has ended on another machine; {again}"
     elif met:
-        print(f"\nmachine 0, where the others meet at {place}, has ended or is cut off; {again}", file=sys.stderr)
+        print(f"\nmachine 0, which hosts the rendezvous {place}, has ended or is cut off; {again}", file=sys.stderr)
         return 1
     elif "EADDRINUSE" in str(error.__cause__):
-        what = f"another program on this machine has the port of {place}: set another MASTER_PORT, on all machines"
+        reason = f"another program on this machine uses the port of {place}: set another MASTER_PORT on all machines"
     else:
-        what = (
-            f"no rendezvous answers at {place}: does the command run on machine 0 (NODE_RANK=0), is MASTER_ADDR that "
-            "machine's address, and does its firewall let MASTER_PORT through?"
+        reason = (
+            f"no rendezvous answers at {place}: check that the command runs on machine 0 (NODE_RANK=0), that "
+            "MASTER_ADDR is its address, and that its firewall opens MASTER_PORT"
         )
-    print(f"error: {what}", file=sys.stderr)
+    print(f"error: {reason}", file=sys.stderr)
     return USAGE_ERROR

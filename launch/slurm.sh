@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run a recipe on a Slurm cluster: submits itself, or runs where sbatch or salloc has put it. See --help.
-# Options of sbatch on the command line win over these.
+# Run a recipe on a Slurm cluster: submits itself, or runs inside a job of sbatch or salloc. See --help.
+# sbatch options on the command line override these.
 #SBATCH --job-name=brigade
 #SBATCH --output=slurm-%x-%j.log
 #SBATCH --open-mode=append
@@ -8,33 +8,33 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@180
 set -euo pipefail
-unset CDPATH # with it, cd prints where it goes
+unset CDPATH # with CDPATH set, cd prints the folder
 
 usage() {
   cat <<'TEXT'
 usage: bash launch/slurm.sh [--dry-run] [sbatch options] RECIPE [train.py flags]
 
-  RECIPE   a folder that holds a train.py: recipes/ddp_resnet, or a copy of it, on a file system that all nodes see
+  RECIPE   a folder with a train.py: recipes/ddp_resnet, or a copy of it on a file system that all nodes share
 
   bash launch/slurm.sh -N2 --gpus-per-node=8 --time=4:00:00 recipes/fsdp_gpt --data /data/books --max-steps 5000
   sbatch -N2 --gpus-per-node=8 --time=4:00:00 launch/slurm.sh recipes/fsdp_gpt --data /data/books --max-steps 5000
   bash launch/slurm.sh -N1 --gpus-per-node=8 : -N2 --gpus-per-node=4 recipes/ddp_resnet    # a heterogeneous job
   bash launch/slurm.sh --dry-run -N2 recipes/ddp_resnet    # print the commands and stop
 
-On each node it starts launch/torchrun.sh, with one process per GPU that Slurm gave, else two, and the CPUs that Slurm
-gave divided among them. 180 s before the time limit, or asked to leave by Slurm, the run saves and, where it is not
-done, the job is queued again and goes on in the same run folder (<out>/job-<id>, if --name is not given). It is not
-queued again after a crash, nor when MAX_REQUEUES starts in a row have not got beyond the same step.
+Each node runs launch/torchrun.sh with one process per GPU that Slurm gave to it (2 without GPUs) and its share of the
+CPUs. Slurm signals the job 180 s before its time limit. On that signal, or on preemption, the run saves and the job
+requeues itself and resumes in the same folder (<out>/job-<id> without --name), until training is complete or
+MAX_REQUEUES starts in a row stop at the same step. A crashed or cancelled job is not requeued.
 
-Environment (exported in launch/site.sh too, if that exists: see below):
+Environment (launch/site.sh may export it too, see below):
   NPROC_PER_NODE, MAX_RESTARTS, OMP_NUM_THREADS, STAGE_DIR, ACCELERATE_CONFIG   as in launch/torchrun.sh
-  MAX_REQUEUES   starts without progress before giving up: default 3
-  SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT, ...   options of sbatch, as it reads them itself
+  MAX_REQUEUES   starts in a row without progress after which the job is not requeued (default: 3)
+  SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT, ...   sbatch options, which sbatch reads itself
 
-launch/site.sh is a file of your own, read on the machine you submit from and on every node: `module load cuda`,
-`source ~/venv/bin/activate`, exports. It may set the array SRUN_OPTIONS, such as
-SRUN_OPTIONS=(--container-image=/images/torch.sqsh --container-mounts="$PWD") where the cluster has pyxis. Where the
-interpreter is a module's or the container's, `export PYTHON=python`: else a .venv of this repository comes first.
+You may write a file launch/site.sh, which is sourced on the submitting machine and on every node: `module load cuda`,
+`source ~/venv/bin/activate`, exports. It may set the array SRUN_OPTIONS; on a cluster with pyxis, for example:
+SRUN_OPTIONS=(--container-image=/images/torch.sqsh --container-mounts="$PWD"). If the interpreter comes from a module or
+a container, it must `export PYTHON=python`; otherwise this repository's .venv is used.
 TEXT
 }
 
@@ -44,22 +44,22 @@ fail() {
 }
 
 asked=
-if [[ -n ${SLURM_JOB_ID-} ]]; then # a signal this early would end the job; with a short time limit it can come at once
+if [[ -n ${SLURM_JOB_ID-} ]]; then # otherwise an early signal ends the job; with a short time limit it comes at once
   trap 'asked=1' USR1 TERM
 fi
 
 job=${SLURM_JOB_ID-}
-# One task of an array has the array's number as its own: to Slurm that number means all of them.
+# One task of a job array has the array's own number, and to Slurm that number means all tasks.
 [[ -z $job || $job != "${SLURM_ARRAY_JOB_ID-}" ]] || job+=_$SLURM_ARRAY_TASK_ID
 
-about_job() { # one field of this job; of a heterogeneous one, in its first part
+about_job() { # one field of this job; for a heterogeneous job, of its first part
   scontrol show job "$job" --oneliner | grep -oPm1 " $1=\K\S+"
 }
 
-# sbatch runs a copy of this file from a folder of its own; Slurm knows where the original lies.
+# sbatch runs a copy of this file from another folder; Slurm knows the original's path.
 root=${SLURM_SH_ROOT-}
 if [[ -z $root && -n ${SLURM_JOB_ID-} && ${BASH_SOURCE[0]} == */slurm_script ]]; then
-  original=$(scontrol show job "$job" --oneliner | grep -oPm1 ' Command=\K(.*?/slurm\.sh|\S+)') # it may have spaces
+  original=$(scontrol show job "$job" --oneliner | grep -oPm1 ' Command=\K(.*?/slurm\.sh|\S+)') # the path may have spaces
   root=$(cd "$(dirname "$original")/.." && pwd)
 fi
 root=${root:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}
@@ -73,8 +73,8 @@ fi
 
 if [[ ${1-} == --on-node ]]; then
   shift
-  trap '' USR1 # deadly until torchrun listens; what comes before that, the clock in common/stop.py makes up for
-  export NODE_RANK=$SLURM_PROCID NNODES=$SLURM_NTASKS # one task a node, counted over all parts of a heterogeneous job
+  trap '' USR1 # it would kill this shell before torchrun handles it; then the clock in common/stop.py stops the run
+  export NODE_RANK=$SLURM_PROCID NNODES=$SLURM_NTASKS # one task per node, over all parts of a heterogeneous job
   if [[ -z ${NPROC_PER_NODE-} && -n ${SLURM_GPUS_ON_NODE-} ]]; then
     export NPROC_PER_NODE=$SLURM_GPUS_ON_NODE
   fi
@@ -113,7 +113,7 @@ while [[ $# -gt 0 && -z $recipe ]]; do
 done
 if [[ -z $recipe ]]; then
   known=$(cd "$root" && printf '%s ' recipes/*/)
-  fail "no recipe among the arguments (${looked_at[*]-none}): no such folder holds a train.py. The recipes are: ${known//\/ / }"
+  fail "no recipe among the arguments (${looked_at[*]-none}): none is a folder with a train.py. The recipes are: ${known//\/ / }"
 fi
 flags=("$@")
 name_given=
@@ -121,10 +121,10 @@ for flag in ${flags[@]+"${flags[@]}"}; do
   [[ $flag == --name || $flag == --name=* ]] && name_given=1
 done
 
-# Part of the way to go on that a run tells at its end.
+# Part of the command that a run prints at its end to be resumed with.
 config=${ACCELERATE_CONFIG:+ACCELERATE_CONFIG=$(printf '%q' "$ACCELERATE_CONFIG") }
 
-# --- outside of a job: submit ----------------------------------------------------------------------------
+# --- outside a job: submit -------------------------------------------------------------------------------
 
 if [[ -z ${SLURM_JOB_ID-} ]]; then
   command=(
@@ -137,21 +137,21 @@ if [[ -z ${SLURM_JOB_ID-} ]]; then
   fi
   LAUNCHED_AS="${config}bash $(printf '%q ' "$0" ${sbatch_options[@]+"${sbatch_options[@]}"} "$recipe")"
   export SLURM_SH_ROOT=$root
-  export LAUNCHED_AS=${LAUNCHED_AS% } # what the run tells at its end as the way to go on; train.py adds its flags
-  command -v sbatch >/dev/null || fail "sbatch is not here: this is no machine of a Slurm cluster. Without one: bash launch/torchrun.sh"
+  export LAUNCHED_AS=${LAUNCHED_AS% } # the run prints it at its end, with train.py's flags
+  command -v sbatch >/dev/null || fail "sbatch is missing on this machine, so it is not part of a Slurm cluster: without Slurm, use bash launch/torchrun.sh"
   exec "${command[@]}"
 fi
 
-# --- in a job: one launcher per node ---------------------------------------------------------------------
+# --- in a job: one launcher per node --------------------------------------------------------------------
 
-[[ -n ${SLURM_JOB_NODELIST-} ]] || fail "SLURM_JOB_ID is set, but SLURM_JOB_NODELIST is not: this is no allocation of nodes"
+[[ -n ${SLURM_JOB_NODELIST-} ]] || fail "SLURM_JOB_ID is set without SLURM_JOB_NODELIST, so this is not a job with nodes: unset SLURM_JOB_ID to submit one"
 nodes=$SLURM_JOB_NUM_NODES
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# The address by which Slurm itself reaches the node: mostly its host name, but a name need not resolve everywhere.
+# The address that Slurm itself uses for the node: usually its host name, which may not resolve on every node.
 MASTER_ADDR=$(scontrol show node "$head" --oneliner | grep -oP ' NodeAddr=\K\S+')
-# A port of this job's own; two jobs can share a node.
+# Each job has its own port, because two jobs can share a node.
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) RDZV_ID=$SLURM_JOB_ID
-# Not all versions of Slurm set it. common/stop.py leaves in time, should the signal fail to arrive.
+# Not every version of Slurm sets it. common/stop.py stops in time even if the signal does not arrive.
 end=$(about_job EndTime || true)
 if [[ -z ${SLURM_JOB_END_TIME-} && $end == 20* ]]; then
   SLURM_JOB_END_TIME=$(date -d "$end" +%s)
@@ -159,11 +159,11 @@ if [[ -z ${SLURM_JOB_END_TIME-} && $end == 20* ]]; then
 fi
 LAUNCHED_AS=${LAUNCHED_AS:-$config$(printf 'bash %q -N%s %q' "$root/launch/slurm.sh" "$nodes" "$recipe")}
 export LAUNCHED_AS SLURM_SH_ROOT=$root RUN_DIR_FILE=$PWD/.slurm-$SLURM_JOB_ID.run
-export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK-} # srun does not take it over by itself
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK-} # srun does not read SLURM_CPUS_PER_TASK itself
 [[ -n $SRUN_CPUS_PER_TASK ]] || unset SRUN_CPUS_PER_TASK
 [[ -n $name_given ]] || flags+=(--name "job-$SLURM_JOB_ID")
 where=("--nodes=$nodes" "--ntasks=$nodes")
-[[ -z ${SLURM_HET_SIZE-} ]] || where=("--het-group=0-$((SLURM_HET_SIZE - 1))") # all of its parts
+[[ -z ${SLURM_HET_SIZE-} ]] || where=("--het-group=0-$((SLURM_HET_SIZE - 1))") # all parts of a heterogeneous job
 command=(
   srun "${where[@]}" --ntasks-per-node=1 --kill-on-bad-exit=1
   ${SRUN_OPTIONS[@]+"${SRUN_OPTIONS[@]}"} bash "$root/launch/slurm.sh" --on-node "$recipe" "${flags[@]}"
@@ -177,39 +177,39 @@ echo "$(date -Is) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $
 
 "${command[@]}" &
 srun=$!
-# The batch script alone gets the signal before the time limit; srun hands it on to every task on every node.
+# Only the batch script gets the signal before the time limit; srun forwards it to every task on every node.
 trap 'asked=1; kill -USR1 $srun 2>/dev/null || true' USR1
 trap 'asked=1; kill -TERM $srun 2>/dev/null || true' TERM
 [[ -z $asked ]] || kill -USR1 $srun
 code=0
 while true; do
   wait $srun && code=0 || code=$?
-  kill -0 $srun 2>/dev/null || break # else a trap has interrupted the waiting
+  kill -0 $srun 2>/dev/null || break # otherwise a trap has interrupted the wait
 done
 
-# --- afterwards: done, failed, or to be queued again -----------------------------------------------------
+# --- afterwards: done, failed, or to be requeued --------------------------------------------------------
 
 run=$(cat "$RUN_DIR_FILE" 2>/dev/null || true)
 rm -f "$RUN_DIR_FILE"
-history=$PWD/.slurm-$SLURM_JOB_ID.starts # the step that each start has ended at
-if [[ -n $run && -f $run/stopped.json ]]; then # it was asked to leave, and has saved
+history=$PWD/.slurm-$SLURM_JOB_ID.starts # the step at which each start ended
+if [[ -n $run && -f $run/stopped.json ]]; then # it was asked to stop, and has saved
   step=$(grep -oP '"step": \K\d+' "$run/stopped.json")
-  if [[ $step == "$(grep -oP '"of": \K\d+' "$run/stopped.json")" ]]; then # and is done
+  if [[ $step == "$(grep -oP '"of": \K\d+' "$run/stopped.json")" ]]; then # and training is complete
     rm -f "$history"
     exit $((code > 128 ? 0 : code))
   fi
   saved=", saved"
-elif [[ -n $asked && $code -gt 128 ]]; then # ended by the signal, before it could listen: nothing was to be saved
+elif [[ -n $asked && $code -gt 128 ]]; then # the signal ended it before it could handle signals, so there was nothing to save
   step=none saved=
 else
   rm -f "$history"
   exit $code
 fi
-# A job that somebody has cancelled stays away.
+# A cancelled job is not requeued.
 [[ $(about_job JobState) == RUNNING ]] || exit $code
 echo "$step" >>"$history"
 if [[ $(tail -n "${MAX_REQUEUES:-3}" "$history" | grep -cx "$step") -ge ${MAX_REQUEUES:-3} ]]; then
-  fail "${MAX_REQUEUES:-3} starts in a row have ended at step $step: not queued again. See ${run:-this log}"
+  fail "${MAX_REQUEUES:-3} starts in a row have stopped at step $step, so the job is not requeued: see ${run:-this log}"
 fi
-echo "$(date -Is) left at step $step$saved: queued again"
+echo "$(date -Is) stopped at step $step$saved: requeued"
 scontrol requeue "$job" # the last command: it ends this job at once

@@ -7,8 +7,10 @@ Accelerate's own; what it sets beside the strategy, addresses and threads, is le
 import os
 import sys
 
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
+
+from launch import private_api
 
 STRATEGY = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
@@ -20,14 +22,14 @@ def environment(path: str) -> dict[str, str]:
     """The variables that a config file of Accelerate stands for.
 
     Raises:
-        ValueError: it is none, or is for what torchrun cannot start; says why.
+        ValueError: it is none, or is for what torchrun cannot start, or Accelerate has changed; says why.
     """
     # A number, or Accelerate refuses files that leave it to the command line; port 0 is any free one.
     words = ["--config_file", path, "--num_processes", "1", "--main_process_port", "0", "train.py"]
-    parser = launch_command_parser()
+    parser, read_config = launch_command_parser(), private_api.config_reader()
     try:
         known = vars(parser.parse_args(words)).copy()
-        asked, config, _ = _validate_launch_command(parser.parse_args(words))
+        asked, config, _ = read_config(parser.parse_args(words))
         made = prepare_multi_gpu_env(asked)
         # Accelerate leaves out without a word what it does not know.
         sharding = {key if key.startswith("fsdp") else f"fsdp_{key}" for key in config.fsdp_config}

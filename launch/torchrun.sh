@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Start a recipe with torchrun: one process per GPU, else two on the CPU. See --help.
+# Start a recipe with torchrun: one process per GPU, or two on the CPU. See --help.
 set -euo pipefail
-unset CDPATH # with it, cd prints where it goes
+unset CDPATH # with CDPATH set, cd prints the folder
 
 usage() {
   cat <<'TEXT'
@@ -14,25 +14,25 @@ usage: bash launch/torchrun.sh [--dry-run] [torchrun options] RECIPE [train.py f
   bash launch/torchrun.sh recipes/ddp_resnet --help       # the flags of the recipe
 
 Environment (the recipe's launch.env gives defaults):
-  NPROC_PER_NODE   processes on this machine: default one per GPU, else 2
-  MAX_RESTARTS     how often a failed group of processes is started again: default 0
-  OMP_NUM_THREADS  CPU threads per process: default the cores divided by the processes
-  PYTHON           the interpreter: default `python` of the active environment, else of the one that `uv sync` has made
-  STAGE_DIR        a folder on this machine's own disk: the folder that --data names is copied there once, by the
-                   first launch on the machine, and read from there until it changes
-  ACCELERATE_CONFIG   of recipes/accelerate_gpt: the file that `accelerate launch --config_file` would get, by its path
-                   or, as configs/ddp.yaml, by its place in the recipe's folder
+  NPROC_PER_NODE   processes on this machine (default: one per GPU; 2 without GPUs)
+  MAX_RESTARTS     times to start all processes again after a failure (default: 0)
+  OMP_NUM_THREADS  CPU threads per process (default: cores divided by processes)
+  PYTHON           the interpreter (default: `python` of the active environment, else of the .venv of `uv sync`)
+  STAGE_DIR        a folder on this machine's own disk: the first launch copies the --data folder there, and all launches
+                   read the copy until the data changes
+  ACCELERATE_CONFIG   for recipes/accelerate_gpt: a config file of Accelerate, as for `accelerate launch --config_file`;
+                   a relative path may start at the recipe's folder, such as configs/ddp.yaml
 Several machines, the same command on each:
-  NNODES           number of machines: default 1; MIN:MAX for a number that may change (elastic)
-  NODE_RANK        this machine's number, from 0
+  NNODES           number of machines (default: 1), or MIN:MAX if it may change during the run (elastic)
+  NODE_RANK        number of this machine, from 0
   MASTER_ADDR      host name or address of machine 0
-  MASTER_PORT      a free port on machine 0, another one for each job: default 29400
-  RDZV_ID          name of this job; a machine that comes to the port of another job is refused: default brigade
+  MASTER_PORT      a free port on machine 0, a different one for each job (default: 29400)
+  RDZV_ID          name of the job (default: brigade); a machine of another job at the same port is refused
 
 torchrun options go before RECIPE and are written --option=value; --dry-run prints the command and stops.
-Output of rank 0 comes to the terminal; the other ranks write to logs/ in the run's folder.
-Exit codes: 0 done, or left by --deadline; 2 refused, with the reason; 128+N asked to leave by signal N, or killed by it;
-else a rank failed.
+Rank 0 prints to the terminal; the other ranks write to logs/ in the run's folder.
+Exit codes: 0 done, or stopped by --deadline or --stop-after; 2 refused, with the reason; 128+N stopped or killed by
+signal N; any other code: a rank failed.
 TEXT
 }
 
@@ -41,7 +41,7 @@ fail() {
   exit 2
 }
 
-# What the run tells at its end as the way to go on; train.py adds its flags.
+# The command that the run prints at its end to be resumed with; train.py adds its flags.
 launched_as=
 for name in NPROC_PER_NODE MAX_RESTARTS OMP_NUM_THREADS NNODES NODE_RANK MASTER_ADDR MASTER_PORT RDZV_ID \
   STAGE_DIR ACCELERATE_CONFIG; do
@@ -63,21 +63,21 @@ while [[ ${1-} == -* ]]; do
   esac
   shift
 done
-[[ $# -gt 0 ]] || { usage >&2; fail "no recipe was named"; }
+[[ $# -gt 0 ]] || { usage >&2; fail "name a recipe, such as recipes/ddp_resnet"; }
 
 recipe=${1%/}
 shift
-export LAUNCHED_AS=${LAUNCHED_AS:-$launched_as$(printf '%q' "$recipe")} # launch/slurm.sh has said it already
+export LAUNCHED_AS=${LAUNCHED_AS:-$launched_as$(printf '%q' "$recipe")} # launch/slurm.sh may have set it
 recipe=${recipe%/train.py}
-[[ -d $recipe || ! -d $root/$recipe ]] || recipe=$root/$recipe # from any folder
+[[ -d $recipe || ! -d $root/$recipe ]] || recipe=$root/$recipe # works from any folder
 if [[ ! -f $recipe/train.py ]]; then
   known=$(cd "$root" && printf '%s ' recipes/*/)
-  fail "$recipe holds no train.py; the recipes are: ${known//\/ / }"
+  fail "$recipe has no train.py; the recipes are: ${known//\/ / }"
 fi
 
-# Defaults of the recipe: lines of NAME=value, read and never run; what the environment has, wins.
+# The recipe's defaults: lines of NAME=value, which are read and never run. The environment overrides them.
 if [[ -f $recipe/launch.env ]]; then
-  while IFS='=' read -r name value || [[ -n $name ]]; do # the last line may lack its end
+  while IFS='=' read -r name value || [[ -n $name ]]; do # the last line may lack a newline
     [[ $name =~ ^[A-Z_][A-Z0-9_]*$ ]] || continue
     value=${value%%#*}
     [[ -n ${!name-} ]] || export "$name=${value//[[:space:]]/}"
@@ -86,31 +86,31 @@ fi
 
 count_gpus() {
   if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
-    # Numbers or names of devices; -1 is the usual way to ask for none.
+    # Numbers or names of devices; -1 usually asks for no device.
     tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -cE '^[[:space:]]*([0-9]|GPU-|MIG-)' || true
   elif command -v nvidia-smi >/dev/null; then
     nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
-  else # a container may have the devices without the tool
+  else # a container may have GPUs without nvidia-smi
     compgen -G '/dev/nvidia[0-9]*' | wc -l || true
   fi
 }
 gpus=$(count_gpus)
-export GPUS_ON_NODE=$gpus # torch must see them too, or a rank refuses to train
+export GPUS_ON_NODE=$gpus # a rank refuses to train if torch sees none of them
 processes=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 2))}
-[[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE=$processes is not a number of processes"
+[[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE=$processes must be a number of processes, such as 2"
 threads=$(($(nproc 2>/dev/null || sysctl -n hw.ncpu) / processes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
 nodes=${NNODES:-1}
-[[ $nodes =~ ^([1-9][0-9]*:)?[1-9][0-9]*$ ]] || fail "NNODES=$nodes is not a number of machines, nor MIN:MAX"
+[[ $nodes =~ ^([1-9][0-9]*:)?[1-9][0-9]*$ ]] || fail "NNODES=$nodes must be a number of machines, such as 2, or MIN:MAX"
 most=${nodes#*:}
 if [[ $nodes == 1 ]]; then
-  place=(--standalone) # a rendezvous of its own on a free port
+  place=(--standalone) # its own rendezvous on a free port
 else
   [[ -n ${MASTER_ADDR-} ]] || fail "NNODES=$nodes needs MASTER_ADDR, the host name or address of machine 0"
   [[ ${NODE_RANK-} =~ ^[0-9]+$ ]] || fail "NNODES=$nodes needs NODE_RANK, this machine's number from 0 to $((most - 1))"
-  ((10#$NODE_RANK < most)) || fail "NODE_RANK=$NODE_RANK is not below NNODES=$nodes"
-  # Machine 0 keeps the rendezvous, the others join it in any order; no name of a host has to be recognised.
+  ((10#$NODE_RANK < most)) || fail "NODE_RANK=$NODE_RANK must be below NNODES=$nodes: machines are numbered from 0"
+  # Machine 0 hosts the rendezvous, the others join in any order. No machine needs to recognise its own host name.
   host=$((10#$NODE_RANK == 0))
   place=(
     "--nnodes=$nodes" "--rdzv-backend=c10d" "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29400}"
@@ -118,18 +118,18 @@ else
   )
 fi
 
-# One launcher a machine, so one copy a machine. Its name holds a digest of the names, sizes and times of all files, so
-# that data which has changed is copied anew; what was copied is renamed when it is whole.
+# One launcher per machine, so one copy per machine. The copy's name has a digest of all files' names, sizes and times,
+# so changed data is copied again. A copy gets its final name when it is complete.
 stage() {
   local data=$1 digest
-  [[ -d $data ]] || fail "STAGE_DIR=$STAGE_DIR: --data ${data:-digits} is no folder that could be copied there"
+  [[ -d $data ]] || fail "STAGE_DIR=$STAGE_DIR copies the folder of --data, and --data ${data:-digits} is not a folder: unset STAGE_DIR"
   data=$(cd "$data" && pwd -P)
   digest=$(cd "$data" && find -L . -type f -printf '%P %s %T@\n' | LC_ALL=C sort | sha256sum | cut -c1-16) ||
-    fail "STAGE_DIR=$STAGE_DIR: $data cannot be listed"
+    fail "STAGE_DIR=$STAGE_DIR: $data cannot be read"
   staged=$STAGE_DIR/$(basename "$data")-$digest
   mkdir -p "$STAGE_DIR" || fail "STAGE_DIR=$STAGE_DIR cannot be created"
   exec {lock}>"$staged.lock"
-  flock "$lock" # another launch on this machine is copying the same
+  flock "$lock" # waits while another launch on this machine makes the same copy
   if [[ ! -d $staged ]]; then
     echo "copying $data to $staged" >&2
     rm -rf "$staged.partial"
@@ -149,20 +149,20 @@ if [[ -n ${STAGE_DIR-} && -z $dry_run && " $* " != *" --help "* ]]; then
     [[ ${!i} != --data=* ]] || data=${!i#--data=}
   done
   stage "$data"
-  export STAGED_DATA=$staged # common/workloads/splits.py reads this in its place
+  export STAGED_DATA=$staged # common/workloads/splits.py reads this folder instead
 fi
 
 python=${PYTHON:-python}
 if [[ -z ${PYTHON-}${VIRTUAL_ENV-}${CONDA_PREFIX-} && -x $root/.venv/bin/python ]]; then
   python=$root/.venv/bin/python
 fi
-# A copied folder brings its own common/ beside train.py, which Python finds first.
+# A copied recipe has its own common/ beside train.py, which Python finds first.
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1
-# Each start of the ranks gets a store of its own. The launcher's, which they would share, still holds the addresses of
-# the dead ones after a restart, and gloo tries to connect to them.
+# Each start of the ranks gets its own store. The launcher's store, which they would share otherwise, still has the
+# addresses of dead ranks after a restart, and gloo would try to connect to those.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} # of the launcher, which tells an error in a sentence of its own
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} # the launcher explains errors itself
 command=(
   "$python" "$root/launch/agent.py" "${place[@]}" "--nproc-per-node=$processes"
   "--max-restarts=${MAX_RESTARTS:-0}" "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"

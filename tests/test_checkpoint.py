@@ -72,11 +72,11 @@ def load_and_save(first: str, second: str) -> None:
 def test_from_one_rank_to_two_to_one(saved: Path, tmp_path: Path) -> None:
     result = runner.spawn(load_and_save, [(str(saved), str(tmp_path))] * 2)
     assert result.ok, str(result)
-    path, facts = checkpoint.find(tmp_path, "", {})
-    assert path is not None
-    names = {file.name for file in path.iterdir()} - {manifest.NAME}
-    assert names == facts["files"].keys(), "the manifest vouches for every file"
-    check_equal(loaded(path, make_state(4)), make_state(4))
+    found = checkpoint.find(tmp_path, "")
+    assert found.path is not None
+    names = {file.name for file in found.path.iterdir()} - {manifest.NAME}
+    assert names == found.progress["files"].keys(), "the manifest vouches for every file"
+    check_equal(loaded(found.path, make_state(4)), make_state(4))
 
 
 def test_manifest_covers_every_file(saved: Path) -> None:
@@ -190,7 +190,7 @@ def test_manifests_of_another_format(copied: Path) -> None:
 
 
 def test_find_takes_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert checkpoint.find(tmp_path, "", {}) == (None, {})
+    assert checkpoint.find(tmp_path, "", seed=3) == checkpoint.Found(tmp_path, {"seed": 3}, None, {})
     for step in (9, 100, 20):
         save(tmp_path, step)
     assert find_step(tmp_path) == 100
@@ -204,7 +204,7 @@ def test_find_takes_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureF
     assert find_step(tmp_path) == 9
     damage(tmp_path, 9)
     with pytest.raises(UserError, match="none of them is whole") as refusal:
-        checkpoint.find(tmp_path, "", {})
+        checkpoint.find(tmp_path, "")
     assert all(f"step_{step:08d}: " in str(refusal.value) for step in (9, 20, 100))
     assert "another --name" in str(refusal.value)
 
@@ -257,7 +257,7 @@ def bad_sector() -> NoReturn:
 @pytest.mark.parametrize("resume", ["~nobody-here/x", "a" * 300])
 def test_resume_from_what_cannot_be_a_folder(resume: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^--resume {resume}(: no checkpoint there| cannot be looked at: )"):
-        checkpoint.find(tmp_path, resume, {})
+        checkpoint.find(tmp_path, resume)
 
 
 def test_leftovers_are_never_chosen(tmp_path: Path) -> None:
@@ -267,25 +267,25 @@ def test_leftovers_are_never_chosen(tmp_path: Path) -> None:
     assert find_step(tmp_path) == 5
     assert find_step(tmp_path / "new", resume=str(tmp_path)) == 5
     shutil.rmtree(path)
-    assert checkpoint.find(tmp_path, "", {}) == (None, {})
+    assert checkpoint.find(tmp_path, "").path is None
     with pytest.raises(UserError, match="no checkpoint there"):
-        checkpoint.find(tmp_path / "new", str(tmp_path), {})
+        checkpoint.find(tmp_path / "new", str(tmp_path))
 
 
 def test_resume_names_a_run_or_a_checkpoint(tmp_path: Path) -> None:
-    world, other = tmp_path / "here", tmp_path / "other"
+    own, other = tmp_path / "own", tmp_path / "other"
     for step in (5, 6):
         save(other, step)
-    assert find_step(world, resume=str(other)) == 6
-    assert find_step(world, resume=str(other / "checkpoints" / "step_00000005")) == 5
+    assert find_step(own, resume=str(other)) == 6
+    assert find_step(own, resume=str(other / "checkpoints" / "step_00000005")) == 5
     with pytest.raises(UserError, match=r"--resume \S+/missing: no checkpoint there"):
-        checkpoint.find(world, str(tmp_path / "missing"), {})
+        checkpoint.find(own, str(tmp_path / "missing"))
     damage(other, 6)
-    assert find_step(world, resume=str(other)) == 5
+    assert find_step(own, resume=str(other)) == 5
     with pytest.raises(UserError, match="none of them is whole"):
-        checkpoint.find(world, str(other / "checkpoints" / "step_00000006"), {})
-    save(world, 2)
-    assert find_step(world, resume=str(other)) == 2, "a run that has checkpoints continues from its own"
+        checkpoint.find(own, str(other / "checkpoints" / "step_00000006"))
+    save(own, 2)
+    assert find_step(own, resume=str(other)) == 2, "a run that has checkpoints continues from its own"
 
 
 def test_folders_that_everybody_can_write_are_not_trusted(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_folders_that_everybody_can_write_are_not_trusted(tmp_path: Path) -> Non
         place.chmod(mode | 0o002)
         for run_dir, resume in ((tmp_path, ""), (tmp_path / "new", str(tmp_path)), (tmp_path / "new", str(path))):
             with pytest.raises(UserError, match=re.escape(f"chmod o-w {place}") + "$"):
-                checkpoint.find(run_dir, resume, {})
+                checkpoint.find(run_dir, resume)
         place.chmod(mode)
         assert find_step(tmp_path) == 5
     path.parent.chmod(0o1777)
@@ -321,27 +321,39 @@ def test_weights_alone_are_loaded_and_the_optimizer_starts_anew(
         checkpoint.load(checkpoint.folder(tmp_path, 5), state | {"optimizer.x": torch.ones(1), "odder": torch.ones(1)})
 
 
-def test_other_terms_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_fingerprint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 5)
-    checkpoint.find(tmp_path, "", {"seed": 3})
+    checkpoint.find(tmp_path, "", seed=3)
     assert "note:" not in capsys.readouterr().out
-    checkpoint.find(tmp_path, "", {"seed": 4, "data": "abc"})
+    found = checkpoint.find(tmp_path, "", seed=4, data="abc")
+    assert found.fingerprint == {"seed": 4, "data": "abc"}, "this run's, for the checkpoints that it will write"
     said = capsys.readouterr().out
     assert "note: it was written with seed 3, this run has 4" in said
     assert said.count("note:") == 1, "what the checkpoint does not know is no difference"
 
 
+def test_find_refuses_another_model(tmp_path: Path) -> None:
+    """Whether the run's own checkpoint or --resume led to it; a model on meta is enough to know."""
+    save(tmp_path, 5)
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 3)
+    for run_dir, resume in ((tmp_path, ""), (tmp_path / "new", str(tmp_path))):
+        with pytest.raises(UserError, match=r"step_00000005 is of another model:\n  weight: only in the model"):
+            checkpoint.find(run_dir, resume, model)
+    assert checkpoint.find(tmp_path / "new", "", model).path is None
+
+
 def find_on_each(run_dir: str, wanted: Any) -> None:
     """Rank 1 looks at a folder of its own, as if a file system had not caught up, and still goes with rank 0."""
     dist.init_process_group("gloo")
-    world = Path(run_dir) if dist.get_rank() == 0 else Path(run_dir) / "elsewhere"
+    own = Path(run_dir) if dist.get_rank() == 0 else Path(run_dir) / "elsewhere"
     if wanted is None:
         with pytest.raises(UserError, match="none of them is whole"):
-            checkpoint.find(world, "", {})
+            checkpoint.find(own, "")
     else:
-        path, facts = checkpoint.find(world, "", {})
-        assert path == Path(run_dir) / "checkpoints" / f"step_{wanted:08d}"
-        assert facts["step"] == wanted
+        found = checkpoint.find(own, "")
+        assert found.path == Path(run_dir) / "checkpoints" / f"step_{wanted:08d}"
+        assert found.progress["step"] == wanted
     dist.destroy_process_group()
 
 

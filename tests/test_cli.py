@@ -1,17 +1,13 @@
-"""Every field is a flag, a run's config.json gives them back, and a refusal is told once."""
+"""Every field is a flag with its bounds beside it, and a run's config.json gives the flags back."""
 
 import dataclasses
 import json
-import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from common import UserError, cli, exits, seed
-from tests.harness import runner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +85,7 @@ def test_only_one_length_of_the_training(epochs: list[str], tmp_path: Path) -> N
 class Seeded:
     """Train from a seed."""
 
-    seed: int = 0  # of 64 bits
+    seed: cli.Seed = 0  # of 64 bits
 
 
 def test_seed_is_of_64_bits() -> None:
@@ -141,7 +137,7 @@ def test_other_ranks_say_nothing_and_leave_later(
 ) -> None:
     slept: list[tuple[float, tuple[str, str]]] = []
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(cli.time, "sleep", lambda seconds: slept.append((seconds, tuple(capsys.readouterr()))))
+    monkeypatch.setattr(exits.time, "sleep", lambda seconds: slept.append((seconds, tuple(capsys.readouterr()))))
     with pytest.raises(SystemExit) as refusal:
         cli.parse(Args, BAD[0])
     assert refusal.value.code == 2
@@ -159,76 +155,3 @@ def test_help_names_every_flag_with_its_meaning(capsys: pytest.CaptureFixture[st
     assert "Train a test." in text
     assert "--config" in text
     assert "samples" in text, "the comment beside a field"
-
-
-def refuse(told: str) -> None:
-    """All ranks find the same mistake."""
-
-    @exits.entry
-    def main() -> None:
-        """Meant for nothing."""
-        raise UserError(told)
-
-    assert main.__name__ == "main"
-    main()
-
-
-def test_refusal_is_told_once_without_a_traceback() -> None:
-    result = runner.spawn(refuse, [("--lr must be positive",)] * 2)
-    assert result.codes[0] == 2
-    assert result.outputs[0] == "error: --lr must be positive\n"
-    assert result.outputs[1] == "", "rank 1 leaves the word to rank 0"
-
-
-def refuse_on_rank_1() -> None:
-    exits.GRACE_S = 0.01
-
-    @exits.entry
-    def main() -> None:
-        if os.environ["RANK"] == "1":
-            raise UserError("this rank alone")
-
-    main()
-
-
-def test_refusal_that_rank_0_has_not_reached_is_told_too() -> None:
-    result = runner.spawn(refuse_on_rank_1, [(), ()])
-    assert result.codes == [0, 1]
-    assert "UserError: this rank alone" in result.outputs[1]
-
-
-def refuse_while_another_joins(joins_s: float) -> None:
-    @exits.entry
-    def main() -> None:
-        dist.init_process_group("gloo")
-        if dist.get_rank() == 1:
-            time.sleep(joins_s)
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        dist.distributed_c10d._get_default_store().set(str(dist.get_rank()), "there")  # rank 0 keeps the store
-        raise UserError("--dtype float8")
-
-    main()
-
-
-def test_rank_0_does_not_leave_while_others_join_a_group() -> None:
-    result = runner.spawn(refuse_while_another_joins, [(0.2,)] * 2)
-    assert result.codes[0] == 2
-    assert result.outputs == ["error: --dtype float8\n", ""]
-
-
-def crash(error_file: str) -> None:
-    os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
-
-    @exits.entry
-    def main() -> None:
-        raise ZeroDivisionError("a defect")
-
-    main()
-
-
-def test_crash_reaches_the_summary_of_torchrun(tmp_path: Path) -> None:
-    path = tmp_path / "error.json"
-    result = runner.spawn(crash, [(str(path),)])
-    assert result.codes == [1]
-    assert "ZeroDivisionError: a defect" in result.outputs[0]
-    assert "ZeroDivisionError: a defect" in path.read_text()

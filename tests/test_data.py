@@ -15,8 +15,8 @@ DEVICES = [torch.device("cpu")] + [torch.device("cuda", 0)] * torch.cuda.is_avai
 
 
 def requests(num_samples: int) -> Iterator[sampler.Request]:
-    """Two passes a step on each of two dp_size, and an uneven last step."""
-    plan = sampler.make_plan(num_samples, 0, 1, 0, 512, 256, 2, {})
+    """Two micro-batches a step on each of two ranks, and an uneven last step."""
+    plan = sampler.make_plan(sampler.Division(512, 256, 2), num_samples, run_seed=0, epochs=1, max_steps=0, progress={})
     return sampler.training_requests(plan, 1)
 
 

@@ -1,5 +1,6 @@
 """An update that is not finite leaves no trace, and a replica that drifts is named."""
 
+import dataclasses
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -42,7 +43,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def make_plan(first_step: int = 0) -> sampler.Plan:
-    return sampler.Plan(NUM_SAMPLES, SEED, first_step, 40, first_step * BATCH, 40 * BATCH, BATCH, BATCH, 1)
+    division = sampler.Division(BATCH, BATCH, 1)
+    return sampler.Plan(NUM_SAMPLES, SEED, first_step, 40, first_step * BATCH, 40 * BATCH, division)
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -51,7 +53,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
 
 
 def run(make_optimizer: Optimizer, steps: Sequence[int], bad: dict[int, float]) -> dict[str, torch.Tensor]:
-    """Train over `steps`, two passes each; those in `bad` meet such a number in the first pass, and change nothing."""
+    """Train over `steps`, two micro-batches each; those in `bad` meet such a number in the first one, and change nothing."""
     model = make_model()
     optimizer = make_optimizer(model)
     finite = guard.FiniteGuard(model, optimizer, make_plan(), most=3)
@@ -99,17 +101,17 @@ def test_left_out_update_is_as_if_the_step_were_absent(
         assert found["optimizer.0.weight.step"] == 8 - len(bad)
 
 
-def skip_if_not_finite_nothing(finite: guard.FiniteGuard, grad_norm: torch.Tensor) -> None:
+def skip_nothing(finite: guard.FiniteGuard, grad_norm: torch.Tensor) -> None:
     finite._optimizer.found_inf = torch.zeros_like(grad_norm)
 
 
-def undo_nothing(finite: guard.FiniteGuard, step: int) -> None:
+def restore_nothing(finite: guard.FiniteGuard, step: int) -> None:
     pass
 
 
 MUTANTS = [
-    (guard.FiniteGuard, "skip_if_not_finite", skip_if_not_finite_nothing),
-    (guard.FiniteGuard, "after", undo_nothing),
+    (guard.FiniteGuard, "skip_if_not_finite", skip_nothing),
+    (guard.FiniteGuard, "restore_if_skipped", restore_nothing),
     (guard, "keymap", types.SimpleNamespace(optimizer_tensors=lambda *_: {})),  # creates no state beforehand
 ]
 
@@ -154,7 +156,8 @@ def test_too_many_in_a_row_end_the_training(after: str) -> None:
 def test_samples_without_numbers_are_not_named() -> None:
     """As those of an environment, which are new in each step."""
     model = make_model()
-    finite = guard.FiniteGuard(model, OPTIMIZERS["SGD"](model), None, most=1)
+    plan = dataclasses.replace(make_plan(), num_samples=0)
+    finite = guard.FiniteGuard(model, OPTIMIZERS["SGD"](model), plan, most=1)
     go_through(finite, "..xx", first_step=0)
     with pytest.raises(UserError, match=r"in steps 3 to 4 \(--max-skips 1\): look at --lr, --max-grad-norm$"):
         finite.report()

@@ -133,6 +133,7 @@ def test_digits(digits: tuple[images.Images, images.Images]) -> None:
         assert split.labels.bincount(minlength=10).min() > len(split) / 15, "each class has its share"
         assert split.class_names == [str(i) for i in range(10)]
         assert (split.channels, split.size) == (1, 8)
+        assert split.sample_units == {}, "an image is a sample, and counts as nothing else"
     assert not set(fingerprints(train)) & set(fingerprints(validation))
     assert train.train
     assert not validation.train

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from common import UserError, checkpoint, initial, manifest
 from common.workloads import gpt
-from launch import checkpoint as exchange
-from launch import llama
 from tests.harness import runner
 from tests.harness.states import make_saver
+from tools import checkpoint as exchange
+from tools import llama
 
 pytestmark = [
     pytest.mark.usefixtures("group"),

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from common import log, metrics, process_group, ranks, run_dir, sampler
+from common import flops, log, process_group, ranks, run_dir, sampler
 from tests.harness import runner
 
 
@@ -24,17 +25,25 @@ class Args:
 @pytest.fixture(autouse=True)
 def one_teraflop(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank reaches as much at best, in a group of one."""
-    monkeypatch.setattr(metrics, "peak_flops", lambda *_: 1e12)
+    monkeypatch.setattr(flops, "peak_flops", lambda *_: 1e12)
 
 
 def make_world(rank: int, size: int) -> process_group.World:
-    return process_group.World(rank, size, rank, size, "host", torch.device("cpu"), "gloo")
+    return process_group.World(rank, size, rank, size, "host", torch.device("cpu"), "gloo", dist.HashStore())
 
 
-def make_run(path: Path, first_step: int = 0, max_steps: int = 20, lr: float = 0.1, rank: int = 0) -> log.Run:
+def make_run(
+    path: Path,
+    first_step: int = 0,
+    max_steps: int = 20,
+    lr: float = 0.1,
+    rank: int = 0,
+    sample: flops.Sample = flops.Sample(1e9, {"tokens": 3}),  # noqa: B008 (it is frozen)
+) -> log.Run:
     path.mkdir(exist_ok=True)
-    plan = sampler.Plan(99, 0, first_step, max_steps, first_step * 8, max_steps * 8, 8, 8, 4)
-    return log.Run(path, __file__, Args(lr), make_world(rank, 4), plan, 1e9, torch.float32)
+    division = sampler.Division(8, 8, 4)
+    plan = sampler.Plan(99, 0, first_step, max_steps, first_step * 8, max_steps * 8, division)
+    return log.Run(path, __file__, Args(lr), make_world(rank, 4), plan, torch.float32, sample)
 
 
 def means(loss: float) -> dict[str, float]:
@@ -49,11 +58,7 @@ def record(run: log.Run, step: int, loss: float, **more: float) -> None:
     run.log_train(step, **({"data_wait_s": 0.0} | more))
 
 
-def test_say_speaks_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank in ("0", "1", "3"):
-        monkeypatch.setenv("RANK", rank)
-        ranks.print0(f"from {rank}")
-    assert capsys.readouterr().out == "from 0\n"
+PERF = ("samples_per_s", "tokens_per_s", "mfu", "memory_gib", "data_wait_s")
 
 
 def test_records_are_exact_under_the_tags_of_the_design(tmp_path: Path) -> None:
@@ -69,7 +74,7 @@ def test_records_are_exact_under_the_tags_of_the_design(tmp_path: Path) -> None:
         "train/lr": 0.1 + 0.2,
         "train/grad_norm": 1e-30,
     }
-    assert perf.keys() == {"step", "perf/samples_per_s", "perf/mfu", "perf/memory_gib", "perf/data_wait_s"}
+    assert perf.keys() == {"step"} | {f"perf/{name}" for name in PERF}
     assert validation == {"step": 10, "val/loss": 2 / 3, "val/top1": 1 - 2 / 3}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -78,28 +83,58 @@ def test_records_are_exact_under_the_tags_of_the_design(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in board.Scalars("val/loss")] == [(10, pytest.approx(2 / 3))]
 
 
-def test_rate_counts_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rate_counts_training_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = [100.0]
     monkeypatch.setattr(log, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
     run = make_run(tmp_path)
+    run.unpause()
     now[0] += 2
-    with run.paused():
-        now[0] += 5
-    with run.paused():
-        now[0] += 1
+    run.pause()
+    now[0] += 5
+    run.unpause()
+    run.pause()
+    now[0] += 1
+    run.unpause()
     now[0] += 2
     record(run, 10, 0.5, data_wait_s=0.5)
-    now[0] += 1
+    run.pause()
+    now[0] += 3
     run.log_validation(12, means(0.5))
+    run.unpause()
+    now[0] += 1
     record(run, 20, 0.5, data_wait_s=0.75)
+    run.pause()
+    now[0] += 9
     run.finish()
     first, second = (record for record in run_dir.records(tmp_path) if "perf/mfu" in record)
-    assert first["perf/samples_per_s"] == 20, "ten steps of 8"
+    assert first["perf/samples_per_s"] == 20, "ten steps of 8 in 4 s"
+    assert first["perf/tokens_per_s"] == 60, "3 in a sample"
     assert first["perf/data_wait_s"] == 0.5
     # 20 samples a second over 4 ranks, each of which could do 1,000.
     assert first["perf/mfu"] == pytest.approx(0.005, rel=1e-12)
     assert second["perf/samples_per_s"] == 80
     assert second["perf/data_wait_s"] == 0.25, "since the last line"
+    assert "23.0 s, 5.0 s of it training at 32 samples/s" in capsys.readouterr().out, "160 samples in all"
+
+
+def test_rates_are_those_that_the_samples_have(tmp_path: Path) -> None:
+    """Images have no tokens; a model that was not counted has no MFU."""
+    for i, (sample, shown) in enumerate(
+        [
+            (flops.Sample(), {"samples_per_s"}),
+            (flops.Sample(1e9), {"samples_per_s", "mfu"}),
+            (flops.Sample(units={"tokens": 128, "frames": 2}), {"samples_per_s", "tokens_per_s", "frames_per_s"}),
+        ]
+    ):
+        run = make_run(tmp_path / str(i), sample=sample)
+        record(run, 10, 0.5)
+        run.finish()
+        (perf,) = (line for line in run_dir.records(tmp_path / str(i)) if "perf/samples_per_s" in line)
+        assert perf.keys() == {"step"} | {f"perf/{name}" for name in shown | {"memory_gib", "data_wait_s"}}
+        for name, number in sample.units.items():
+            assert perf[f"perf/{name}_per_s"] == pytest.approx(number * perf["perf/samples_per_s"])
 
 
 def test_continues_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,8 +189,7 @@ def use_all(path: str) -> None:
     sys.stdout.write("printed\n")
     os.write(2, b"from C\n")
     record(run, 5, 0.5, lr=0.1)
-    with run.paused():
-        run.log_validation(5, means(0.5))
+    run.log_validation(5, means(0.5))
     run.finish()
     ranks.print0("said")
 

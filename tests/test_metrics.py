@@ -1,17 +1,12 @@
 """Means over all samples of all ranks, from one collective."""
 
 import math
-import types
-from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from common import data, flops, metrics
-from common.workloads import gpt, text
+from common import metrics
 from tests.harness import runner
 
 # Unequal counts, none on one rank, and a count that float32 cannot hold. The mean of means would differ in each.
@@ -62,57 +57,6 @@ def test_add_takes_in_new_keys_and_changes_nothing() -> None:
     assert {key: value.item() for key, value in first.items()} == {"loss": 1.5, "count": 2}
 
 
-class Rows:
-    """A data set of rows of three features, four of them in a sample."""
-
-    def __len__(self) -> int:
-        return 1
-
-    def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        return means
-
-    def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        assert len(epochs) == len(indices)
-        return torch.zeros(len(indices), 4, 3), torch.zeros(len(indices), 4, dtype=torch.int64)
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_count_flops_of_linear_layers(device: str) -> None:
-    """Of one sample; the first layer wants no gradient of its input. The model stays as it is."""
-    with torch.device(device):
-        model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.BatchNorm1d(4), nn.Linear(5, 7, bias=False))
-
-    def loss(model: nn.Module, batch: data.Batch) -> torch.Tensor:
-        assert batch.inputs.device.type == batch.targets.device.type == "meta"
-        return nn.functional.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
-
-    first, second = 2 * 4 * 3 * 5, 2 * 4 * 5 * 7  # a multiplication and an addition for each weight and row
-    assert flops.count_flops(loss, model, Rows()) == 2 * first + 3 * second
-    assert all(p.device.type == device and p.grad is None for p in model.parameters())
-    assert model.training
-    assert device == "meta" or int(model[1].num_batches_tracked) == 0
-
-
-def test_count_flops_of_a_gpt() -> None:
-    """6 for each weight of a matrix and token, and 12 for each pair of positions, layer and channel."""
-    with torch.device("meta"):
-        model = gpt.GPT(gpt.Shape(256, num_layers=2, num_heads=2, width=32, mlp_width=48))
-    train = text.Text(np.zeros(99, np.uint16), 16, 256, 1.0)
-    found = flops.count_flops(lambda model, batch: model(batch.inputs, batch.targets).sum(), model, train)
-    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and name != "embed.weight")
-    pairs = 12 * 2 * 16 * 16 * 32  # all of them: a mask saves none in this count
-    assert found == pytest.approx(6 * 16 * matrices + pairs, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-40GB", 312e12)],
-)
-def test_peak_flops_of_a_known_gpu(name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    assert flops.peak_flops(torch.device("cuda", 0), torch.bfloat16) == peak
-
-
 RECORDS = [
     {"step": 10, "train/loss": 1 / 3},
     {"step": 20, "val/loss": 0.7, "val/top1": 0.6},
@@ -131,21 +75,3 @@ def test_best_is_a_number_if_there_is_one(losses: list[float]) -> None:
     """An evaluation that overflowed is not the best for ever."""
     found = metrics.best({"step": i, "val/loss": loss} for i, loss in enumerate(losses))
     assert found == {"val/loss": (0.5, losses.index(0.5))}
-
-
-def ticks(*durations: float) -> Callable[[], float]:
-    """A clock that shows a start and an end for each duration."""
-
-    def times() -> Iterator[float]:
-        for i, duration in enumerate(durations):
-            yield 1000.0 * i
-            yield 1000.0 * i + duration
-
-    iterator = times()
-    return lambda: next(iterator)
-
-
-def test_peak_flops_is_that_of_the_best_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "time", types.SimpleNamespace(perf_counter=ticks(9.0, 2.0, 0.5, 1.0)))
-    found = flops.peak_flops(torch.device("cpu"), torch.float32)
-    assert found == 2 * 1024**3 / 0.5

@@ -1,10 +1,7 @@
-"""Who am I, what can I use, and do all ranks mean the same training."""
+"""Which device and backend this rank gets, and how the ranks come together and part."""
 
-import dataclasses
 import os
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,22 +23,13 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [*LAUNCHERS, *(name for name in os.environ if name.startswith("OMPI_"))]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(process_group, "joined", None)  # put back, whatever a test has started
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 # --- start ---
-
-
-def test_rank_and_size_are_known_before_there_is_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (ranks.rank(), ranks.size()) == (0, 1)
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "5")
-    assert (ranks.rank(), ranks.size()) == (2, 5)
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert (ranks.rank(), ranks.size()) == (3, 4)
 
 
 def test_without_a_launcher_there_is_a_group_of_one() -> None:
@@ -75,10 +63,34 @@ def test_processes_of_mpirun_do_not_each_train_alone(monkeypatch: pytest.MonkeyP
 def test_processes_of_srun_do_not_each_train_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of `srun -n4 python train.py`: each would be rank 0 of a run of its own."""
     monkeypatch.setenv(name, "4")
-    with pytest.raises(UserError, match=r"^4 ranks, no torchrun: launch/slurm.sh"):
+    with pytest.raises(UserError, match=r"^4 processes were started without torchrun, .*: use launch/slurm.sh"):
         process_group.start("gloo")
     monkeypatch.setenv(name, "1")
     assert process_group.start("gloo").size == 1
+
+
+def start_differently() -> None:
+    with pytest.raises(UserError, match="rank 1 was started with flag lr 0.2, rank 0 with 0.1"):
+        process_group.start(flag={"lr": 0.1 * (1 + ranks.rank())})
+
+
+def test_start_compares_what_must_be_the_same() -> None:
+    result = runner.spawn(start_differently, [(), ()])
+    assert result.ok, str(result)
+
+
+def test_ranks_of_a_plain_torchrun_that_has_restarted_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would find the dead ones' keys in the store that torchrun keeps, and wait for ever."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(UserError, match=r"launch/torchrun\.sh, or with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1$"):
+        process_group.start()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert process_group.start().size == 1
+    dist.destroy_process_group()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert process_group.start().size == 1
 
 
 def start_on_two() -> None:
@@ -88,7 +100,11 @@ def start_on_two() -> None:
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total == 2
+    assert process_group.joined is world
+    world.store.set(f"from/{world.rank}", str(world.rank))
+    assert world.store.get(f"from/{1 - world.rank}") == str(1 - world.rank).encode(), "one store for both"
     process_group.finish()
+    assert process_group.joined is None
 
 
 def test_start_joins_the_group_of_the_launcher() -> None:
@@ -105,7 +121,7 @@ def test_start_joins_the_group_of_the_launcher() -> None:
     ],
 )
 def test_world_in_words(size: int, local_size: int, text: str) -> None:
-    world = process_group.World(0, size, 0, local_size, "host", CPU, "gloo")
+    world = process_group.World(0, size, 0, local_size, "host", CPU, "gloo", dist.HashStore())
     assert str(world).startswith(text)
     assert torch.__version__ in str(world)
 
@@ -148,90 +164,3 @@ def test_backends_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None
     )
     with pytest.raises(UserError, match=r"--backend nccl: torch \S+ was built without it\. This torch has gloo$"):
         process_group._pick_backend("nccl", GPU)
-
-
-# --- agreement ---
-
-
-@dataclasses.dataclass
-class Picky:
-    """Picklable, and not a number or text."""
-
-    path: Path
-
-
-def ask_rank_0() -> None:
-    dist.init_process_group("gloo")
-    rank, asked = dist.get_rank(), []
-
-    def answer() -> Picky:
-        asked.append(rank)
-        return Picky(Path("from") / str(rank))
-
-    def refusal() -> Picky:
-        asked.append(rank)
-        raise UserError(f"rank {rank} does not like it")
-
-    assert ranks.from_rank0(answer) == Picky(Path("from/0"))
-    assert ranks.from_rank0(lambda: None) is None
-    with pytest.raises(UserError, match="rank 0 does not like it"):
-        ranks.from_rank0(refusal)
-    assert asked == ([0, 0] if rank == 0 else [])
-    assert ranks.from_rank0(answer) == Picky(Path("from/0")), "the group goes on after a refusal"
-    dist.destroy_process_group()
-
-
-def test_from_rank0_hands_on_answers_and_refusals() -> None:
-    result = runner.spawn(ask_rank_0, [(), ()])
-    assert result.ok, str(result)
-
-
-FLAGS: dict[str, object] = {"lr": 0.1, "name": "", "sync_bn": False}
-
-
-DIFFERENCES: list[tuple[dict[str, object], str]] = [  # flags of rank 1, and what is told
-    (FLAGS, ""),
-    (FLAGS | {"lr": 0.2}, "rank 1 was started with flags lr 0.2, rank 0 with 0.1: "),
-    (FLAGS | {"name": "x"}, "rank 1 was started with flags name 'x', rank 0 with '': "),
-    ({"lr": 0.1, "name": ""}, "rank 1 was started with flags sync_bn None, rank 0 with False: "),
-    (FLAGS | {"momentum": 0.9}, "rank 1 was started with flags momentum 0.9, rank 0 with None: "),
-]
-
-
-def compare(cases: list[tuple[dict[str, object], str]]) -> None:
-    """On each rank: the same refusal, or none."""
-    dist.init_process_group("gloo")
-    found = []
-    for flags, _ in cases:
-        try:
-            ranks.check_same(flags=flags, data={"seed": 0})
-            found.append("")
-        except UserError as error:
-            found.append(str(error))
-    for text, (_, told) in zip(found, cases, strict=True):
-        assert text.startswith(told), f"{text!r} is not {told!r}"
-        assert bool(text) == bool(told), f"{text!r} is not {told!r}"
-    dist.destroy_process_group()
-
-
-def test_check_same_names_rank_and_entry_on_both_ranks() -> None:
-    result = runner.spawn(compare, [([(FLAGS, told) for _, told in DIFFERENCES],), (DIFFERENCES,)])
-    assert result.ok, str(result)
-
-
-def test_check_same_names_the_odd_rank() -> None:
-    told = "rank 2 was started with flags lr 0.2, rank 0 with 0.1"
-    result = runner.spawn(compare, [([(FLAGS | {"lr": 0.2 if rank == 2 else 0.1}, told)],) for rank in range(3)])
-    assert result.ok, str(result)
-
-
-def test_code_digests_have_every_file(tmp_path: Path) -> None:
-    recipe = tmp_path / "train.py"
-    recipe.write_text("a = 1\n")
-    before = process_group.code_digests(str(recipe))
-    files = [recipe, *(runner.ROOT / "common").rglob("*.py")]
-    twice = [name for name, count in Counter(path.name for path in files).items() if count > 1]
-    assert len(before) == len(files), f"of files with the same name only one is compared: {twice}"
-    recipe.write_text("a = 2\n")
-    after = process_group.code_digests(str(recipe))
-    assert [name for name in before if before[name] != after[name]] == ["train.py"]

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,9 +23,7 @@ from common import UserError, cli, process_group, run_dir
 from tests.harness import runner
 
 RECIPE = "recipes/some_recipe/train.py"
-HERE = process_group.World(
-    rank=0, size=2, local_rank=0, local_size=2, host="host", device=torch.device("cpu"), backend="gloo"
-)
+WORLD = process_group.World(0, 2, 0, 2, "host", torch.device("cpu"), "gloo", dist.HashStore())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,25 +188,37 @@ def test_config_has_what_it_takes_to_run_again(recipe: str, tmp_path: Path) -> N
     args = Args(name="x", warmup_steps=7, lr=1 / 3)
     path = tmp_path / "x" / "config.json"
     path.parent.mkdir()
-    assert run_dir.write_config(path.parent, recipe, args, HERE) == []
+    assert run_dir.write_config(path.parent, recipe, args, WORLD) == []
     assert cli.parse(Args, ["--config", str(path)]) == dataclasses.replace(args, name="")
     config = json.loads(path.read_text())
     assert config["recipe"] == "some_recipe"
     assert (config["world_size"], config["device"], config["backend"]) == (2, "cpu", "gloo")
     assert config["versions"]["torch"] == torch.__version__
-    assert config["code"] == process_group.code_digests(recipe)
+    assert config["code"] == run_dir.code_digests(recipe)
     assert (path.parent / "train.py").read_text() == Path(recipe).read_text()
     assert sorted(file.name for file in path.parent.iterdir()) == ["config.json", "train.py"]
 
 
+def test_code_digests_have_every_file(tmp_path: Path) -> None:
+    recipe = tmp_path / "train.py"
+    recipe.write_text("a = 1\n")
+    before = run_dir.code_digests(str(recipe))
+    files = [recipe, *(runner.ROOT / "common").rglob("*.py")]
+    twice = [name for name, count in Counter(path.name for path in files).items() if count > 1]
+    assert len(before) == len(files), f"of files with the same name only one is compared: {twice}"
+    recipe.write_text("a = 2\n")
+    after = run_dir.code_digests(str(recipe))
+    assert [name for name in before if before[name] != after[name]] == ["train.py"]
+
+
 def test_changed_flags_are_announced(recipe: str, tmp_path: Path) -> None:
-    run_dir.write_config(tmp_path, recipe, Args(), HERE)
-    assert run_dir.write_config(tmp_path, recipe, Args(), HERE) == []
-    assert run_dir.write_config(tmp_path, recipe, Args(warmup_steps=9, lr=0.2), HERE) == [
+    run_dir.write_config(tmp_path, recipe, Args(), WORLD)
+    assert run_dir.write_config(tmp_path, recipe, Args(), WORLD) == []
+    assert run_dir.write_config(tmp_path, recipe, Args(warmup_steps=9, lr=0.2), WORLD) == [
         "continuing with --warmup-steps 9 (was 5)",
         "continuing with --lr 0.2 (was 0.1)",
     ]
-    assert run_dir.write_config(tmp_path, recipe, Args(warmup_steps=9, lr=0.2), HERE) == [], "told once"
+    assert run_dir.write_config(tmp_path, recipe, Args(warmup_steps=9, lr=0.2), WORLD) == [], "told once"
 
 
 LINES = [
@@ -259,15 +270,11 @@ def test_new_runs_start_with_no_records(tmp_path: Path) -> None:
 )
 def test_command_to_go_on(flags: list[str], wanted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It can be pasted into a shell, and continues this run beyond the step it was stopped after."""
-    for name in ("LAUNCHED_AS", "ACCELERATE_MIXED_PRECISION"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("LAUNCHED_AS", raising=False)
     monkeypatch.setattr(sys, "argv", ["my recipes/train.py", *flags])
     path = Path("/runs/my run")
     assert shlex.split(run_dir.continuing(path, 1)) == ["python", "my recipes/train.py", *wanted]
     launched = ["torchrun", "--nproc-per-node=4", "my recipes/train.py", *wanted]
-    assert shlex.split(run_dir.continuing(path, 4)) == launched
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    launched = ["accelerate", "launch", "--config_file", "FILE", "my recipes/train.py", *wanted]
     assert shlex.split(run_dir.continuing(path, 4)) == launched
     monkeypatch.setenv("LAUNCHED_AS", "NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/x")
     assert run_dir.continuing(path, 4) == f"NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/x {shlex.join(wanted)}"

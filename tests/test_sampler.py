@@ -1,4 +1,4 @@
-"""Which samples are read when: the stream depends on (seed, epoch) alone, whatever the ranks, micro_batches and interruptions.
+"""Which samples are read when: the stream depends on (seed, epoch) alone, whatever ranks, micro-batches and stops.
 
 Every claim is checked for all combinations of a few awkward sizes.
 """
@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import re
 from collections import Counter
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from common.sampler import Request
 
 SEED = 3
 NUM_SAMPLES = (5, 37, 64)
-# (batch, micro, dp_size) that divide_batch accepts: one pass a step (micro 0) or up to four.
+# (batch, micro, dp_size) that divide_batch accepts: one micro-batch a step (micro 0) or up to four.
 DIVISIONS = sorted(
     {
         (max(1, micro) * dp_size * times, micro, dp_size)
@@ -34,16 +35,35 @@ def stream(num_samples: int, length: int) -> Samples:
     return order[:length]
 
 
-def read_steps(plan: sampler.Plan, micro: int, dp_size: int) -> list[list[list[Request]]]:
-    """Requests of all dp_size as [step][pass][dp_rank]."""
-    plan = dataclasses.replace(
-        plan, global_micro_batch_size=sampler.divide_batch(plan.global_batch_size, micro, dp_size), dp_size=dp_size
+def make_plan(
+    num_samples: int,
+    division: tuple[int, int, int],
+    *,
+    epochs: int = 0,
+    max_steps: int = 0,
+    progress: Mapping[str, int] | None = None,
+    least: int = 1,
+) -> sampler.Plan:
+    """A plan for (batch, micro, dp_size), of a model that needs `least` samples on each rank."""
+    plan = sampler.make_plan(
+        sampler.divide_batch(*division),
+        num_samples,
+        run_seed=SEED,
+        epochs=epochs,
+        max_steps=max_steps,
+        progress=progress or {},
     )
-    of_ranks = [list(sampler.training_requests(plan, dp_rank)) for dp_rank in range(dp_size)]
+    sampler.check_min_samples(plan, least)
+    return plan
+
+
+def read_steps(plan: sampler.Plan) -> list[list[list[Request]]]:
+    """Requests of all dp ranks as [step][micro-batch][dp_rank]."""
+    of_ranks = [list(sampler.training_requests(plan, dp_rank)) for dp_rank in range(plan.division.dp_size)]
     steps: list[list[list[Request]]] = [[]]
-    for requests in zip(*of_ranks, strict=True):  # strict: all dp_size make the same number of micro_batches
+    for requests in zip(*of_ranks, strict=True):  # strict: all ranks make the same number of micro-batches
         steps[-1].append(list(requests))
-        assert len({request.last for request in requests}) == 1, "dp_size disagree on where a step ends"
+        assert len({request.last for request in requests}) == 1, "ranks disagree on where a step ends"
         if requests[0].last:
             steps.append([])
     assert not steps.pop(), "the last request ends a step"
@@ -64,14 +84,14 @@ def samples(step: list[list[Request]]) -> Samples:
 def test_step_t_is_the_t_th_run_of_the_order_on_any_number_of_ranks(num_samples: int) -> None:
     for batch, micro, dp_size in DIVISIONS:
         steps_wanted = -(-5 * num_samples // (2 * batch)) + 1  # beyond two and a half epochs
-        plan = sampler.make_plan(num_samples, SEED, 0, steps_wanted, batch, micro * dp_size or batch, dp_size, {})
+        plan = make_plan(num_samples, (batch, micro, dp_size), max_steps=steps_wanted)
         order = stream(num_samples, steps_wanted * batch)
-        steps = read_steps(plan, micro, dp_size)
+        steps = read_steps(plan)
         assert len(steps) == steps_wanted
         for t, step in enumerate(steps):
             assert samples(step) == order[t * batch : (t + 1) * batch], (batch, micro, dp_size, t)
             assert {request.step_samples for one in step for request in one} == {batch}
-            assert len(step) == (batch // (micro * dp_size) if micro else 1), "micro_batches a step"
+            assert len(step) == plan.division.num_micro_batches == (batch // (micro * dp_size) if micro else 1)
             if micro:
                 assert {len(request.indices) for one in step for request in one} == {micro}
 
@@ -82,11 +102,11 @@ def test_epochs_read_every_sample_once_each(num_samples: int, epochs: int) -> No
     accepted = 0
     for batch, micro, dp_size in DIVISIONS:
         try:
-            plan = sampler.make_plan(num_samples, SEED, epochs, 0, batch, micro * dp_size or batch, dp_size, {})
+            plan = make_plan(num_samples, (batch, micro, dp_size), epochs=epochs)
         except UserError:
             continue
         accepted += 1
-        steps = read_steps(plan, micro, dp_size)
+        steps = read_steps(plan)
         assert len(steps) == plan.max_steps == -(-epochs * num_samples // batch)
         read = [sample for step in steps for sample in samples(step)]
         assert read == stream(num_samples, epochs * num_samples), (batch, micro, dp_size)
@@ -101,62 +121,62 @@ def test_epochs_read_every_sample_once_each(num_samples: int, epochs: int) -> No
     assert accepted > 10
 
 
-def test_no_pass_of_two_or_more_has_a_lone_sample() -> None:
-    """BatchNorm over one value per channel raises: what make_plan refuses for a step must not happen in a pass."""
+def test_no_micro_batch_of_two_or_more_has_a_lone_sample() -> None:
+    """BatchNorm over one value per channel raises: what is refused for a step must not happen in a micro-batch."""
     lone = []
     for (batch, micro, dp_size), num_samples in itertools.product(DIVISIONS, range(20, 60)):
         if micro == 1 or batch < 2 * dp_size:
             continue  # the user asked for single samples
         try:
-            plan = sampler.make_plan(num_samples, SEED, 1, 0, batch, micro * dp_size or batch, dp_size, {}, least=2)
+            plan = make_plan(num_samples, (batch, micro, dp_size), epochs=1, least=2)
         except UserError:
             continue
-        for one in read_steps(plan, micro, dp_size)[-1]:
+        for one in read_steps(plan)[-1]:
             if min(len(request.indices) for request in one) < 2:
-                lone.append(f"{num_samples} samples, batch {batch}, micro {micro}, {dp_size} dp_size")
+                lone.append(f"{num_samples} samples, batch {batch}, micro {micro}, {dp_size} ranks")
     assert not lone, f"{len(lone)} times, first: {lone[0]}"
 
 
 @pytest.mark.parametrize("num_samples", NUM_SAMPLES)
 def test_resume_reads_the_same_rest(num_samples: int) -> None:
-    """From every step of a run, with the same and with other ranks, micro_batches and batches."""
-    before = sampler.make_plan(num_samples, SEED, 0, 9, 12, 12, 2, {})
+    """From every step of a run, with the same and with other ranks, micro-batches and batches."""
+    before = make_plan(num_samples, (12, 0, 2), max_steps=9)
     for done_steps, (batch, micro, dp_size) in itertools.product(range(10), DIVISIONS[::4]):
-        done = {"step": done_steps, "samples": before.position(done_steps)}
-        assert done["samples"] == done_steps * 12
-        plan = sampler.make_plan(num_samples, SEED, 0, 9, batch, micro * dp_size or batch, dp_size, done)
-        steps = read_steps(plan, micro, dp_size)
+        progress = {"step": done_steps, "samples": before.position(done_steps)}
+        assert progress["samples"] == done_steps * 12
+        plan = make_plan(num_samples, (batch, micro, dp_size), max_steps=9, progress=progress)
+        steps = read_steps(plan)
         assert len(steps) == 9 - done_steps, "max_steps is the length of the whole training"
-        end = done["samples"] + len(steps) * batch
+        end = progress["samples"] + len(steps) * batch
         read = [sample for step in steps for sample in samples(step)]
-        assert read == stream(num_samples, end)[done["samples"] :]
+        assert read == stream(num_samples, end)[progress["samples"] :]
         assert plan.position(9) == end
 
 
 @pytest.mark.parametrize("num_samples", NUM_SAMPLES)
 def test_resume_finishes_the_epochs(num_samples: int) -> None:
     total = 3 * num_samples
-    before = sampler.make_plan(num_samples, SEED, 3, 0, 6, 6, 1, {})
+    before = make_plan(num_samples, (6, 0, 1), epochs=3)
     resumed = 0
     for done_steps, (batch, micro, dp_size) in itertools.product(range(before.max_steps + 1), DIVISIONS[::4]):
-        done = {"step": done_steps, "samples": before.position(done_steps)}
+        progress = {"step": done_steps, "samples": before.position(done_steps)}
         try:
-            plan = sampler.make_plan(num_samples, SEED, 3, 0, batch, micro * dp_size or batch, dp_size, done)
+            plan = make_plan(num_samples, (batch, micro, dp_size), epochs=3, progress=progress)
         except UserError:
             continue
         resumed += 1
-        steps = read_steps(plan, micro, dp_size)
-        assert [s for step in steps for s in samples(step)] == stream(num_samples, total)[done["samples"] :]
+        steps = read_steps(plan)
+        assert [s for step in steps for s in samples(step)] == stream(num_samples, total)[progress["samples"] :]
         assert plan.first_step == done_steps
         assert plan.max_steps == done_steps + len(steps)
         assert plan.position(plan.max_steps) == total
     assert resumed > before.max_steps
 
 
-def test_plan_knows_what_the_shards_of_each_step_read() -> None:
+def test_plan_knows_what_the_ranks_read_in_each_step() -> None:
     """A position says which samples they are, so that a bad step can be named: by epoch and index, in this order."""
-    plan = sampler.make_plan(37, SEED, 0, 9, 24, 12, 3, {"step": 2, "samples": 30})
-    for step, read in enumerate(read_steps(plan, 4, 3), start=3):
+    plan = make_plan(37, (24, 4, 3), max_steps=9, progress={"step": 2, "samples": 30})
+    for step, read in enumerate(read_steps(plan), start=3):
         epochs, indices = plan.samples(plan.position(step - 1), plan.position(step))
         assert list(zip(epochs.tolist(), indices.tolist(), strict=True)) == samples(read), step
     epochs, indices = plan.samples(35, 39)
@@ -165,45 +185,95 @@ def test_plan_knows_what_the_shards_of_each_step_read() -> None:
 
 
 def test_position_stops_at_the_end() -> None:
-    plan = sampler.make_plan(37, SEED, 1, 0, 10, 10, 2, {})
+    plan = make_plan(37, (10, 0, 2), epochs=1)
     assert [plan.position(step) for step in range(6)] == [0, 10, 20, 30, 37, 37]
 
 
 def test_nothing_is_left_of_a_finished_training() -> None:
-    plan = sampler.make_plan(37, SEED, 1, 0, 10, 10, 2, {"step": 4, "samples": 37})
+    plan = make_plan(37, (10, 0, 2), epochs=1, progress={"step": 4, "samples": 37})
     assert (plan.first_step, plan.max_steps) == (4, 4)
     assert not list(sampler.training_requests(plan, 0))
-    plan = sampler.make_plan(37, SEED, 0, 3, 10, 10, 2, {"step": 5, "samples": 50})
+    plan = make_plan(37, (10, 0, 2), max_steps=3, progress={"step": 5, "samples": 50})
     assert plan.position(5) == 50
     assert not list(sampler.training_requests(plan, 0))
 
 
+def test_plan_without_samples() -> None:
+    """As of PPO, whose environments make them: it counts steps and samples, and has no epochs and no set to name."""
+    plan = make_plan(0, (1024, 64, 4), max_steps=9, progress={"step": 2, "samples": 2048})
+    assert plan.epoch_steps == 9, "an evaluation that is due once an epoch is due at the end"
+    assert [plan.position(step) for step in (2, 3, 9, 10)] == [2048, 3072, 9216, 9216]
+    assert str(plan) == "steps 3 to 9 of 1,024 samples (4 micro-batches of 64 on each of 4 dp ranks)"
+
+
+@pytest.mark.parametrize(
+    ("division", "num_micro_batches", "micro_batch_size", "text"),
+    [
+        ((128, 128, 1), 1, 128, "128 samples (1 micro-batch of 128 on 1 dp rank)"),
+        ((128, 128, 4), 1, 32, "128 samples (1 micro-batch of 32 on each of 4 dp ranks)"),
+        ((8192, 64, 4), 128, 16, "8,192 samples (128 micro-batches of 16 on each of 4 dp ranks)"),
+        ((128, 96, 3), 2, 32, "128 samples (2 micro-batches of 32 on each of 3 dp ranks)"),  # at most: 22, 21, 21
+        ((7, 7, 2), 1, 4, "7 samples (1 micro-batch of 4 on each of 2 dp ranks)"),
+    ],
+)
+def test_division_in_numbers_and_words(
+    division: tuple[int, int, int], num_micro_batches: int, micro_batch_size: int, text: str
+) -> None:
+    """What is derived from --micro-batch-size is printed, and is what `micro_batches` gives out."""
+    found = sampler.Division(*division)
+    assert (found.num_micro_batches, found.micro_batch_size) == (num_micro_batches, micro_batch_size)
+    assert str(found) == text
+    bounds = [[*sampler.micro_batches(0, division[0], found, dp_rank)] for dp_rank in range(division[2])]
+    assert {len(of_rank) for of_rank in bounds} == {num_micro_batches}
+    assert max(end - first for first, end in itertools.chain(*bounds)) <= micro_batch_size
+
+
+def test_plan_in_words() -> None:
+    plan = make_plan(12345, (10, 0, 2), max_steps=30)
+    division = "10 samples (1 micro-batch of 5 on each of 2 dp ranks)"
+    assert str(plan) == f"steps 30 of {division}; 12,345 training samples"
+    assert str(dataclasses.replace(plan, first_step=7)) == f"steps 8 to 30 of {division}; 12,345 training samples"
+    assert str(dataclasses.replace(plan, first_step=30)) == "training is complete at step 30 of 30"
+    assert str(dataclasses.replace(plan, first_step=31)) == "training is complete at step 31 of 30"
+
+
 def test_last_step_too_small_for_batchnorm() -> None:
     with pytest.raises(
-        UserError, match=r"--epochs 1 of 33 samples leaves 3 .* too few for 2 ranks in micro_batches of 10"
+        UserError,
+        match=r"^the last step of these --epochs has 3 of 33 samples, too few for 2 ranks in micro-batches of 10 ",
     ):
-        sampler.make_plan(33, SEED, 1, 0, 10, 10, 2, {}, least=2)
-    assert sampler.make_plan(34, SEED, 1, 0, 10, 10, 2, {}, least=2).max_steps == 4  # 4 samples left: 2 each
-    assert sampler.make_plan(30, SEED, 1, 0, 10, 10, 2, {}, least=2).max_steps == 3  # none left
+        make_plan(33, (10, 0, 2), epochs=1, least=2)
+    assert make_plan(34, (10, 0, 2), epochs=1, least=2).max_steps == 4  # 4 samples left: 2 each
+    assert make_plan(30, (10, 0, 2), epochs=1, least=2).max_steps == 3  # none left
+
+
+def test_every_step_too_small_for_batchnorm() -> None:
+    """Whichever flag makes it so: the smallest micro-batch of a step counts."""
+    told = r"^--global-batch-size {} gives a rank 1 samples in a micro-batch, and this model needs 2"
+    for division in ((2, 0, 2), (4, 1, 2), (10, 2, 2)):  # 10 = 4 + 3 + 3
+        assert make_plan(99, division, max_steps=5).max_steps == 5, "a model without BatchNorm needs one"
+        with pytest.raises(UserError, match=told.format(division[0])):
+            make_plan(99, division, max_steps=5, least=2)
+    assert make_plan(99, (12, 2, 2), max_steps=5, least=2).max_steps == 5
 
 
 def test_proposed_length_is_accepted() -> None:
     """Taking the advice gives the steps before the refused one: also when there are none, and after a resume."""
     refusals = []
     cases = itertools.product(range(1, 40), (4, 8, 12), (1, 2, 4), ({}, {"step": 2, "samples": 7}))
-    for num_samples, batch, dp_size, done in cases:
+    for num_samples, batch, dp_size, progress in cases:
         if batch < 2 * dp_size:
             continue  # no length helps
         try:
-            sampler.make_plan(num_samples, SEED, 1, 0, batch, batch, dp_size, done, least=2)
+            make_plan(num_samples, (batch, 0, dp_size), epochs=1, progress=progress, least=2)
         except UserError as error:
-            refusals.append((str(error), num_samples, batch, dp_size, done))
+            refusals.append((str(error), num_samples, batch, dp_size, progress))
     assert len(refusals) > 50
-    for told, num_samples, batch, dp_size, done in refusals:
+    for told, num_samples, batch, dp_size, progress in refusals:
         advice = re.search(r"--max-steps (\d+)", told)
         if advice:  # a set that is too small for a single step has none
-            plan = sampler.make_plan(num_samples, SEED, 1, int(advice[1]), batch, batch, dp_size, done, least=2)
-            assert plan.max_steps - plan.first_step == (num_samples - done.get("samples", 0)) // batch, told
+            plan = make_plan(num_samples, (batch, 0, dp_size), max_steps=int(advice[1]), progress=progress, least=2)
+            assert plan.max_steps - plan.first_step == (num_samples - progress.get("samples", 0)) // batch, told
         else:
             assert num_samples < batch, told
 
@@ -211,7 +281,8 @@ def test_proposed_length_is_accepted() -> None:
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 7, 30, 64])
 def test_evaluation_counts_each_sample_once(num_samples: int) -> None:
     for dp_size, global_micro_batch_size in itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 6, 16, 100)):
-        plan = sampler.make_plan(99, SEED, 0, 1, global_micro_batch_size, global_micro_batch_size, dp_size, {}, least=0)
+        division = sampler.Division(global_micro_batch_size, global_micro_batch_size, dp_size)
+        plan = sampler.make_plan(division, 99, run_seed=SEED, epochs=0, max_steps=1, progress={})
         of_ranks = [list(sampler.evaluation_requests(plan, num_samples, i)) for i in range(dp_size)]
         read: list[int] = []
         micro_batches = list(zip(*of_ranks, strict=True))
@@ -229,12 +300,17 @@ def test_evaluation_counts_each_sample_once(num_samples: int) -> None:
 
 
 def test_divide_batch() -> None:
-    assert sampler.divide_batch(128, 0, 4) == 128  # one pass, 32 samples on each of 4
-    assert sampler.divide_batch(128, 16, 4) == 64  # two micro_batches
-    assert sampler.divide_batch(128, 32, 4) == 128
-    assert sampler.divide_batch(128, 32, 3) == 96  # at most: two micro_batches of 64
-    assert sampler.divide_batch(8, 16, 1) == 8
-    assert sampler.divide_batch(7, 0, 7) == 7
+    def micro(*division: int) -> int:
+        found = sampler.divide_batch(*division)
+        assert (found.global_batch_size, found.dp_size) == (division[0], division[2])
+        return found.global_micro_batch_size
+
+    assert micro(128, 0, 4) == 128  # one micro-batch, 32 samples on each of 4
+    assert micro(128, 16, 4) == 64  # two micro-batches
+    assert micro(128, 32, 4) == 128
+    assert micro(128, 32, 3) == 96  # at most: two micro-batches of 64
+    assert micro(8, 16, 1) == 8
+    assert micro(7, 0, 7) == 7
     with pytest.raises(UserError, match=r"--global-batch-size 10 does not divide by 4 ranks: 12 would"):
         sampler.divide_batch(10, 0, 4)
     with pytest.raises(UserError, match=r"--global-batch-size 2 does not divide by 3 ranks: 3 would"):
@@ -242,20 +318,18 @@ def test_divide_batch() -> None:
 
 
 def test_every_batch_is_divided_or_one_is_proposed() -> None:
-    """No pass of an accepted batch is larger than asked for, none is empty on a rank, and their number is the least."""
+    """No micro-batch is larger than asked for, none is empty on a rank, and their number is the least."""
     refused = 0
     for batch, micro, dp_size in itertools.product(range(1, 40), range(6), range(1, 6)):
         try:
-            global_micro_batch_size = sampler.divide_batch(batch, micro, dp_size)
+            division = sampler.divide_batch(batch, micro, dp_size)
         except UserError as error:
             refused += 1
             proposed = int(re.findall(r"(\d+) would", str(error))[0])
             assert batch < proposed < batch + dp_size, "the next one that divides"
             assert sampler.divide_batch(proposed, micro, dp_size)
             continue
-        bounds = [
-            [*sampler.micro_batches(0, batch, global_micro_batch_size, dp_rank, dp_size)] for dp_rank in range(dp_size)
-        ]
+        bounds = [[*sampler.micro_batches(0, batch, division, dp_rank)] for dp_rank in range(dp_size)]
         assert len(bounds[0]) == (-(-batch // (micro * dp_size)) if micro else 1)
         for first, end in itertools.chain(*bounds):
             assert end - first <= (micro or batch // dp_size)

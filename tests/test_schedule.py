@@ -45,14 +45,41 @@ def test_trainings_shorter_than_their_warmup(warmup_steps: int, max_steps: int) 
     assert factors == sorted(factors)
 
 
-def test_set_rate_reaches_every_group() -> None:
-    """And nothing but the rate; the next step uses it."""
+def make_groups() -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer]:
+    """Two parameters; the second group's peak rate is a tenth of the first one's, as for an output layer."""
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    groups = [{"params": weights[:1], "weight_decay": 0.1}, {"params": weights[1:], "weight_decay": 0.0, "lr": 9.0}]
-    optimizer = torch.optim.SGD(groups, lr=0.5)
-    schedule.set_rate(optimizer, 0.25)
-    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.25, 0.1), (0.25, 0.0)]
+    groups = [{"params": weights[:1], "weight_decay": 0.1}, {"params": weights[1:], "weight_decay": 0.0, "lr": 0.05}]
+    return weights, torch.optim.SGD(groups, lr=0.5)
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def test_scale_rates_keeps_the_ratio_of_the_groups() -> None:
+    """And nothing but the rates changes; the next step uses them."""
+    weights, optimizer = make_groups()
+    assert schedule.scale_rates(optimizer, 0.5) == 0.25, "the first group's"
+    assert rates(optimizer) == [0.25, 0.025]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     for weight in weights:
         weight.grad = torch.ones(2)
     optimizer.step()
-    assert [weight.tolist() for weight in weights] == [pytest.approx([0.725] * 2), [0.75] * 2]
+    assert [weight.tolist() for weight in weights] == [pytest.approx([0.725] * 2), pytest.approx([0.975] * 2)]
+
+
+def test_scale_rates_starts_from_the_peak_each_time() -> None:
+    """Factors do not multiply up, and 0 is not the end."""
+    _, optimizer = make_groups()
+    for factor in (0.5, 0.0, 1.0, 0.5):
+        assert schedule.scale_rates(optimizer, factor) == 0.5 * factor
+        assert rates(optimizer) == [0.5 * factor, 0.05 * factor]
+
+
+def test_scale_rates_shares_the_peak_with_schedulers_of_torch() -> None:
+    """An adopter's scheduler has noted the peak already, and has changed the rate since."""
+    _, optimizer = make_groups()
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    assert rates(optimizer) == [0.25, 0.025]
+    schedule.scale_rates(optimizer, 1.0)
+    assert rates(optimizer) == [0.5, 0.05]

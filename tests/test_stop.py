@@ -7,17 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from common import process_group, stop
 from tests.harness import runner
 
 
 def wait_for_the_clock(slurm_s: float, deadline_s: float, due_s: float) -> None:
-    dist.init_process_group("gloo")
     began = time.monotonic()
     os.environ["SLURM_JOB_END_TIME"] = str(time.time() + slurm_s)
-    stopping = stop.Stop(deadline_s / 60, first_step=7)
+    stopping = stop.Stop(process_group.start(), deadline_s / 60, first_step=7)
     assert stopping._deadline == pytest.approx(began + due_s, abs=0.1)
     leaves = due_s < 60
     assert not stopping.after(8)
@@ -44,8 +42,7 @@ def test_leaves_in_time_for_the_end_of_the_job(slurm_s: float, deadline_s: float
 
 def hear_late(saved: str) -> None:
     """Rank 0 is told at once, rank 1 when its machine's turn comes, and both are still saving."""
-    dist.init_process_group("gloo")
-    stopping = stop.Stop(0, 0)
+    stopping = stop.Stop(process_group.start(), 0, 0)
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGTERM)
     step = 1
@@ -68,15 +65,14 @@ def test_first_signal_of_a_rank_is_not_its_second(tmp_path: Path) -> None:
 
 
 def close_twice() -> None:
-    dist.init_process_group("gloo")
-    stopping = stop.Stop(0, 0)
+    stopping = stop.Stop(process_group.start(), 0, 0)
     before = time.monotonic()
     stopping.close()
     assert not stopping._thread.is_alive()
     assert time.monotonic() < before + 5 * stop.POLL_S
     stopping.close()
     assert not stopping.after(1)
-    dist.destroy_process_group()
+    process_group.finish()
 
 
 def test_close_ends_the_thread() -> None:

@@ -22,14 +22,26 @@ def held(recipe: str | Path, folder: Path) -> list[list[int]]:
 
 
 def test_every_layout_has_a_theory() -> None:
-    """Before measuring finds out. All shares together are the model, as often as there are replicas of it."""
-    assert len(schedules.STAGES) == 5
+    """Before a measurement finds out. All shares together are the model, as often as there are replicas of it."""
+    assert {*schedules.NAMES} == {schedules.NAIVE, *runner.choices("pipeline_gpt", "--schedule")}
     layouts = strategies.gpt_layouts()
     assert {layout.recipe for layout in layouts} == {one for one in runner.RECIPES if runner.workload(one) == "gpt"}
     for layout in layouts:
         shares = [strategies.share(layout, rank)[1] for rank in range(layout.size)]
         assert sum(shares) / strategies.P == pytest.approx(round(sum(shares) / strategies.P)), str(layout)
         assert all(strategies.traffic(layout, rank) for rank in range(layout.size)), str(layout)
+
+
+def test_shown_rows_are_measured() -> None:
+    """The rows of "Sent" that the page does not fold are there, and have something to send."""
+    measured = {strategies.title(layout): layout for layout in strategies.gpt_layouts()}
+    for start in strategies.SHOWN:
+        name, kind = start.rsplit(" | ", 1)
+        assert any(kind in strategies.traffic(measured[name], rank) for rank in range(measured[name].size)), start
+    rows = [f"| {start} | 1 | 0.00 |" for start in (*strategies.SHOWN, "ddp_gpt | 2 | all-reduce")]
+    shown, folded = strategies.sent_tables(rows).split("<details>")
+    assert [line for line in shown.splitlines() if line in rows] == rows[:-1]
+    assert [line for line in folded.splitlines() if line in rows] == rows
 
 
 def test_fsdp_holds_its_part(tmp_path: Path) -> None:

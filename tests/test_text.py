@@ -96,6 +96,7 @@ def test_read_is_the_slow_loop(num_tokens: int, seq_len: int) -> None:
     assert inputs.flatten().tolist() == tokens[: inputs.numel()].tolist()
     assert targets.flatten().tolist() == tokens[1 : inputs.numel() + 1].tolist()
     assert len(tokens) - 1 - inputs.numel() < seq_len  # no sequence is left out
+    assert split.sample_units == {"tokens": seq_len} == {"tokens": inputs.shape[1]}, "of a sample, for tokens_per_s"
 
 
 def test_what_is_read_is_its_own() -> None:

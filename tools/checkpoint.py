@@ -1,4 +1,4 @@
-"""The command `python -m tools.checkpoint`: what is in a checkpoint, is it whole, one safetensors file out or in."""
+"""Inspect and verify checkpoints, and convert them to and from one safetensors file: `python -m tools.checkpoint`."""
 
 import contextlib
 import json
@@ -24,10 +24,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def inspect(path: Source) -> None:
-    """Show what a checkpoint holds; PATH is one, or a run's folder, of which the newest whole one is taken."""
+    """Show what a checkpoint holds; PATH is a checkpoint, or a run's folder for its newest undamaged checkpoint."""
     folder, facts = checkpoint.choose(path)
     files = facts.pop("files")
-    print(f"{folder}: {len(files)} file(s), {sum(entry['bytes'] for entry in files.values()) / 1e6:,.1f} MB, whole")
+    print(f"{folder}: {len(files)} file(s), {sum(entry['bytes'] for entry in files.values()) / 1e6:,.1f} MB, undamaged")
     for key, value in facts.items():
         print(f"  {key:10} {json.dumps(value)}")
     tensors = checkpoint.tensors_in(folder)
@@ -38,13 +38,13 @@ def inspect(path: Source) -> None:
 
 
 def verify(path: Source) -> None:
-    """Compare a checkpoint, or all of a run, with its manifest, bit by bit; exits with 1 if one differs."""
+    """Compare a checkpoint, or all checkpoints of a run, with the manifest; exits with 1 if one is damaged."""
     folders = [path] if (path / manifest.NAME).exists() else checkpoint.committed(path)
     if not folders:
-        raise UserError(f"{path}: no checkpoint there; give a run's folder or one of its checkpoints")
+        raise UserError(f"{path}: no checkpoint there; name a run's folder or one of its checkpoints")
     faults = {folder: manifest.verify(folder)[1] for folder in folders}
     for folder, fault in faults.items():
-        print(f"{'DAMAGED' if fault else 'whole  '} {folder}  {fault}".rstrip())
+        print(f"{'DAMAGED' if fault else 'OK     '} {folder}  {fault}".rstrip())
     sys.exit(any(faults.values()))
 
 
@@ -52,7 +52,7 @@ def export(path: Source, out: Path) -> None:
     """Write the model's weights as one safetensors file, whatever strategy and number of ranks saved them.
 
     Args:
-        path: a checkpoint, or a run's folder, of which the newest whole one is taken.
+        path: a checkpoint, or a run's folder for its newest undamaged checkpoint.
         out: the file to write; it must not exist yet.
     """
     with beside(out) as partial:
@@ -62,23 +62,23 @@ def export(path: Source, out: Path) -> None:
 
 
 def import_(path: Source, out: Path) -> None:
-    """Make a checkpoint of step 0 from a safetensors file, for --resume; the optimizer starts anew.
+    """Make a checkpoint of step 0 from a safetensors file, for --resume; the optimizer starts fresh.
 
     Args:
-        path: the file; names may have the prefixes of DataParallel, DDP and torch.compile.
-        out: the folder to create for it, to be given to --resume.
+        path: the file; its names may have the prefixes of DataParallel, DDP and torch.compile.
+        out: the folder to create, for --resume.
     """
     with beside(out) as partial:
         tensors = read(path)
         write_start(partial, tensors, path.name)
-    print(f"{out}: {len(tensors)} tensors; --resume {out} starts a training from them")
+    print(f"{out}: {len(tensors)} tensors; to train from them, add --resume {out}")
 
 
 @contextlib.contextmanager
 def beside(out: Path) -> Iterator[Path]:
-    """Where to write what becomes `out` once it is whole; that must not exist yet. After an error nothing is left."""
+    """Yield a temporary path beside `out`; rename it to `out` at the end, or delete it after an error."""
     if out.exists():
-        raise UserError(f"--out {out} exists: give another name, or remove it")
+        raise UserError(f"--out {out} exists: use another name, or remove it")
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}")
     partial = out.with_name(f"{out.name}.tmp-{os.getpid()}")
@@ -91,7 +91,7 @@ def beside(out: Path) -> Iterator[Path]:
 
 
 def weights(path: Path) -> tuple[Path, int, Tensors]:
-    """The checkpoint that `path` means, its step, and the model's tensors in it."""
+    """The checkpoint at `path`, its step, and the model's tensors in it."""
     folder, facts = checkpoint.choose(path)
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -108,8 +108,8 @@ def read(*paths: Path) -> Tensors:
         files = [load_file(path) for path in paths]
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"{paths[0]} is not a safetensors file ({error}). A pickle (.pt, .pth, .bin) can run code, so none is ever "
-            "read: save the state dict with safetensors.torch.save_file where it comes from"
+            f"{paths[0]} is not a safetensors file ({error}). Pickles (.pt, .pth, .bin) can run code, so this tool "
+            "never reads them: save the state dict with safetensors.torch.save_file"
         ) from error
     return {keymap.canonical(name): tensor.contiguous() for file in files for name, tensor in file.items()}
 
@@ -130,11 +130,11 @@ def main() -> None:
 
 def run(commands: dict[str, Any], module: str, about: str | None) -> None:
     """Parse and run one of the commands of a module."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant here
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended here: one process
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `inspect | head`
     try:
         tyro.extras.subcommand_cli_from_dict(commands, prog=f"python -m {module}", description=about)
-    except (UserError, OSError, SafetensorError) as error:  # the last two: of a disk that is full
+    except (UserError, OSError, SafetensorError) as error:  # the last two: a full disk
         sys.exit(f"error: {error}")
 
 

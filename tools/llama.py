@@ -1,6 +1,6 @@
-"""The command `python -m tools.llama`: a GPT of ours as the Llama of Hugging Face, and back.
+"""Convert a GPT checkpoint to a Hugging Face Llama and back: `python -m tools.llama`.
 
-The two compute the same, from tensors of the same layout, so only names change.
+The two models compute the same from tensors of the same layout, so only names change.
 """
 
 import json
@@ -24,7 +24,7 @@ LAYER = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-# Sizes of the model: our flags, and what a Llama's config.json calls them.
+# Sizes of the model: our flags to keys of a Llama's config.json.
 SIZES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -33,7 +33,7 @@ SIZES = {
     "mlp_width": "intermediate_size",
     "tied": "tie_word_embeddings",
 }
-# What makes a Llama a model of ours.
+# Values in config.json that a Llama must have to be our model.
 FIXED: dict[str, Any] = {
     "model_type": "llama",
     "hidden_act": "silu",
@@ -43,12 +43,12 @@ FIXED: dict[str, Any] = {
     "rope_theta": gpt.Shape.rope_base,
     "rms_norm_eps": gpt.Shape.norm_eps,
 }
-# What a config.json means that does not say it.
-UNSAID = FIXED | {"model_type": "", "rms_norm_eps": 1e-6, "num_key_value_heads": 0, "tie_word_embeddings": False}
+# Defaults of transformers for keys that a config.json lacks.
+DEFAULTS = FIXED | {"model_type": "", "rms_norm_eps": 1e-6, "num_key_value_heads": 0, "tie_word_embeddings": False}
 
 
 def names(shape: gpt.Shape) -> dict[str, str]:
-    """Our name of each tensor to Llama's."""
+    """Llama's name of each tensor, by our name."""
     found = {"embed": "model.embed_tokens", "norm": "model.norm"} | ({} if shape.tied else {"head": "lm_head"})
     for i in range(shape.num_layers):
         found |= {f"blocks.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in LAYER.items()}
@@ -56,11 +56,15 @@ def names(shape: gpt.Shape) -> dict[str, str]:
 
 
 def renamed(tensors: Tensors, new: dict[str, str]) -> Tensors:
-    """The tensors under their new names, of which none may be missing, nor one be left over."""
-    odd = [f"{name} is missing" for name in new.keys() - tensors.keys()]
-    odd += [f"{name} has no place" for name in tensors.keys() - new.keys()]
-    if odd:
-        raise UserError(f"these are not the tensors that config.json tells of: {', '.join(sorted(odd)[:5])}")
+    """Rename tensors.
+
+    Raises:
+        UserError: a tensor is missing, or has no new name.
+    """
+    faults = [f"{name} is missing" for name in new.keys() - tensors.keys()]
+    faults += [f"{name} is unexpected" for name in tensors.keys() - new.keys()]
+    if faults:
+        raise UserError(f"the tensors do not match config.json: {', '.join(sorted(faults)[:5])}")
     return {new[name]: tensor for name, tensor in tensors.items()}
 
 
@@ -68,9 +72,9 @@ def to_config(shape: gpt.Shape, seq_len: int, dtype: str) -> dict[str, Any]:
     """The config.json that transformers reads.
 
     Args:
-        shape: of the model.
-        seq_len: that it was trained with; its weights know no limit.
-        dtype: of the weights, such as "float32".
+        shape: the model's sizes.
+        seq_len: sequence length of the training; the weights themselves set no limit.
+        dtype: type of the weights, such as "float32".
     """
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -79,32 +83,35 @@ def to_config(shape: gpt.Shape, seq_len: int, dtype: str) -> dict[str, Any]:
         "vocab_size": shape.vocab_size,
         "max_position_embeddings": seq_len,
         "torch_dtype": dtype,
-        "bos_token_id": None,  # none of our tokens is special, or generating would stop at one
+        "bos_token_id": None,  # we have no special tokens; with one, generation would stop at it
         "eos_token_id": None,
     }
 
 
 def from_config(config: dict[str, Any]) -> gpt.Shape:
-    """The shape of our model that computes what a Llama's config.json asks for.
+    """The shape of our model that is equal to a Llama with this config.json.
 
     Raises:
-        UserError: there is none; names each value that is another one here.
+        UserError: our model cannot be equal to it; names each value that differs.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    found = UNSAID | config | rope | ({"rope_type": rope["type"]} if "type" in rope else {})
-    odd = [f"{key} {found[key]!r} (here {value!r})" for key, value in FIXED.items() if found[key] != value]
-    if odd:
-        raise UserError(f"the models here do not compute what config.json asks for: {', '.join(odd)}")
+    found = DEFAULTS | config | rope | ({"rope_type": rope["type"]} if "type" in rope else {})
+    differences = [f"{key} {found[key]!r} (must be {value!r})" for key, value in FIXED.items() if found[key] != value]
+    if differences:
+        raise UserError(f"config.json describes a model that this one cannot be equal to: {', '.join(differences)}")
     shape = gpt.Shape(found["vocab_size"], **{ours: found[theirs] for ours, theirs in SIZES.items()})
     if (found.get("head_dim") or shape.width // shape.num_heads) != shape.width // shape.num_heads:
-        raise UserError(f"heads of {found['head_dim']} are not here: {shape.width} / {shape.num_heads} would be")
+        raise UserError(
+            f"config.json has head_dim {found['head_dim']}; it must be hidden_size / num_attention_heads = "
+            f"{shape.width} / {shape.num_heads}"
+        )
     return shape
 
 
 def export(path: Source, out: Path) -> None:
-    """Write the newest whole checkpoint of a GPT as a folder that transformers.LlamaForCausalLM loads.
+    """Write the newest undamaged checkpoint of a GPT as a folder that transformers.LlamaForCausalLM loads.
 
-    The weights do not tell the number of heads, so the run's config.json must be where the run has it.
+    The number of heads is not in the weights, so this reads the run's config.json, in the run's folder.
 
     Args:
         path: a run's folder, or one of its checkpoints.
@@ -118,7 +125,9 @@ def export(path: Source, out: Path) -> None:
             embedding = tensors["embed.weight"]
             shape = gpt.Shape(len(embedding), **{key: args[key] for key in SIZES})
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{folder} must be of a GPT, and {file} tell its number of heads: {error!r}") from error
+            raise UserError(
+                f"{folder} must be a checkpoint of a GPT, with its number of heads in {file}: {error!r}"
+            ) from error
         tensors = renamed(tensors, names(shape))
         config = to_config(shape, args.get("seq_len", 2048), str(embedding.dtype).removeprefix("torch."))
         partial.mkdir()
@@ -132,7 +141,7 @@ def import_(path: Source, out: Path) -> None:
 
     Args:
         path: the folder.
-        out: the folder to create; its config.json, for --config, has the sizes of the model.
+        out: the folder to create, for --resume; its config.json, for --config, has the model's sizes.
     """
     with beside(out) as partial:
         file = path / "config.json"
@@ -140,16 +149,18 @@ def import_(path: Source, out: Path) -> None:
             shape = from_config(json.loads(file.read_text()))
             ours = {theirs: name for name, theirs in names(shape).items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{file} is not the config.json of a Llama: {error!r}") from error
+            raise UserError(f"{file} is not a Llama's config.json: {error!r}") from error
         found = read(*(sorted(path.glob("model*.safetensors")) or [path / "model.safetensors"]))
-        found = {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}  # computed
+        # Our model computes the rotary frequencies itself.
+        found = {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}
         tensors = renamed(found, ours)
         flags = {key: getattr(shape, key) for key in SIZES}
         write_start(partial, tensors, path.name)
         (partial / "config.json").write_text(json.dumps({"args": flags}, indent=1))
-    told = ", ".join(f"{key} {value}" for key, value in flags.items())
-    print(f"{out}: {len(tensors)} tensors; {told}, vocabulary {shape.vocab_size}")
-    print(f"train from them: recipes/ddp_gpt --resume {out} --config {out}/config.json --seq-len N --tokenizer FILE")
+    sizes = ", ".join(f"{key} {value}" for key, value in flags.items())
+    print(f"{out}: {len(tensors)} tensors; {sizes}, vocabulary {shape.vocab_size}")
+    flags_line = f"--resume {out} --config {out}/config.json --seq-len N --tokenizer FILE"
+    print(f"to train from them: bash launch/torchrun.sh recipes/ddp_gpt {flags_line}")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What the recipes train, and on what: models, data sets, environments. How a run is run is one folder up."""
+"""The models, data sets and environments of the recipes; the plumbing of a run is one folder up."""

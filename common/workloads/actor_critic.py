@@ -10,20 +10,20 @@ from torch.distributions import Categorical, Independent, Normal
 
 
 class ActorCritic(nn.Module):
-    """From observations to the parameters of a distribution over actions, and to the value of the state.
+    """Maps observations to the parameters of a distribution over actions, and to the value of the state.
 
-    Weights start orthogonal, biases at 0, and the last layer of the policy small, so that all actions begin about as
+    Weights start orthogonal, biases at 0, and the policy's last layer small, so that all actions start about equally
     likely (Huang et al. 2022, https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/, 2).
     """
 
     def __init__(self, shape: tuple[int, ...], num_outputs: int, continuous: bool, width: int, batch_norm: bool):
-        """Build it with random weights.
+        """Build the networks with random weights.
 
         Args:
-            shape: of an observation, (num_features,), or (channels, side, side) of an image.
-            num_outputs: actions to choose from; if continuous, numbers in one.
-            continuous: whether actions are vectors; their deviations are parameters, the same in every state.
-            width: of the hidden layers.
+            shape: shape of an observation: (num_features,), or (channels, side, side) for an image.
+            num_outputs: number of actions to choose from; if continuous, length of an action vector.
+            continuous: whether actions are vectors; their standard deviations are parameters, the same in every state.
+            width: units of a hidden layer.
             batch_norm: whether a BatchNorm follows each hidden layer.
         """
         super().__init__()
@@ -41,7 +41,7 @@ class ActorCritic(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, observations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """From observations (B, ...) to what `distribution` takes, and values (B,)."""
+        """Map observations (B, ...) to the outputs that `distribution` takes, and to values (B,)."""
         features = self.trunk(observations)
         return self._policy(features), self.critic(features).squeeze(-1)
 
@@ -50,31 +50,31 @@ class ActorCritic(nn.Module):
         return outputs if self.log_std is None else torch.cat([outputs, self.log_std.expand_as(outputs)], dim=-1)
 
     def inputs(self, observations: np.ndarray) -> torch.Tensor:
-        """Observations in the model's type and on its device; bytes become numbers up to 1."""
+        """Convert observations to the model's type and device; bytes are scaled to [0, 1]."""
         like = next(self.parameters())
         return torch.from_numpy(observations).to(like) / (255 if observations.dtype == np.uint8 else 1)
 
     @torch.no_grad()
     def act(self, observations: np.ndarray, noise: np.ndarray | None = None) -> np.ndarray:
-        """Draw actions by uniform noise (B, num_outputs), or take the likeliest ones without."""
+        """Draw actions from uniform noise (B, num_outputs); without noise, take the most likely ones."""
         outputs = self._policy(self.trunk(self.inputs(observations))).cpu()
         mean, log_std = outputs.chunk(2, dim=-1) if self.log_std is not None else (outputs, None)
         if noise is None:
             return (mean.argmax(-1) if log_std is None else mean).numpy()
         uniform = torch.from_numpy(noise)
-        if log_std is not None:  # in float64 and above 0: where it is 0, or rounded to 1, an action would be infinite
+        if log_std is not None:  # in float64 and above 0: noise of 0, or rounded to 1, would give an infinite action
             normal = torch.special.ndtri(uniform.clamp(min=2.0**-54))
             return (mean + log_std.exp() * normal.to(mean)).numpy()
         return (mean - uniform.to(mean).log().neg().log()).argmax(-1).numpy()  # Gumbel's noise: a draw from the softmax
 
 
 def normalised(layer: nn.Module, size: int, batch_norm: Any, activation: nn.Module) -> list[nn.Module]:
-    """A layer, the BatchNorm of this type if any, whose running statistics are means over all batches, and the rest."""
+    """A layer, optionally a BatchNorm (its running statistics are means over all batches), and an activation."""
     return [layer, *([batch_norm(size, momentum=None)] if batch_norm else []), activation]
 
 
 def perceptron(num_features: int, width: int, batch_norm: bool) -> nn.Sequential:
-    """Two hidden layers."""
+    """A network of two hidden layers."""
     norm = nn.BatchNorm1d if batch_norm else None
     first, second = (nn.Linear(size, width, bias=not batch_norm) for size in (num_features, width))
     return nn.Sequential(*normalised(first, width, norm, nn.Tanh()), *normalised(second, width, norm, nn.Tanh()))
@@ -92,7 +92,7 @@ def convolutions(shape: tuple[int, ...], width: int, batch_norm: bool) -> nn.Seq
 
 
 def distribution(outputs: torch.Tensor, continuous: bool) -> Categorical | Independent:
-    """Of actions, from logits (B, A), or, if continuous, from means and logarithmic deviations, (B, 2 * A)."""
+    """Distribution of actions from logits (B, A); if continuous, from means and log standard deviations (B, 2 * A)."""
     if not continuous:
         return Categorical(logits=outputs, validate_args=False)
     mean, log_std = outputs.chunk(2, dim=-1)

@@ -1,4 +1,4 @@
-"""Random crops and mirror images of whole batches; each sample's randomness is handed in, nothing is drawn here."""
+"""Random crops and mirror images of whole batches. Callers pass each sample's random numbers; none are drawn here."""
 
 import numpy as np
 import torch
@@ -6,24 +6,24 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 
 def crop_padded(images: torch.Tensor, draws: np.ndarray) -> torch.Tensor:
-    """Pad by an eighth with zeros and crop back at random, each sample at its own place, in one gather.
+    """Pad by an eighth with zeros and crop back to size, each sample at its own random place, in one gather.
 
     This is He et al.'s augmentation for CIFAR (2015, section 4.2, https://arxiv.org/abs/1512.03385):
     4 pixels around 32.
 
     Args:
         images: (b, C, H, W) uint8.
-        draws: (b, 2) in [0, 1); place of the crop from top and left.
+        draws: (b, 2) in [0, 1); position of the crop from the top and from the left.
 
     Returns:
         (b, C, H, W) uint8.
     """
-    from torchvision.transforms.v2 import functional as tv  # 2 s that others need not wait
+    from torchvision.transforms.v2 import functional as tv  # 2 s of import, which other recipes do not need
 
     height, width = images.shape[-2:]
     pad = max(1, height // 8)
     top, left = (draws * (2 * pad + 1)).astype(np.int64).T
-    # (b, C, 2 pad + 1, 2 pad + 1, H, W): a view of every possible crop; the gather copies one of each sample.
+    # (b, C, 2 pad + 1, 2 pad + 1, H, W): a view of every possible crop; the gather copies one per sample.
     # NumPy copies whole rows where torch's indexing copies single bytes, which is four times as fast.
     crops = sliding_window_view(tv.pad(images, [pad]).numpy(), (height, width), axis=(2, 3))
     return torch.from_numpy(crops[np.arange(len(images)), :, top, left])
@@ -66,7 +66,7 @@ def crop_center(image: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def mirror(images: torch.Tensor, draws: np.ndarray) -> torch.Tensor:
-    """Mirror the half of the images (b, C, H, W) whose draw (b,) in [0, 1) is below 0.5, in place."""
+    """Mirror, in place, the images (b, C, H, W) whose draw (b,) in [0, 1) is below 0.5."""
     from torchvision.transforms.v2 import functional as tv
 
     chosen = torch.from_numpy(np.flatnonzero(draws < 0.5))

@@ -1,8 +1,8 @@
-"""gymnasium environments whose episodes can be told again, on any number of ranks.
+"""gymnasium environments whose episodes can be replayed, on any number of ranks.
 
-An episode is a function of (seed, stream, environment, episode) and of its actions: the generators of an
-environment are seeded at each reset. So a checkpoint holds the number of the episode and the actions since it
-began, which every kind of environment has, and a resumed run plays them again.
+An episode is a function of (seed, stream, environment, episode) and of its actions, because each reset seeds the
+environment's generators. So a checkpoint holds the number of the episode and the actions since it began, and a resumed
+run replays them; this works for every kind of environment.
 """
 
 import time
@@ -19,10 +19,10 @@ Act = Callable[[np.ndarray], np.ndarray]  # observations (n, ...) to actions (n,
 
 
 def make(name: str, **how: Any) -> Any:
-    """One environment; a game of Atari comes with the preprocessing of Machado et al. 2018 (arxiv.org/abs/1709.06009).
+    """Make one environment; Atari games get the preprocessing of Machado et al. 2018 (arxiv.org/abs/1709.06009).
 
     Raises:
-        UserError: it is not known, not installed, or not of a kind that can be used.
+        UserError: gymnasium does not know it, a package is missing, or its spaces are not supported.
     """
     atari = name.startswith("ALE/")
     try:
@@ -34,13 +34,13 @@ def make(name: str, **how: Any) -> Any:
             import cv2  # noqa: F401 (AtariPreprocessing needs it)
 
             gymnasium.register_envs(ale_py)
-            how |= {"frameskip": 1, "max_episode_steps": 108_000}  # half an hour; skipping is the wrapper's
+            how |= {"frameskip": 1, "max_episode_steps": 108_000}  # half an hour; the wrapper skips frames
     except ModuleNotFoundError as error:
         extra = "'gymnasium[atari]' opencv-python-headless" if atari else "'gymnasium>=1.2'"
         raise UserError(f"--env {name} needs pip install {extra} ({error})") from error
     try:
         env = gymnasium.make(name, disable_env_checker=True, **how)
-        if "render_mode" in how:  # which may need a package of its own
+        if "render_mode" in how:  # rendering may need another package
             _ = env.reset(), env.render()
     except (gymnasium.error.Error, ImportError) as error:
         raise UserError(f"--env {name}: {error}") from error
@@ -52,16 +52,18 @@ def make(name: str, **how: Any) -> Any:
     vectors = isinstance(actions, spaces.Box) and len(actions.shape) == 1
     if not (isinstance(observations, spaces.Box) and (atari or len(observations.shape) == 1) and (numbered or vectors)):
         raise UserError(
-            f"--env {name} has observations {observations} and actions {actions}: this recipe takes vectors, images "
-            "of Atari's games, and actions that are vectors or numbered from 0"
+            f"--env {name} has observations {observations} and actions {actions}: use an environment whose "
+            "observations are vectors or Atari images, and whose actions are vectors or numbered from 0"
         )
     if env.spec is None or env.spec.max_episode_steps is None:
-        raise UserError(f"--env {name} has no limit of steps, so what a checkpoint holds of an episode has none")
+        raise UserError(
+            f"--env {name} has no limit on an episode's steps, which checkpoints need: use one with max_episode_steps"
+        )
     return env
 
 
 def share(num_envs: int, rollout_steps: int, batch: int, dp_rank: int, dp_size: int) -> tuple[np.ndarray, int]:
-    """Numbers of the environments of this dp_rank, a run of them, and the samples of a rollout, in whole batches.
+    """Numbers of this dp rank's environments (consecutive), and the samples of a rollout (whole batches).
 
     Raises:
         UserError: the numbers do not divide.
@@ -69,11 +71,11 @@ def share(num_envs: int, rollout_steps: int, batch: int, dp_rank: int, dp_size: 
     samples = num_envs * rollout_steps
     if num_envs % dp_size:
         better = -(-num_envs // dp_size) * dp_size
-        raise UserError(f"--num-envs {num_envs} does not divide by {dp_size} ranks: {better} would")
+        raise UserError(f"--num-envs {num_envs} does not divide by {dp_size} ranks: use {better}")
     if batch % num_envs or samples % batch:
         raise UserError(
             f"--global-batch-size {batch} must be a multiple of --num-envs {num_envs} and divide the {samples} samples "
-            f"of --rollout-steps {rollout_steps}: {samples} would do"
+            f"of a rollout (--num-envs x --rollout-steps {rollout_steps}): {samples} does both"
         )
     return np.arange(num_envs).reshape(dp_size, -1)[dp_rank], samples
 
@@ -82,19 +84,19 @@ class Environments:
     """Some environments, stepped together.
 
     Attributes:
-        index: (n,) number of each among those of all ranks.
-        observations: (n, ...) what the next actions answer to.
+        index: (n,) number of each environment among those of all ranks.
+        observations: (n, ...) latest observations, on which the next actions depend.
         continuous: whether actions are vectors (n, num_outputs), not numbers (n,) below num_outputs.
-        ended: sums over the episodes that have ended since `take_ended`.
+        ended: sums over the episodes that have ended since the last `take_ended`.
         wait_s: seconds spent in the environments.
     """
 
     def __init__(self, name: str, index: np.ndarray, *keys: int) -> None:
-        """Make the environments of these numbers; `keys` and the number seed the episodes of each."""
-        made = [make(name) for _ in index]  # or a refusal, also where there is no gymnasium
+        """Make the environments with these numbers; `keys` and its number seed each one's episodes."""
+        made = [make(name) for _ in index]  # raises UserError if gymnasium is missing
         from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-        # Reset by hand: an automatic reset takes the next step, which is then of no episode and no sample.
+        # Reset by hand: an automatic reset would take the place of a step, which would belong to no episode.
         self._vector = SyncVectorEnv([iter(made).__next__] * len(made), autoreset_mode=AutoresetMode.DISABLED)
         self._space, num = made[0].action_space, len(index)
         self.index, self._keys = index, keys
@@ -116,14 +118,14 @@ class Environments:
         self._returns[which] = 0
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Take a step in each, and begin a new episode where one has ended.
+        """Step each environment, and begin a new episode where one has ended.
 
         Args:
-            actions: (n,), or (n, num_outputs) if continuous, of which what is out of bounds is cut off.
+            actions: (n,), or (n, num_outputs) if continuous; these are clipped to the action space.
 
         Returns:
-            (n,) rewards, whether the episode ended, and whether it did so by its own rules, not by the limit of steps;
-            and what the step led to, (n, ...).
+            Rewards, whether the episode ended, and whether it terminated rather than reached the step limit, all (n,);
+            and the observations after the step, before any reset, (n, ...).
         """
         began = time.perf_counter()
         if self.continuous:
@@ -149,21 +151,21 @@ class Environments:
         return {"rl/return": float(sums[0] / sums[2]), "rl/length": float(sums[1] / sums[2])} if sums[2] else {}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Where the environments of all ranks are, by number, whatever the number of ranks (all ranks)."""
+        """State of all ranks' environments, ordered by their number, for a checkpoint (all ranks)."""
         found = {}
         mine = {"episodes": self._episodes, "lengths": self._lengths, "actions": self._actions}
         for name, array in (mine | {"observations": self.observations}).items():
             local = torch.from_numpy(array)
-            whole = local.new_empty(dist.get_world_size() * len(local), *local.shape[1:])
-            dist.all_gather_into_tensor(whole, local)
-            found[f"rollout.{name}"] = whole
+            gathered = local.new_empty(dist.get_world_size() * len(local), *local.shape[1:])
+            dist.all_gather_into_tensor(gathered, local)
+            found[f"rollout.{name}"] = gathered
         return found
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Play the episodes again, from their beginning to where `tensors` has them (all ranks).
+        """Replay the current episodes up to the state in `tensors` (all ranks).
 
         Raises:
-            UserError: that does not lead to the same observations.
+            UserError: a replay does not give the same observations.
         """
         parts = {name: value.numpy()[self.index] for name, value in tensors.items() if name.startswith("rollout.")}
         self._episodes = parts["rollout.episodes"]
@@ -178,8 +180,8 @@ class Environments:
         dist.all_reduce(same, dist.ReduceOp.MIN)
         if not same:
             raise UserError(
-                "an environment does not play an episode again as it was: it is of another version, or it cannot be "
-                "continued at all; give another --name to start over"
+                "replaying the checkpoint's episodes gave other observations: --env has another version than at the "
+                "save, or is not deterministic. To start over, use another --name"
             )
 
 
@@ -198,7 +200,7 @@ def play_once(name: str, index: np.ndarray, act: Act, *keys: int) -> dict[str, t
 
 
 def film(env: Any, act: Act, key: int) -> np.ndarray:
-    """Up to 32 frames, (N, H, W, 3), of environment 0 in an evaluation with this seed; `env` is made to be rendered."""
+    """Render environment 0 of an evaluation with this seed: up to 32 frames, (N, H, W, 3); `env` has a render mode."""
     frames: list[Any] = []
     every = 1  # steps between frames
     time_step = 0

@@ -1,6 +1,7 @@
 """A decoder-only transformer of the Llama family: RMSNorm, rotary positions, SwiGLU, grouped heads, no biases.
 
-Every part can be missing, so that a strategy may deal the layers out: names stay, and each computes what it has.
+Every part is optional, so that a strategy can divide the layers over ranks: their names stay the same, and each rank
+computes the parts it has.
 """
 
 import dataclasses
@@ -17,20 +18,20 @@ INIT_STD = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a model."""
+    """Sizes of a model, and constants of its layers."""
 
     vocab_size: int
     num_layers: int
-    num_heads: int  # of the queries
+    num_heads: int  # query heads
     width: int  # of the residual stream
-    num_kv_heads: int = 0  # heads of keys and values; 0 for as many as of the queries
-    mlp_width: int = 0  # of the hidden layer in each MLP; 0 for 8/3 of `width`, rounded up to a multiple of 64
-    tied: bool = False  # whether the output layer is the embedding
+    num_kv_heads: int = 0  # key and value heads; 0 for num_heads
+    mlp_width: int = 0  # hidden units of each MLP; 0 for 8/3 of `width`, rounded up to a multiple of 64
+    tied: bool = False  # whether the output layer shares the embedding's weights
     rope_base: float = 10_000.0  # longest wavelength of the rotary positions, as a multiple of 2 pi tokens
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        """Fill in what follows from the rest, and refuse sizes that do not divide."""
+        """Fill in the default sizes, and refuse sizes that do not divide."""
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "mlp_width", self.mlp_width or -(-8 * self.width // (3 * 64)) * 64)
         if self.width % (2 * self.num_heads):
@@ -40,7 +41,7 @@ class Shape:
 
 
 def rotate(x: torch.Tensor, base: float) -> torch.Tensor:
-    """Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), in halves, as Llama's files want.
+    """Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), in halves, as in Llama's files.
 
     Args:
         x: (B, heads, T, D); the first and the second half of D are the parts of D / 2 complex numbers.
@@ -57,7 +58,7 @@ def rotate(x: torch.Tensor, base: float) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention. The number of heads is that of the weights: a rank may hold some of them."""
+    """Causal self-attention. The weights' shapes decide the number of heads, because a rank may hold only some."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer; each half reads the residual stream through a norm, and adds to it."""
+    """One layer: attention and MLP each read the residual stream through a norm, and add their result to it."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -122,7 +123,7 @@ class GPT(nn.Module):
     def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Logits (B, T, vocab_size) of tokens (B, T), or with targets (B, T) the loss of each sequence, (B,).
 
-        A part without the embedding takes, and one without the last norm returns, the stream (B, T, C) in between.
+        A part without the embedding takes the residual stream (B, T, C); a part without the last norm returns it.
         """
         if not x.is_floating_point():
             assert self.embed is not None
@@ -137,7 +138,7 @@ class GPT(nn.Module):
         return logits if targets is None else sequence_losses(logits, targets)
 
     def initial(self, name: str, size: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Initial value of a parameter: normal, and narrower where a layer adds to the stream (Radford et al. 2019)."""
+        """Initial value of a parameter: normal, narrower if its layer adds to the stream (Radford et al. 2019)."""
         if name.endswith("norm.weight"):
             return torch.ones(size)
         adds = name.endswith(("attention.output.weight", "mlp.down.weight"))
@@ -146,7 +147,7 @@ class GPT(nn.Module):
 
 
 def sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of each sequence in nats, (B,), of logits (B, T, V); a target of -100 counts as 0."""
+    """Mean cross-entropy of each sequence in nats, (B,), from logits (B, T, V); targets of -100 count as loss 0."""
     float_logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(float_logits, targets.flatten(), reduction="none").view(targets.shape).mean(1)
 

@@ -1,4 +1,4 @@
-"""Labelled images: the built-in digits, or whatever `datasets.load_dataset` reads, as whole augmented batches."""
+"""Labelled images as whole augmented batches: the built-in digits, or any set that `datasets.load_dataset` reads."""
 
 import dataclasses
 import hashlib
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 DIGITS = Path(__file__).parent / "digits.parquet"
-SMALL = 64  # pixels; sets of images up to this side are decoded once and kept in memory
-MEMORY_BYTES = 2**30  # unless they take more than this
+SMALL = 64  # pixels; images up to this side are decoded once and kept in memory
+MEMORY_BYTES = 2**30  # unless the set takes more memory than this
 CROP = 224  # pixels; larger images are cropped to this side
 
 
 @dataclass(frozen=True)
 class Images:
-    """One split: either `pixels` holds all of it, or `rows` is decoded batch by batch.
+    """One split: either `pixels` holds all images, or `rows` is decoded batch by batch.
 
     Attributes:
         labels: (N,) int64.
-        class_names: the meaning of each label.
+        class_names: name of each label.
         channels: 1 or 3.
         size: side of the images that `read` returns, in pixels.
         pixels: (N, C, H, W) uint8, or None.
         rows: one column of encoded images, or None.
-        train: whether a sample looks different in each epoch.
+        train: whether samples are augmented, differently in each epoch.
         flip: whether half of the training images are mirrored.
-        run_seed: with the epoch and the index of a sample, decides how it looks.
+        run_seed: decides the augmentation, with the epoch and the index of a sample.
     """
 
     labels: torch.Tensor
@@ -54,7 +54,7 @@ class Images:
 
     @property
     def sample_units(self) -> dict[str, int]:
-        """What a sample counts as, for rates: nothing but a sample."""
+        """Units in a sample, for rates: none besides the sample."""
         return {}
 
     def digest(self) -> str:
@@ -66,11 +66,11 @@ class Images:
         return digest.hexdigest()[:16]
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """What an evaluation shows, of its means."""
+        """Metrics of an evaluation to show: its means."""
         return means
 
     def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images (b, C, H, W) uint8 and labels (b,) int64 of the samples at `indices`, as they look in `epochs`."""
+        """Images (b, C, H, W) uint8 and labels (b,) int64 of the samples at `indices`, augmented as in `epochs`."""
         draws = seed.uniform(self.run_seed, seed.AUGMENT, epochs[:, None], indices[:, None], np.arange(5))
         if self.pixels is not None:
             images = self.pixels.index_select(0, torch.from_numpy(indices))
@@ -92,22 +92,25 @@ def load(name: str, run_seed: int, flip: bool) -> tuple[Images, Images]:
     """Read a training and a validation split.
 
     Args:
-        name: "digits" (built in), or a folder or hub id for `datasets.load_dataset`; the columns of images
-            and labels are found by their types.
+        name: "digits" (built in), or a folder or hub id for `datasets.load_dataset`, whose columns of images and labels
+            are found by type.
         run_seed: seed of the augmentation.
         flip: mirror half of the training images.
 
     Raises:
-        UserError: nothing is there, it holds no labelled images, or an image cannot be read.
+        UserError: the set is missing, has no labelled images, or has an image that cannot be read.
     """
     train, validation = _load_digits() if name == "digits" else _load_rows(name)
     for split, rows in (("training", train), ("validation", validation)):
-        if (rows.labels < 0).any():  # datasets gives none to a class folder that only one split has
-            raise UserError(f"--data {name}: the {split} split has classes that the other lacks, or one class only")
+        if (rows.labels < 0).any():  # datasets gives no label to a class folder that only one split has
+            raise UserError(
+                f"--data {name}: the {split} split has classes that the other lacks, or only one class; both splits "
+                "need the same class folders"
+            )
     present = train.labels.unique()
     if len(present) < 2:
         only = ", ".join(train.class_names[label] for label in present)
-        raise UserError(f"--data {name}: the training split has one class only ({only}); nothing can be learned")
+        raise UserError(f"--data {name}: the training split has only one class ({only}), and a classifier needs two")
     return dataclasses.replace(train, train=True, flip=flip, run_seed=run_seed), validation
 
 
@@ -133,15 +136,15 @@ def _load_rows(name: str) -> tuple[Images, Images]:
     if not images or not labels:
         found = ", ".join(f"{key} ({type(kind).__name__})" for key, kind in columns.items())
         raise UserError(
-            f"--data {name} needs a column of images and one of class labels, it has: {found}. "
-            "A folder wants one subfolder for each class: train/<class>/*.png"
+            f"--data {name} has no column of images, or none of class labels: {found}. "
+            "In a folder, put each class in a subfolder: train/<class>/*.png"
         )
-    label = max(labels, key=lambda key: columns[key].num_classes)  # of several, the finest
+    label = max(labels, key=lambda key: columns[key].num_classes)  # of several, the one with the most classes
     rows = [
         split.select_columns(images[0]).cast_column(images[0], datasets.Image(decode=False))
         for split in (train, validation)
     ]
-    # One odd image in front must not decide for all: look at some from everywhere.
+    # Decide by 16 images from all over the set: the first one may be unusual.
     shapes = [decode(rows[0], int(i)).shape for i in np.linspace(0, len(rows[0]) - 1, num=16)]
     channels, height, width = (max(sides) for sides in zip(*shapes, strict=True))
     small = max(height, width) <= SMALL and sum(map(len, rows)) * channels * height * width <= MEMORY_BYTES
@@ -166,12 +169,12 @@ def decode(rows: "Dataset", index: int, channels: int = 0, size: tuple[int, int]
 
     Args:
         rows: one column of encoded images.
-        index: which row.
-        channels: 1 for grey, 3 for colour, 0 for what the image has.
-        size: resize to this height and width where they differ.
+        index: number of the row.
+        channels: 1 for grey, 3 for colour, 0 to keep the image's own.
+        size: height and width to resize to.
 
     Raises:
-        UserError: the file or row is no readable image; names it.
+        UserError: the file or row is not a readable image; names it.
     """
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""torchvision's residual networks, with a stem that suits small images."""
+"""Residual networks from torchvision, with a stem for small images."""
 
 from torch import nn
 
@@ -10,9 +10,9 @@ SMALL_IMAGE = 64
 def make_resnet(name: str, in_channels: int, num_classes: int, image_size: int) -> nn.Module:
     """Build a randomly initialised residual network from torchvision.
 
-    The last norm of each residual block starts at zero, so that each block starts as the identity (Goyal
-    et al. 2017, section 5.1). Images up to 64 pixels keep their resolution: a 3x3 stem of stride 1 without
-    max-pooling, as He et al. use for CIFAR-10 (2015, section 4.2, https://arxiv.org/abs/1512.03385).
+    The last norm of each residual block starts at zero, so each block starts as the identity (Goyal et al. 2017,
+    section 5.1). For images up to 64 pixels, the stem is a 3x3 convolution of stride 1 without max-pooling, as in He
+    et al. for CIFAR-10 (2015, section 4.2, https://arxiv.org/abs/1512.03385), which keeps their resolution.
 
     Args:
         name: a residual network of torchvision, such as resnet18, resnet50 or wide_resnet50_2.
@@ -21,7 +21,7 @@ def make_resnet(name: str, in_channels: int, num_classes: int, image_size: int) 
         image_size: side of the square input, in pixels.
 
     Returns:
-        A module from images (B, in_channels, H, W) to logits (B, num_classes).
+        A module that maps images (B, in_channels, H, W) to logits (B, num_classes).
 
     Raises:
         UserError: torchvision has no residual network of that name.
@@ -30,7 +30,7 @@ def make_resnet(name: str, in_channels: int, num_classes: int, image_size: int) 
 
     known = [model for model in models.list_models(module=models) if "resne" in model]
     if name not in known:
-        raise UserError(f"--model {name} is no residual network of torchvision; it has {', '.join(known)}")
+        raise UserError(f"--model {name} is not a residual network of torchvision: use {', '.join(known)}")
     model = models.get_model(name, weights=None, num_classes=num_classes, zero_init_residual=True)
     small = image_size <= SMALL_IMAGE
     if small or in_channels != 3:

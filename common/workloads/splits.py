@@ -1,4 +1,4 @@
-"""A training and a validation split of whatever `datasets.load_dataset` reads: a folder here, or a set of the hub."""
+"""Training and validation splits of any set that `datasets.load_dataset` reads: a local folder, or a set of the hub."""
 
 import os
 from pathlib import Path
@@ -11,19 +11,19 @@ from common import UserError, seed
 if TYPE_CHECKING:
     from datasets import Dataset
 
-HOLD_OUT = 0.1  # share that is held out of a set without a validation split
+HOLD_OUT = 0.1  # share of a set without a validation split that is held out as one
 HUB_TIMEOUT_S = 3.0
 
 
 def load(name: str) -> tuple["Dataset", "Dataset"]:
     """Training and validation rows of a folder or a hub id.
 
-    A set without a validation split holds out the same rows every time, whatever the seed of the run.
+    From a set without a validation split, the same rows are held out every time, whatever the run's seed.
 
     Raises:
-        UserError: nothing is there, or nothing in it can be read.
+        UserError: there is no such folder or set, or it cannot be read.
     """
-    import datasets  # 3 s, which the built-in sets do not need
+    import datasets  # 3 s of import, which the built-in sets do not need
     import huggingface_hub
 
     # launch/torchrun.sh has copied the folder to this machine's own disk.
@@ -32,17 +32,17 @@ def load(name: str) -> tuple["Dataset", "Dataset"]:
     if not folder and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
         raise UserError(f"--data {name}: there is no such folder")
     if not folder and not _hub_answers(name):
-        # The hub's own retries take half a minute to minutes. What its cache holds is read without a network.
+        # Without this, the hub's retries take half a minute or more. Offline mode still reads the local cache.
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     datasets.disable_progress_bars()
     try:
         found = datasets.load_dataset(str(path) if folder else name)
     except Exception as error:
-        what = "nothing in this folder can be read" if folder else "no such folder, and the hub gave nothing"
+        problem = "no file in this folder can be read" if folder else "no such folder, and not found on the hub"
         reason = (str(error).strip() or "no reason given").splitlines()[0]
-        raise UserError(f"--data {name}: {what} ({type(error).__name__}: {reason})") from error
+        raise UserError(f"--data {name}: {problem} ({type(error).__name__}: {reason})") from error
     if "train" not in found:
-        raise UserError(f"--data {name} has no training split, only: {', '.join(found)}")
+        raise UserError(f"--data {name} has no split named train, only {', '.join(found)}")
     train = found["train"]
     for key in ("validation", "val", "test"):
         if key in found:
@@ -53,7 +53,7 @@ def load(name: str) -> tuple["Dataset", "Dataset"]:
 
 
 def _hub_answers(name: str) -> bool:
-    """Whether there is a hub to ask, in seconds: also a "no" is an answer."""
+    """Whether the hub answers within seconds; a refusal counts as an answer."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

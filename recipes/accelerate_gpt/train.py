@@ -1,13 +1,13 @@
-"""Train a GPT through Hugging Face Accelerate: how it is dealt out is a matter of a file, not of this code.
+"""Train a GPT through Hugging Face Accelerate: a config file chooses the strategy, and this code stays the same.
 
 `Accelerator.prepare` puts the model under DistributedDataParallel or FSDP2, as the file says. The rest is ddp_gpt with
-Accelerate's calls in the place of torch's, and with checks: Accelerate rather trains something else than refuse.
+Accelerate's calls in the place of torch's. Where Accelerate became something else than was asked for, the run stops.
 
     what                               cpu.yaml, ddp.yaml    fsdp2.yaml, of N ranks (hsdp.yaml: of those of a group)
     parameters, gradients, optimizer   all, a replica        1/N of each; before `prepare`, all parameters
     batch                              an equal part         an equal part
 
-One step sends what it does in ddp_gpt or fsdp_gpt. An evaluation gathers the losses of all sequences on all ranks.
+One step sends what it does in ddp_gpt or fsdp_gpt.
 
     accelerate launch --config_file recipes/accelerate_gpt/configs/cpu.yaml recipes/accelerate_gpt/train.py
     ACCELERATE_CONFIG=configs/ddp.yaml bash launch/torchrun.sh recipes/accelerate_gpt
@@ -15,22 +15,26 @@ One step sends what it does in ddp_gpt or fsdp_gpt. An evaluation gathers the lo
 
 Measured beside ddp_gpt: docs/accelerate.md. Several GPUs, NCCL, and so fsdp2.yaml and hsdp.yaml as they are: not run.
 
-Base: recipes/ddp_gpt. Open: 0 1 3 4 5 (1 because of --tracker)
+Base: recipes/ddp_gpt. Open: 0 3
 """
 
+import contextlib
 import dataclasses
+import functools
 import os
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, PartialState
+from accelerate import Accelerator, DistributedDataParallelKwargs, ParallelismConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from common import UserError
+from common import UserError, ranks
 from common import checkpoint, cli, data, exits, flops, guard, initial, keymap, metrics, precision, process_group
 from common import run_dir, sampler, schedule, session
 from common.process_group import World
@@ -81,7 +85,6 @@ class Args:
     width: cli.PositiveInt = 192  # of the residual stream
     mlp_width: cli.NonNegativeInt = 0  # of the hidden layer in each MLP; 0 for 8/3 of the width, rounded up to 64
     tied: bool = False  # let the output layer be the embedding
-    tracker: str = "tensorboard"  # where figures go: trackers of Accelerate by name, with commas between them
 
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
@@ -122,73 +125,104 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
 
 def make_mesh(args: Args, world: World) -> DeviceMesh:
     """The ranks and their axes."""
+    make_accelerator(args)  # here, so that it refuses before the data is read
     return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp",))
 
 
-# What Accelerate's environment may hold beside the strategy: the value that is fine, and what decides it here.
-DECIDED = {
-    "ACCELERATE_CONFIG": ("", "launch/torchrun.sh, which reads that file"),
-    "ACCELERATE_DYNAMO_BACKEND": ("no", "--compile"),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "--micro-batch-size"),
-    **dict.fromkeys(("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"), ("false", "configs/fsdp2.yaml")),
-    "FSDP_OFFLOAD_PARAMS": ("false", "more GPUs"),
-    "FSDP_VERSION": ("2", "fsdp_version: 2"),
-    "PARALLELISM_CONFIG_TP_SIZE": ("1", "recipes/tensor_gpt"),
-    **dict.fromkeys(("PARALLELISM_CONFIG_CP_SIZE", "PARALLELISM_CONFIG_SP_SIZE"), ("1", "a shorter --seq-len")),
-}
-# What Accelerate's launcher, or launch/strategy.py, has made of the file.
-ENV = {
-    key: value for key, value in os.environ.items() if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))
-}
+def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
+    """Which part of each batch this rank reads, of how many."""
+    return mesh.get_local_rank("dp"), mesh.size()
 
 
-def make_accelerator(args: Args, world: World, path: Path, dtype: torch.dtype) -> Accelerator:
-    """Accelerate as its launcher's environment wants it, or a refusal where something else would come of it."""
-    mixed, on_cpu = "bf16" if dtype == torch.bfloat16 else "no", world.device.type == "cpu"
-    sharded = ENV.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    decided = DECIDED | {"ACCELERATE_MIXED_PRECISION": (mixed, "--dtype")}
-    decided |= {} if sharded else {"PARALLELISM_CONFIG_DP_SHARD_SIZE": ("1", "distributed_type: FSDP")}
-    decided |= {} if on_cpu else {"ACCELERATE_USE_CPU": ("false", "CUDA_VISIBLE_DEVICES= in front of the command")}
-    for name, (fine, instead) in decided.items():
-        if ENV.get(name, "no").lower() not in ("no", fine):
-            raise UserError(f"{name}={ENV[name]}, of Accelerate's file, is not what is done here: use {instead}")
-    state = PartialState(cpu=on_cpu)  # else ranks that torchrun starts without a GPU believe that they are alone
-    left_alone = world.size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ and "ACCELERATE_MIXED_PRECISION" in ENV
-    several = "several, as MASTER_PORT says" if left_alone and "MASTER_PORT" in os.environ else str(world.size)
-    if (asked := ENV.get("ACCELERATE_CONFIG_PROCESSES", several)) != str(state.num_processes):
-        there = f"Accelerate has {state.num_processes} of the processes, asked for were {asked}"
-        raise UserError(f"{there}: configs/cpu.yaml starts two on a CPU; for launch/torchrun.sh set NPROC_PER_NODE")
-    if sharded and state.distributed_type in ("NO", "MULTI_CPU"):
-        raise UserError("Accelerate's file asks for FSDP: on a CPU plain DDP would come of it; recipes/fsdp_gpt shards")
-    # Its own policy would add up gradients, and return losses, in bfloat16.
-    policy = MixedPrecisionPolicy(torch.bfloat16 if mixed == "bf16" else None, precision.param_dtype(dtype))
-    trackers = set(args.tracker.split(",")) - {"", "tensorboard"}  # `log.Run` writes TensorBoard's events
+def require(what: str, found: Any, wanted: Any, instead: str) -> None:
+    """Stop where Accelerate has become something else than this run was asked for."""
+    if found != wanted:
+        raise UserError(f"Accelerate's {what} is {found}, not {wanted}: {instead}")
+
+
+@functools.cache
+def make_accelerator(args: Args) -> Accelerator:
+    """Accelerate as its launcher's environment sets it up, compared with what was asked for (all ranks).
+
+    Raises:
+        UserError: Accelerate refuses its config file, or has become something else; names both, and what to use.
+    """
+    env = {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))}
+    ranks.check_same(accelerate=env)  # else one rank could build FSDP2, and another one DDP
+    world: Any = process_group.joined
+    dtype = precision.compute_dtype(args.dtype, world.device)
+    processes = env.get("ACCELERATE_CONFIG_PROCESSES", str(world.size))
+    if "ACCELERATE_MIXED_PRECISION" in env:  # of `accelerate launch`, which does not pass on its file's name
+        os.environ.setdefault("LAUNCHED_AS", f"accelerate launch --config_file FILE {shlex.quote(__file__)}")
+        if world.size == 1 and "MASTER_PORT" in os.environ and "RANK" not in os.environ:
+            processes = "several"  # on a CPU it prepares the environment of several processes, and starts one
+    kinds = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+    sharded = any(env.get(f"ACCELERATE_USE_{kind}", "").lower() == "true" for kind in kinds)
+    require("config file", env.get("ACCELERATE_CONFIG", "none"), "none", "only launch/torchrun.sh and slurm.sh read it")
     try:
-        accelerator = Accelerator(
-            mixed_precision=mixed,
-            fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy=policy) if sharded else None,
-            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-            log_with=sorted(trackers) or None,
-            project_dir=path,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"Accelerate refuses its file, or --tracker {args.tracker}: {error}") from error
-    if missing := trackers - set(map(str, accelerator.log_with)):
-        raise UserError(f"--tracker {', '.join(missing)} is not installed, and Accelerate would leave it out")
-    assert accelerator.is_fsdp2 == (accelerator.distributed_type == "FSDP") == sharded, accelerator.distributed_type
+        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+        # Without `cpu`, ranks without a GPU would believe that they are alone.
+        accelerator: Any = Accelerator(cpu=world.device.type == "cpu", kwargs_handlers=[ddp])
+        sizes = accelerator.parallelism_config or ParallelismConfig()  # or what the environment asks for in vain
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"Accelerate refuses its config file (configs/cpu.yaml trains without GPUs): {error}"
+        ) from error
+    require("num_processes", str(accelerator.num_processes), processes, "use configs/cpu.yaml, or set NPROC_PER_NODE")
+    require("device", accelerator.device.type, world.device.type, "to train on the CPU, set CUDA_VISIBLE_DEVICES=")
+    became = "FSDP2" if accelerator.is_fsdp2 else accelerator.distributed_type.value
+    require("strategy", became, "FSDP2" if sharded else became, "use configs/fsdp2.yaml on GPUs, or recipes/fsdp_gpt")
+    split = sizes.non_data_parallel_size
+    require("tp_size x cp_size x sp_size", split, 1, "use recipes/tensor_gpt, or a shorter --seq-len")
+    require("dynamo_backend", accelerator.state.dynamo_plugin.backend.value, "NO", "use --compile")
+    require("gradient_accumulation_steps", accelerator.gradient_accumulation_steps, 1, "use --micro-batch-size")
+    if accelerator.mixed_precision != "no":  # with which `forward` decides alone
+        computes = "bf16" if dtype == torch.bfloat16 else "no"
+        require("mixed_precision", accelerator.mixed_precision, computes, f"--dtype {args.dtype} decides it")
+    if accelerator.is_fsdp2:
+        plugin = accelerator.state.fsdp_plugin
+        require("CPU offload", isinstance(plugin.cpu_offload, CPUOffloadPolicy), False, "use more GPUs")
+        # Its own policy would add up gradients, and return losses, in bfloat16.
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(dtype, precision.param_dtype(dtype))
+    else:
+        require("dp_shard_size", sizes.dp_shard_size, 1, "only distributed_type: FSDP shards")
     return accelerator
 
 
-def parallelize(args: Args, accelerator: Accelerator, model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    """Put the plain model on its device and, with its optimizer, under the strategy."""
-    model = initial.materialize(model, args.seed, accelerator.device, precision.param_dtype(dtype))
-    return accelerator.prepare(model, make_optimizer(args, model))
+def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """Put the plain model on its device and under the strategy, which Accelerate's file has chosen."""
+    dtype = precision.compute_dtype(args.dtype, device)
+    model = initial.materialize(model, args.seed, device, precision.param_dtype(dtype))
+    # FSDP2 wants an optimizer beside the model. Main makes its own, of the parameters that come of this.
+    model, _ = make_accelerator(args).prepare(model, make_optimizer(args, model))
+    return model
 
 
-def clip_gradients(args: Args, accelerator: Accelerator, model: nn.Module) -> torch.Tensor:
+def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], dp_size: int) -> metrics.Sums:
+    """Forward and backward passes of a step's micro-batches; only the last backward pass sends gradients."""
+    accelerator = make_accelerator(args)
+    sums: metrics.Sums = {}
+    for batch in batches:
+        with contextlib.nullcontext() if batch.last else accelerator.no_sync(model):
+            batch_sums = forward(args, model, batch)
+            # The mean over the samples of the whole step; DDP averages over dp_size ranks, which this undoes.
+            accelerator.backward(batch_sums["loss"] * (dp_size / batch.step_samples))
+        sums = metrics.add(sums, batch_sums)
+    return sums
+
+
+def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metrics.Sums:
+    """Forward passes of an evaluation."""
+    sums: metrics.Sums = {}
+    for batch in batches:
+        sums = metrics.add(sums, forward(args, model, batch))
+    return sums
+
+
+def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     """Clip to the global gradient norm, (), and return it; of parts, if the ranks hold parts."""
-    norm: Any = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
-    return norm.full_tensor() if accelerator.is_fsdp2 else norm
+    norm: Any = make_accelerator(args).clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 # --- 4 Step -----------------------------------------------------------------------------------------------

@@ -23,16 +23,17 @@ Base: recipes/ddp_gpt. Open: 0 1 3
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from common import checkpoint, cli, data, exits, flops, guard, initial, keymap, metrics, precision, process_group
 from common import run_dir, sampler, schedule, session
@@ -141,12 +142,12 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     """Put the plain model on its device and under the strategy."""
     dtype = precision.compute_dtype(args.dtype, device)
     model = model.to(precision.param_dtype(dtype))
-    if args.recompute:
-        apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, gpt.Block))
     compute = torch.bfloat16 if dtype == torch.bfloat16 else None  # gathered in it; gradients are added up in float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.param_dtype(dtype))
     axes = mesh["dp_replicate", "dp_shard"] if args.dp_replicate > 1 else mesh["dp_shard"]
     for block in model.blocks.values():
+        if args.recompute:
+            block.forward = functools.partial(recomputed, block.forward, use_reentrant=False)
         fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=args.reshard_after_forward)
     fully_shard(model, mesh=axes, mp_policy=policy, reshard_after_forward=False)  # what is left: used first and last
     return initial.materialize(model, args.seed, device, precision.param_dtype(dtype))

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.optim import Optimizer
 
-from common import UserError
+from common import UserError, private_api
 from common import checkpoint, cli, data, exits, flops, guard, initial, keymap, metrics, precision, process_group
 from common import run_dir, sampler, schedule, session
 from common.process_group import World
@@ -154,8 +154,7 @@ class Pipeline(nn.Module):
 
     def compile(self) -> None:
         """Compile each stage on its own."""
-        # Zero-bubble schedules go back through a compiled graph twice: the first time must not free its buffers.
-        torch._functorch.config.donated_buffer = False
+        private_api.keep_compiled_activations()  # zero-bubble schedules go back through a compiled graph twice
         for stage in self.stages.values():
             stage.compile()
 

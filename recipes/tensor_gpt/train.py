@@ -22,20 +22,22 @@ Base: recipes/fsdp_gpt. Open: 0 1 3
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from common import checkpoint, cli, data, exits, flops, guard, initial, keymap, metrics, precision, process_group
 from common import run_dir, sampler, schedule, session
+from common import private_api
 from common.process_group import World
 from common.workloads import gpt, text
 
@@ -131,7 +133,7 @@ def make_mesh(args: Args, world: World) -> DeviceMesh:
     sizes = {"--num-heads": args.num_heads, "--num-kv-heads": shape.num_kv_heads, "--mlp-width": shape.mlp_width}
     cli.check_divides("--tp", args.tp, {"the number of ranks": world.size, "--seq-len": args.seq_len} | sizes)
     mesh = init_device_mesh(world.device.type, (world.size // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
-    mesh._flatten("all")  # for norms, in one all-reduce
+    private_api.merge_axes(mesh)  # a norm is one all-reduce, not one for each axis
     return mesh
 
 
@@ -173,13 +175,13 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     dtype = precision.compute_dtype(args.dtype, device)
     model = model.to(precision.param_dtype(dtype))
     slice_matrices(model, mesh["tp"])
-    if args.recompute:
-        apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, gpt.Block))
     compute = torch.bfloat16 if dtype == torch.bfloat16 else None  # gathered in it; gradients are added up in float32
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.param_dtype(dtype))
     axes = mesh["dp"]
     model.compile = lambda: [part.compile() for part in model.modules() if isinstance(part, (gpt.Attention, gpt.Mlp))]
     for block in model.blocks.values():
+        if args.recompute:
+            block.forward = functools.partial(recomputed, block.forward, use_reentrant=False)
         fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=args.reshard_after_forward)
     fully_shard(model, mesh=axes, mp_policy=policy, reshard_after_forward=False)  # what is left: used first and last
     return initial.materialize(model, args.seed, device, precision.param_dtype(dtype))

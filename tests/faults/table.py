@@ -1,10 +1,13 @@
-"""Run the fault matrix and write docs/faults.md: `uv run python -m tests.faults.table [RECIPE ...] [--repeats N]`.
+"""Run the fault matrix and write docs/faults.csv and docs/faults.md: `uv run python -m tests.faults.table`.
 
-Of some recipes only, it takes minutes and replaces their rows; those of the others stay as they were measured.
+The file has a row for each fault and recipe; the page sums it up, and its prose is written by people. With names of
+recipes (`... -m tests.faults.table ddp_gpt fsdp_gpt`) it takes minutes and replaces the rows of those recipes only.
+`--no-run` writes the page again from the file.
 """
 
 import argparse
 import collections
+import csv
 import json
 import os
 import platform
@@ -13,91 +16,156 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from tests.harness import pages
+from tests.harness.runner import RECIPES, ROOT
 
-from tests.harness.runner import RECIPES, ROOT, cpu_name
-
-DOCUMENT = ROOT / "docs" / "faults.md"
-COLUMNS = "fault | recipe | ranks | runs | passes | steps lost | s to notice | s to recover | message"
-INTRO = """# What was done to the recipes, and what came of it
-
-Each row is a fault that `tests/faults` puts into a run of a recipe, with a model of some thousand parameters and three
-steps an epoch: a pass means that it was named or noticed as it should be, and that the run then continued to the same
-losses and the same bits as one without the fault. Seconds to notice count from the fault until every other rank has
-named it, seconds to recover from the command that continues the run (from the fault, where torchrun restarts it) to the
-first step done; where there were several runs, the largest is shown.
-"""
+PAGE, FILE = ROOT / "docs" / "faults.md", ROOT / "docs" / "faults.csv"
+COLUMNS = ("fault", "recipe", "ranks", "runs", "passes", "steps_lost", "notice_s", "recover_s", "message")
+# Of each row of the page: the largest of any recipe.
+SLOWEST = {"steps_lost": "steps lost", "notice_s": "s to notice", "recover_s": "s to recover"}
+Row = dict[str, str]  # by COLUMNS
 
 
 def main() -> None:
-    """Run pytest as often as asked, and write the table."""
+    """Run pytest as often as asked, and write the file and the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(RECIPES)}; default: all")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--no-run", action="store_true", help="write the page from docs/faults.csv as it is")
     args = parser.parse_args()
     if unknown := {*args.recipes} - {*RECIPES}:
         parser.error(f"no recipe: {', '.join(unknown)}")
-    found: dict[tuple[str, str], list[dict[str, Any]]] = collections.defaultdict(list)
+    before = PAGE.read_text()
+    if args.no_run:
+        PAGE.write_text(pages.fill(before, **render(read(FILE), pages.parts(before)["measured"].split("\n\n"))))
+        return
     began = time.monotonic()
-    for _ in range(args.repeats):
+    rows = run(args.recipes, args.repeats)
+    words = [*args.recipes, *([f"--repeats {args.repeats}"] if args.repeats > 1 else [])]
+    measured = [pages.measured(" ".join(["uv run python -m tests.faults.table", *words]), "gloo", began=began)]
+    if args.recipes:
+        rows = replace(read(FILE), rows, args.recipes)
+        measured = [*(line for line in pages.parts(before)["measured"].split("\n\n") if line), *measured]
+    save(rows)
+    PAGE.write_text(pages.fill(before, **render(rows, measured)))
+
+
+def run(recipes: Sequence[str], repeats: int) -> list[Row]:
+    """The rows of these recipes, of all if none is named."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = collections.defaultdict(list)
+    for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder, "rows.jsonl")
-            command = [sys.executable, "-m", "pytest", "-m", "faults", "tests/faults", "-k", " or ".join(args.recipes)]
+            command = [sys.executable, "-m", "pytest", "-m", "faults", "tests/faults", "-k", " or ".join(recipes)]
             subprocess.run(command, cwd=ROOT, env=os.environ | {"FAULTS_RECORD": str(record)}, check=False)
             for line in record.read_text().splitlines():
                 row = json.loads(line)
                 found[row["fault"], row["recipe"]].append(row)
-    words = " ".join([*args.recipes, *([f"--repeats {args.repeats}"] if args.repeats > 1 else [])])
-    measured = [
-        f"`{' '.join(['uv run python -m tests.faults.table', words]).rstrip()}`, {time.strftime('%Y-%m-%d')}, "
-        f"{cpu_name()}, {os.cpu_count()} cores,\nPython {platform.python_version()}, torch {torch.__version__}, gloo; "
-        f"{(time.monotonic() - began) / 60:.0f} minutes."
-    ]
-    rows = [merge(several) for several in found.values()]
-    if args.recipes:
-        before = DOCUMENT.read_text()
-        measured = [*re.findall(r"^`uv run [^`]*`, .*\n.* minutes\.$", before, re.MULTILINE), *measured]
-        kept = [line[2:-2].split(" | ", maxsplit=8) for line in before.splitlines() if line.startswith("| ")]
-        rows += [row for row in kept if row[1] in RECIPES and row[1] not in args.recipes]
-    table = "".join(f"| {' | '.join(row)} |\n" for row in sorted(rows))
-    head = f"| {COLUMNS} |\n|{'---|' * len(COLUMNS.split('|'))}\n"
-    DOCUMENT.write_text("\n\n".join([INTRO.rstrip(), *measured, summary(rows), head + table]))
+    return [merge(several) for several in found.values()]
 
 
-def summary(rows: list[list[str]]) -> str:
-    """How many passed, and what did not or was not run."""
-    runs, passes = (sum(int(row[column]) for row in rows) for column in (3, 4))
-    none = sum(row[3] == "0" for row in rows)
-    cases = f"{len(rows) - none} fault cases; {none} do not apply or were not run"
-    return f"**{passes} of {runs} runs passed**, in {cases}."
-
-
-def merge(several: list[dict[str, Any]]) -> list[str]:
-    """One line of the table from the same fault case, run one or more times."""
+def merge(several: Sequence[dict[str, Any]]) -> Row:
+    """One row from the same fault in the same recipe, run one or more times."""
     first = next((row for row in several if row["passes"] < row["runs"]), several[0])
 
     def largest(key: str, digits: int) -> str:
         values = [row[key] for row in several if row[key] is not None]
         return f"{max(values):.{digits}f}" if values else ""
 
-    return [
-        *(first["fault"], first["recipe"], str(first["ranks"])),
-        *(str(sum(row[key] for row in several)) for key in ("runs", "passes")),
-        *(largest("steps_lost", 0), largest("notice_s", 1), largest("recover_s", 1)),
-        plain(first["message"]),
-    ]
+    merged = {key: str(first[key]) for key in ("fault", "recipe", "ranks")}
+    merged |= {key: str(sum(row[key] for row in several)) for key in ("runs", "passes")}
+    merged |= {"steps_lost": largest("steps_lost", 0)}
+    merged |= {key: largest(key, 1) for key in ("notice_s", "recover_s")}
+    return merged | {"message": plain(first["message"])}
 
 
 def plain(message: str) -> str:
-    """The first line, without what is of this machine or of the table's own syntax."""
+    """The first line, without what is of this machine."""
     line = (message.splitlines() or [""])[0]
     line = re.sub(r"pid \d+", "pid N", line).replace(f"host {platform.node()}", "host H")
     line = re.sub(rf"process \d+ on {re.escape(platform.node())}", "process N on H", line)
-    line = line.replace(f"on {platform.node()}:", "on H:").replace("|", "\\|")
+    line = line.replace(f"on {platform.node()}:", "on H:")
     return line if len(line) <= 160 else f"{line[:157]}..."
+
+
+def replace(rows: Iterable[Row], new: Iterable[Row], recipes: Sequence[str]) -> list[Row]:
+    """All rows, those of these recipes by the new ones; recipes that no longer exist are dropped."""
+    return [*(row for row in rows if row["recipe"] in RECIPES and row["recipe"] not in recipes), *new]
+
+
+def read(file: Path) -> list[Row]:
+    """The rows of the file."""
+    with file.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def save(rows: Iterable[Row], file: Path = FILE) -> None:
+    """Write the file, sorted, so that a later one differs where a result does."""
+    with file.open("w", newline="") as lines:
+        writer = csv.DictWriter(lines, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(sorted(rows, key=lambda row: (row["fault"], row["recipe"])))
+
+
+def render(rows: Sequence[Row], measured: Sequence[str]) -> dict[str, str]:
+    """The parts of the page: how it was measured, the sum, and one table for each kind of fault."""
+    kinds: dict[str, dict[str, dict[str, Row]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
+    for row in sorted(rows, key=lambda row: (row["fault"], row["recipe"])):
+        kind, name = row["fault"].split(": ", 1)
+        kinds[kind][name][row["recipe"]] = row
+    latest = {line.split("`")[1]: line for line in measured}  # of the same command, one line
+    tables = {kind: table(faults) for kind, faults in kinds.items()}
+    return {"measured": "\n\n".join(latest.values()), "sum": summary(rows), **tables}
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How many passed, and what did not or was not run."""
+    runs, passes = (sum(int(row[key]) for row in rows) for key in ("runs", "passes"))
+    out_of_scope = sum(row["message"].startswith("not applicable") for row in rows)
+    ran = sum(row["runs"] != "0" for row in rows)
+    pairs = len({row["fault"] for row in rows}) * len(RECIPES)
+    return (
+        f"**{passes} of {runs} runs passed**, for {ran} of the {pairs} pairs of a fault and a recipe. "
+        f"{out_of_scope} pairs do not apply; {pairs - ran - out_of_scope} were not run."
+    )
+
+
+def table(faults: dict[str, dict[str, Row]]) -> str:
+    """One kind of fault: a line for each fault, a column for each recipe; and folded, what is printed."""
+    recipes = [*RECIPES]
+    heads = ["fault", *("<br>".join(recipe.rsplit("_", 1)) for recipe in recipes), *SLOWEST.values()]
+    lines = [f"| {' | '.join(heads)} |", f"|---|{':-:|' * len(recipes)}{'--:|' * len(SLOWEST)}"]
+    messages = []
+    for name, found in faults.items():
+        marks = [mark(found.get(recipe)) for recipe in recipes]
+        largest = [slowest(found.values(), key) for key in SLOWEST]
+        lines.append(f"| {' | '.join([name, *marks, *largest])} |")
+        messages.append(f"- {name}: `{example(found.values()).replace('`', chr(39))}`")
+    return "\n".join(lines) + "\n\n" + pages.folded("What the terminal says", "\n".join(messages))
+
+
+def mark(row: Row | None) -> str:
+    """What came of one fault in one recipe."""
+    if row is None or row["runs"] == "0":
+        return "–" if row and row["message"].startswith("not applicable") else "not run"
+    if row["passes"] != row["runs"]:
+        return f"✗ {row['passes']}/{row['runs']}"
+    return "✓" if row["runs"] == "1" else f"✓ {row['runs']}"
+
+
+def slowest(rows: Iterable[Row], key: str) -> str:
+    """The largest figure of any recipe, as it was measured."""
+    return max((row[key] for row in rows if row[key]), key=float, default="")
+
+
+def example(rows: Iterable[Row]) -> str:
+    """The message of the first recipe that failed, or else of the first that ran."""
+    order = sorted(rows, key=lambda row: (row["passes"] == row["runs"], row["runs"] == "0"))
+    return order[0]["message"]
 
 
 if __name__ == "__main__":

@@ -1,26 +1,34 @@
-"""Run recipes in real processes, without paying for `import torch` each time.
+"""Run recipes in real processes, without paying for `import torch` and for a process's first steps each time.
 
 A fork server imports torch once; every rank is a fork of it with the environment that torchrun would give,
-joins a real gloo group over TCP and runs the recipe's file as __main__. tests/test_launch.py covers the real
-torchrun.
+joins a real gloo group over TCP and runs the recipe's file as __main__. A rank that ends its training as it should
+is used for the next one (`rerun` says what is put back in between); one that fails is replaced. tests/test_launch.py
+covers the real torchrun.
 """
 
 import ast
+import contextlib
 import functools
+import gc
 import json
 import multiprocessing
+import multiprocessing.util
 import os
 import platform
 import re
 import runpy
+import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from common import run_dir, stop
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
@@ -216,12 +224,58 @@ def run_recipe(
     *flags: str,
     rank_flags: Mapping[int, Sequence[str]] | None = None,
     timeout_s: float = 120.0,
-    meddle: Callable[[list[int]], None] | None = None,
 ) -> Result:
     """Run a recipe (by name, or the path of a train.py) on real ranks; `rank_flags` go to single ranks."""
     path = recipe if isinstance(recipe, Path) else ROOT / "recipes" / recipe / "train.py"
     argv = [[str(path), *flags, *(rank_flags or {}).get(rank, ())] for rank in range(world_size)]
-    return spawn(_run_path, [(str(path), one) for one in argv], timeout_s, meddle)
+    return rerun(run_path, [(str(path), one) for one in argv], timeout_s)
+
+
+class _Rank:
+    """A process that runs one job after the other, each with torchrun's environment."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = _CONTEXT.Pipe()
+        self.process = _CONTEXT.Process(target=_serve, args=(theirs,))
+        self.process.start()
+        theirs.close()
+        self.busy = False
+        self.ended = False  # by itself, and nothing is left in it that the next job would notice
+
+    def begin(self, *job: Any) -> None:
+        self.connection.send(job)
+        self.busy, self.ended = True, False
+
+    def poll(self) -> None:
+        """Look whether the job has ended, or the process has."""
+        with contextlib.suppress(EOFError, OSError):
+            if self.busy and self.connection.poll():
+                self.ended = self.connection.recv()
+                self.busy = False
+        self.busy = self.busy and self.process.is_alive()
+
+    def end(self) -> int:
+        """End the process; returns its exit code, or 0 if it had done its job."""
+        self.connection.close()
+        if self.busy:
+            self.process.kill()
+        self.process.join()
+        return self.process.exitcode or 0
+
+
+_idle: list[_Rank] = []
+
+
+def rerun(target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_s: float = 120.0) -> Result:
+    """Call `target(*args[rank])` in one process per rank, which may have run other trainings before.
+
+    `target` must leave the process as it was, but for what `_put_back` knows; a process in which threads or a
+    process group are left is not used again.
+    """
+    here = [_idle.pop() if _idle else _Rank() for _ in args]
+    result = _run(here, target, args, timeout_s)
+    _idle.extend(one for one in here if one.ended)
+    return result
 
 
 def spawn(
@@ -230,59 +284,134 @@ def spawn(
     timeout_s: float = 120.0,
     meddle: Callable[[list[int]], None] | None = None,
 ) -> Result:
-    """Call `target(*args[rank])` in one process per rank, with torchrun's environment.
+    """Call `target(*args[rank])` in one new process per rank, with torchrun's environment.
 
     `meddle` runs beside them in a thread, and gets their process ids.
     """
-    import tempfile
+    here = [_Rank() for _ in args]
+    if meddle:
+        pids = [one.process.pid for one in here]
+        threading.Thread(target=meddle, args=(pids,), daemon=True).start()
+    result = _run(here, target, args, timeout_s)
+    for one in here:
+        one.end()
+    return result
 
+
+def end_idle() -> None:
+    """End the processes that wait for another training."""
+    while _idle:
+        _idle.pop().end()
+
+
+multiprocessing.util.Finalize(None, end_idle, exitpriority=0)  # before multiprocessing waits for its processes
+
+
+def _run(here: list[_Rank], target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_s: float) -> Result:
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder) / str(rank) for rank in range(len(here))]
+        port = free_port()
+        for rank, one in enumerate(here):
+            one.begin(rank, len(here), port, str(outputs[rank]), target, args[rank])
+        deadline = time.monotonic() + timeout_s
+        failed = False
+        while any(one.busy for one in here) and time.monotonic() < deadline:
+            for one in here:
+                one.poll()
+            if not failed and any(one.process.exitcode for one in here):
+                failed = True
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            time.sleep(0.01)
+        codes = [0 if one.ended else one.end() for one in here]
+        return Result(codes, [path.read_text() for path in outputs])
+
+
+def free_port() -> int:
+    """Of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / str(rank) for rank in range(len(args))]
-        processes = [
-            _CONTEXT.Process(target=_enter, args=(rank, len(args), port, str(outputs[rank]), target, one))
-            for rank, one in enumerate(args)
-        ]
-        for process in processes:
-            process.start()
-        if meddle:
-            threading.Thread(target=meddle, args=([process.pid for process in processes],), daemon=True).start()
-        deadline = time.monotonic() + timeout_s
-        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-            if any(process.exitcode for process in processes):
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-            time.sleep(0.02)
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-        return Result([process.exitcode or 0 for process in processes], [path.read_text() for path in outputs])
+        return probe.getsockname()[1]
 
 
-def _enter(rank: int, world_size: int, port: int, output: str, target: Callable[..., None], args: tuple) -> None:
+def _serve(connection: Any) -> None:
+    """A rank's life: jobs, until the other end of the connection is closed."""
     import torch
+    from tqdm import tqdm
 
-    with Path(output).open("wb", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+    tqdm.monitor_interval = 0  # else a thread for bars, which nobody sees here, outlives each of them
     multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a process that torchrun starts
     torch.set_num_threads(1)  # the same sums in the same order, however busy the machine is
-    target(*args)
-    sys.stdout.flush()
+    as_it_was = _State()
+    while True:
+        try:
+            rank, world_size, port, output, target, args = connection.recv()
+        except EOFError:
+            return
+        with Path(output).open("wb", buffering=0) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "OMP_NUM_THREADS": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        target(*args)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        clean = as_it_was.restore()
+        connection.send(clean)
+        if not clean:
+            return
 
 
-def _run_path(path: str, argv: list[str]) -> None:
+class _State:
+    """What a training changes in its process, and that its next one must not see."""
+
+    def __init__(self) -> None:
+        import torch._functorch.config as functorch
+
+        self._environ = dict(os.environ)
+        self._argv, self._path = list(sys.argv), list(sys.path)
+        self._masked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        self._handlers = {number: signal.getsignal(number) for number in stop.SIGNALS}
+        self._donated = functorch.donated_buffer
+        self._modules = {
+            name: dict(vars(module)) for name, module in sys.modules.items() if name.partition(".")[0] == "common"
+        }
+
+    def restore(self) -> bool:
+        """Put back what a training that has ended well leaves; returns whether that is all that it has left."""
+        import torch
+        import torch._functorch.config as functorch
+        from accelerate.state import AcceleratorState, GradientState
+
+        os.environ.clear()
+        os.environ.update(self._environ)
+        sys.argv[:], sys.path[:] = self._argv, self._path
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._masked)
+        for file in run_dir._locks:
+            file.close()
+        run_dir._locks.clear()
+        for name, attributes in self._modules.items():
+            vars(sys.modules[name]).update(attributes)
+        # What Accelerate has found in its environment lives as long as the process.
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        functorch.donated_buffer = self._donated
+        torch._dynamo.reset()
+        gc.collect()
+        return threading.active_count() == 1 and not torch.distributed.is_initialized()
+
+
+def run_path(path: str, argv: list[str]) -> None:
+    """Run a train.py in this process."""
     sys.argv = argv
     runpy.run_path(path, run_name="__main__")
 

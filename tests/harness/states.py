@@ -79,7 +79,7 @@ def find_step(run_dir: Path, resume: str = "") -> int:
     assert found.path is not None
     step = found.progress["step"]
     assert found.progress["samples"] == 10 * step
-    assert found.path == checkpoint.folder(found.path.parents[1], step)
+    assert found.path.name == f"step_{step:08d}"
     return step
 
 

@@ -1,0 +1,131 @@
+"""Private parts of torch and datasets that this repository calls: all of them are here, each with its reason.
+
+Any release may rename them. tests/test_private_api.py calls each one for real, and CI runs it on the oldest versions
+that pyproject.toml allows and on the newest that were tested. Checked on CPU with gloo, torch 2.11.0 and 2.15.0,
+datasets 4.0.0 and 5.2.0. NCCL: not run.
+"""
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from common import ranks
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# (phase, file, function): torch's functions on a thread's stack in each phase; "" is any function of the file. The
+# first entry that is found counts: a collective in a backward pass is a collective.
+FRAMES = (
+    ("collective", "torch/distributed/distributed_c10d.py", ""),
+    ("optimizer", "torch/optim/", ""),
+    ("backward", "torch/_tensor.py", "backward"),
+    ("backward", "torch/autograd/__init__.py", ""),
+    ("backward", "torch/distributed/pipelining/_backward.py", ""),
+    ("forward", "torch/nn/modules/module.py", "_wrapped_call_impl"),
+)
+# Functions that wait for another rank's message, which gloo's flight recorder does not show.
+MESSAGES = ("_wait_batch_p2p", "recv", "send")
+
+
+def flight_recorder(device: torch.device, only_active: bool) -> dict[str, Any]:
+    """This rank's collectives, as torch has recorded them: {"entries": [...], ...}, or {} if torch does not tell.
+
+    Needs `torch._C._distributed_c10d._dump_fr_trace_json`, and for NCCL also `_dump_nccl_trace_json`. Public is only
+    TORCH_FR_DUMP_TEMP_FILE, a file that NCCL's watchdog writes after a timeout; a hang must be explained before that.
+    torch 2.15 has a recorder for each backend, which a third argument chooses; 2.11 has one for gloo, one for NCCL.
+    """
+    c10d = torch._C._distributed_c10d
+    dump: Any = getattr(c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        _warn_once(f"torch {torch.__version__} has no _dump_fr_trace_json: a hang is named without its collective")
+        return {}
+    texts = [dump(True, only_active)]
+    if device.type == "cuda":
+        for backend in ("nccl", "nccl2"):
+            try:
+                texts.append(dump(True, only_active, backend))
+            except TypeError:  # one recorder for all backends
+                break
+        older: Any = getattr(c10d, "_dump_nccl_trace_json", None)
+        texts += [older(True, only_active)] if older else []
+    records = [json.loads(text) for text in texts]
+    return records[0] | {"entries": [entry for record in records for entry in record.get("entries", [])]}
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    ranks.print0(f"warning: {text}")
+
+
+def skip_update_if(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
+    """Make the next step of a fused optimizer change nothing if `bad`, (), is not 0, without waiting for the device.
+
+    Needs the attribute `found_inf`, which `torch.amp.GradScaler` sets on fused optimizers for the same purpose.
+    GradScaler, the public way, also scales the loss and divides the gradients.
+    """
+    flagged: Any = optimizer
+    flagged.found_inf = bad.float()
+
+
+def update_skipped(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Whether the last step was skipped, ()."""
+    flagged: Any = optimizer
+    return flagged.found_inf.bool()
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy many small tensors into others of the same shapes, in a few kernels.
+
+    Needs `torch._foreach_copy_`. The public way, one `copy_` each, takes a kernel each: this does it where torch has no
+    `_foreach_copy_`.
+    """
+    together: Any = getattr(torch, "_foreach_copy_", None)
+    if together and targets:
+        together(list(targets), list(sources))
+    else:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
+def keep_compiled_activations() -> None:
+    """Let a compiled graph run its backward pass in two parts, as zero-bubble schedules do (the whole process).
+
+    Needs `torch._functorch.config.donated_buffer`: with it, the first part frees memory that the second reads.
+    torch.compile has no public option for it.
+    """
+    import torch._functorch.config as functorch
+
+    functorch.donated_buffer = False
+
+
+def merge_axes(mesh: DeviceMesh) -> None:
+    """Let DTensor reduce over all axes of a mesh in one collective instead of one for each axis (all ranks).
+
+    Needs `DeviceMesh._flatten`. DTensor's own warning asks for it ("flatten mesh dimensions"), and no public function
+    does it. Without it, training takes more collectives and gives the same numbers up to rounding.
+    """
+    flatten: Any = getattr(mesh, "_flatten", None)
+    if flatten and mesh.ndim > 1:
+        flatten("_".join(mesh.mesh_dim_names or ()))
+
+
+def files_of_rank(folder: Path, rank: int) -> list[Path]:
+    """The files of a rank that `HuggingFaceStorageWriter(save_distributed=True)` has written to a folder.
+
+    Needs the writer's names, "shard-00001-model-..." for rank 0: it returns no list of what it has written.
+    """
+    return sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
+
+
+def fingerprint(rows: "Dataset") -> str:
+    """A name for a data set's rows and all that was done to them, the same in each process.
+
+    Needs `datasets.Dataset._fingerprint`, the key of datasets' own cache. The public way is to read and hash all rows.
+    """
+    return rows._fingerprint
