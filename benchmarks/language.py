@@ -36,7 +36,7 @@ def train(recipe: str, out: Path) -> tuple[float, float, list[tuple[int, float]]
         env=os.environ | {"NPROC_PER_NODE": "2"},
     ).stdout
     took = time.perf_counter() - start
-    training = float(told.split(" s of it training")[0].rpartition(", ")[2])
+    training = float(told.split(" s training at ")[0].rpartition(", of which ")[2])
     return took, training, list(runner.records(out / recipe, "val/loss").items())
 
 

@@ -76,7 +76,7 @@ def find(run_dir: Path, resume: str, model: nn.Module | None = None, **fingerpri
     if not continued and not resume:
         return Found(run_dir, fingerprint, None, {})
     path, progress = choose(run_dir) if continued else choose(Path(resume), "--resume ")
-    ranks.print0(f"continuing from step {progress['step']}: {path}")
+    ranks.print0(f"resuming from step {progress['step']} of {path}")
     for key, value in fingerprint.items():
         if progress.get(key, value) != value:
             ranks.print0(f"note: the checkpoint was written with {key} {progress[key]}, this run has {key} {value}")

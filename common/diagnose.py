@@ -9,18 +9,18 @@ from typing import Any
 from common import private_api
 
 # (phase, file, function), where "" stands for any function of the file: the first entry found on the main thread's
-# stack names the phase. A recipe's functions may have any name: only what they call is known.
+# stack names the phase. Recipes may name their functions freely, so these are functions that recipes call.
 PHASES = (("save", "common/saver.py", ""), ("data", "common/data.py", "__next__"), *private_api.FRAMES)
 Beat = dict[str, Any]
 SAVING = "checkpoint"  # name of the process group that writes checkpoints beside the training
 
 
 def phase_and_stack(frames: Iterable[tuple[FrameType, int]], noted: str = "") -> tuple[str, str]:
-    """Phase of training that a thread is in, and its relevant frames as text, outermost first.
+    """Phase of training that a thread is in, and its relevant frames as text.
 
     Args:
         frames: the thread's stack, outermost frame first.
-        noted: the phase, where the run itself has noted it.
+        noted: the phase, if the run itself has noted it.
     """
     stack = traceback.StackSummary.extract(frames)
     ours = [frame for frame in stack[:-1] if "site-packages" not in frame.filename]

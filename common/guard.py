@@ -11,9 +11,8 @@ from common import UserError, keymap, private_api, ranks, sampler
 class FiniteGuard:
     """Skips updates whose gradient is not finite, and stops a training with too many of them in a row.
 
-    torch's GradScaler sets an attribute of fused optimizers, whose step then changes nothing if it is 1; this guard
-    does the same. The gradient norm is the same on all ranks, so all skip the same update, and no rank waits for its
-    device to find out.
+    A tensor can make a fused optimizer's step change nothing (`private_api.skip_update_if`). The gradient norm is the
+    same on all ranks, so all skip the same update, and no rank waits for its device to find out.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: sampler.Plan, most: int) -> None:
@@ -110,8 +109,8 @@ def check_replicas(model: nn.Module, step: int) -> None:
             continue
         majority = max(values, key=values.count)  # between two ranks, the lower one's
         different = [rank for rank, value in holders.items() if value != majority]
-        others = f"rank {min(holders)}" if len(holders) == 2 else f"most of the {len(holders)} ranks that hold it"
+        others = f"rank {min(holders)}" if len(holders) == 2 else f"most of its {len(holders)} ranks"
         raise UserError(
-            f"replicas differ at step {step}: {key} on rank {', '.join(map(str, different))} is not the same as on "
-            f"{others}. A device or its memory may be faulty: exclude it, and --resume an earlier checkpoint"
+            f"replicas differ at step {step}: {key} on rank {', '.join(map(str, different))} differs from {others}. "
+            "A device or its memory may be faulty: exclude it, and --resume an earlier checkpoint"
         )

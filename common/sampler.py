@@ -163,8 +163,8 @@ def check_min_samples(plan: Plan, least: int) -> None:
     smallest = _smallest_micro_batch(division.global_batch_size, division)
     if smallest < least * division.dp_size:
         raise UserError(
-            f"--global-batch-size {division.global_batch_size} gives a rank {smallest // division.dp_size} samples per "
-            f"micro-batch, and this model needs {least}: raise --global-batch-size or --micro-batch-size"
+            f"--global-batch-size {division.global_batch_size} gives a rank only {smallest // division.dp_size} of the "
+            f"{least} samples that this model needs per micro-batch: raise --global-batch-size or --micro-batch-size"
         )
     rest = (plan.end - plan.start) % division.global_batch_size
     if rest and _smallest_micro_batch(rest, division) < least * division.dp_size:

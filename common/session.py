@@ -114,7 +114,7 @@ class Session:
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation is due after `step`; a request to stop does not cause one."""
         due = step % (self._args.eval_every or self._plan.epoch_steps) == 0 or step == self._last_step
-        self._watch.note("evaluation" if due else "")  # what fails or hangs from here on does so in it
+        self._watch.note("evaluation" if due else "")  # a failure or hang from here on is in the evaluation
         return due
 
     def saves(self, step: int) -> bool:

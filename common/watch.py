@@ -195,7 +195,7 @@ class Watch:
 
     def _exit(self, finding: str) -> None:
         """Print the finding and end this process, whatever its main thread waits for."""
-        self._exiting.acquire()  # for good: of two threads that have the same finding, one prints it
+        self._exiting.acquire()  # never released: if two threads have the same finding, only one prints it
         finding = f"{finding}rank {self._world.rank} exits; {self._outlook}\n"
         try:
             sys.stderr.write(f"\n{finding}")

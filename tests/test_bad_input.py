@@ -143,7 +143,7 @@ def test_value_out_of_range(name: str, out: Path, small_digits: Path) -> None:
 
 
 def test_batch_does_not_divide_by_ranks(out: Path) -> None:
-    refused(DDP, out, ["--global-batch-size", "9"], "--global-batch-size 9 does not divide by 2 ranks")
+    refused(DDP, out, ["--global-batch-size", "9"], "--global-batch-size 9 does not divide by 2 data-parallel ranks")
 
 
 @pytest.mark.parametrize("recipe", runner.SUPERVISED)
@@ -295,7 +295,7 @@ def one_class_table(folder: Path) -> str:
     write_parquet(folder, 100, 10)
     rows = datasets.Dataset.from_parquet(str(folder / "train.parquet"))
     rows.filter(lambda row: row["digit"] == 3).to_parquet(folder / "train.parquet")
-    return "one class only (3)"
+    return "only one class (3)"
 
 
 def one_class_folder(folder: Path) -> str:
@@ -369,7 +369,7 @@ def test_hub_without_a_network(network: str, out: Path) -> None:
         proxy = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         place = Where(environ={"HTTPS_PROXY": proxy, "https_proxy": proxy, "NO_PROXY": "", "no_proxy": ""})
         result = run_where([place] * 2, "--data", "ylecun/mnist", "--out", str(out))
-    assert_refused(result, "--data ylecun/mnist: no such folder, and the hub gave nothing")
+    assert_refused(result, "--data ylecun/mnist: no such folder, and not found on the hub")
 
 
 # --- ranks ------------------------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ def truncate(checkpoint: Path) -> str:
     path = min(checkpoint.glob("*.safetensors"))
     content = path.read_bytes()
     overwrite(path, content[:-1])
-    return f"{path.name} has {len(content) - 1} bytes, not {len(content)}"
+    return f"{path.name} has {len(content) - 1} bytes instead of {len(content)}"
 
 
 def delete_file(checkpoint: Path) -> str:
@@ -534,14 +534,16 @@ def test_no_whole_checkpoint(damage: Damage, run: Path, small_digits: Path) -> N
     shutil.rmtree(run / "checkpoints" / "step_00000001")
     fault = damage(run / "checkpoints" / "step_00000002")
     before = listing(run)
-    assert_refused(again(run, small_digits), fault, "To start over on purpose, give another --name")
+    assert_refused(again(run, small_digits), fault, "To start over on purpose, use another --name")
     assert listing(run) == before
 
 
 def test_every_checkpoint_damaged(run: Path, small_digits: Path) -> None:
     faults = [flip_bit(run / "checkpoints" / f"step_0000000{step}") for step in (1, 2)]
     before = listing(run)
-    assert_refused(again(run, small_digits, size=2), "none of them is whole", *faults, "step_00000001", "step_00000002")
+    assert_refused(
+        again(run, small_digits, size=2), "every checkpoint is damaged", *faults, "step_00000001", "step_00000002"
+    )
     assert listing(run) == before
 
 
@@ -563,8 +565,8 @@ def test_continues_from_the_older_checkpoint(damage: Damage, run: Path, small_di
     result = again(run, small_digits)
     assert result.ok, str(result)
     assert result.outputs[0].count(fault) == 1, str(result)
-    assert "damaged, not used: step_00000002" in result.outputs[0]
-    assert "continues from step 1 of" in result.outputs[0]
+    assert "warning: skipped damaged checkpoints: step_00000002" in result.outputs[0]
+    assert "resuming from step 1 of" in result.outputs[0]
     assert list(runner.records(run, "train/loss")) == [1, 2]
     assert sorted(path.name for path in run.glob("checkpoints/step_*")) == ["step_00000001", "step_00000002"]
 

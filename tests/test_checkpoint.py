@@ -114,7 +114,7 @@ def test_a_part_of_another_shape_is_refused_before_anything_is_filled(saved: Pat
     with pytest.raises(UserError) as refusal:
         checkpoint.load(saved, state)
     assert str(refusal.value).splitlines() == [
-        f"--resume: {saved} is of another model or optimizer:",
+        f"{saved} is a checkpoint of another model or optimizer:",
         "  conv.weight: (6, 3, 3, 3) in the checkpoint, (6, 1, 3, 3) in the model",
         "  optimizer.more: only in the model",
     ]
@@ -156,10 +156,10 @@ def test_verify_says_what_is_wrong(copied: Path) -> None:
     file = max(copied.iterdir(), key=lambda path: path.stat().st_size)
     text, content = listing.read_text(), file.read_bytes()
     file.write_bytes(content[:-1])
-    wanted = f"{file.name} has {len(content) - 1} bytes, not {len(content)}"
+    wanted = f"{file.name} has {len(content) - 1} bytes instead of {len(content)}"
     assert manifest.verify(copied) == ({}, wanted)
     file.write_bytes(content + b"\0")
-    assert manifest.verify(copied) == ({}, f"{file.name} has {len(content) + 1} bytes, not {len(content)}")
+    assert manifest.verify(copied) == ({}, f"{file.name} has {len(content) + 1} bytes instead of {len(content)}")
     file.unlink()
     assert manifest.verify(copied) == ({}, f"{file.name} is missing")
     file.write_bytes(content)
@@ -198,12 +198,12 @@ def test_find_takes_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureF
     damage(tmp_path, 100)
     assert find_step(tmp_path) == 20
     said = capsys.readouterr().out
-    assert re.search(r"damaged, not used: step_00000100: \S+ has changed since it was written", said)
-    assert f"continues from step 20 of {tmp_path}/checkpoints/step_00000020" in said
+    assert re.search(r"warning: skipped damaged checkpoints: step_00000100: \S+ has changed since it was written", said)
+    assert f"resuming from step 20 of {tmp_path}/checkpoints/step_00000020" in said
     (tmp_path / "checkpoints" / "step_00000020" / manifest.NAME).unlink()
     assert find_step(tmp_path) == 9
     damage(tmp_path, 9)
-    with pytest.raises(UserError, match="none of them is whole") as refusal:
+    with pytest.raises(UserError, match="every checkpoint is damaged") as refusal:
         checkpoint.find(tmp_path, "")
     assert all(f"step_{step:08d}: " in str(refusal.value) for step in (9, 20, 100))
     assert "another --name" in str(refusal.value)
@@ -256,7 +256,7 @@ def bad_sector() -> NoReturn:
 
 @pytest.mark.parametrize("resume", ["~nobody-here/x", "a" * 300])
 def test_resume_from_what_cannot_be_a_folder(resume: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^--resume {resume}(: no checkpoint there| cannot be looked at: )"):
+    with pytest.raises(UserError, match=rf"^--resume {resume}(: no checkpoint there| cannot be read: )"):
         checkpoint.find(tmp_path, resume)
 
 
@@ -282,7 +282,7 @@ def test_resume_names_a_run_or_a_checkpoint(tmp_path: Path) -> None:
         checkpoint.find(own, str(tmp_path / "missing"))
     damage(other, 6)
     assert find_step(own, resume=str(other)) == 5
-    with pytest.raises(UserError, match="none of them is whole"):
+    with pytest.raises(UserError, match="every checkpoint is damaged"):
         checkpoint.find(own, str(other / "checkpoints" / "step_00000006"))
     save(own, 2)
     assert find_step(own, resume=str(other)) == 2, "a run that has checkpoints continues from its own"
@@ -311,7 +311,7 @@ def test_weights_alone_are_loaded_and_the_optimizer_starts_anew(
     found = loaded(checkpoint.folder(tmp_path, 5), state)
     check_equal({name: found[name] for name in weights}, weights)
     assert all(bool((found[name] == 77).all()) for name in found.keys() - weights.keys()), "left as it was"
-    assert "holds weights only: the optimizer starts anew" in capsys.readouterr().out
+    assert "has weights but no optimizer state: the optimizer starts fresh" in capsys.readouterr().out
     make_saver(tmp_path).save(6, state, 60, last=True)
     check_equal(loaded(checkpoint.folder(tmp_path, 6), state), state)
     assert "weights only" not in capsys.readouterr().out
@@ -328,7 +328,7 @@ def test_another_fingerprint_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     found = checkpoint.find(tmp_path, "", seed=4, data="abc")
     assert found.fingerprint == {"seed": 4, "data": "abc"}, "this run's, for the checkpoints that it will write"
     said = capsys.readouterr().out
-    assert "note: it was written with seed 3, this run has 4" in said
+    assert "note: the checkpoint was written with seed 3, this run has seed 4" in said
     assert said.count("note:") == 1, "what the checkpoint does not know is no difference"
 
 
@@ -348,7 +348,7 @@ def find_on_each(run_dir: str, wanted: Any) -> None:
     dist.init_process_group("gloo")
     own = Path(run_dir) if dist.get_rank() == 0 else Path(run_dir) / "elsewhere"
     if wanted is None:
-        with pytest.raises(UserError, match="none of them is whole"):
+        with pytest.raises(UserError, match="every checkpoint is damaged"):
             checkpoint.find(own, "")
     else:
         found = checkpoint.find(own, "")

@@ -74,7 +74,7 @@ class Lengths:
 @pytest.mark.parametrize("epochs", [["--epochs", "1"], ["--epochs=3"]], ids=str)
 def test_only_one_length_of_the_training(epochs: list[str], tmp_path: Path) -> None:
     """Asked for three epochs, nobody wants the 200 steps that are the default."""
-    with pytest.raises(UserError, match=r"^--epochs has no effect beside --max-steps 200: --max-steps 0 trains "):
+    with pytest.raises(UserError, match=r"^--epochs has no effect because --max-steps is 200: add --max-steps 0 "):
         cli.parse(Lengths, epochs)
     assert cli.parse(Lengths, [*epochs, "--max-steps", "0"]).max_steps == 0
     path = write_config(tmp_path, {"epochs": 3, "max_steps": 0})
@@ -100,7 +100,7 @@ def test_seed_is_of_64_bits() -> None:
 
 def test_config_with_unknown_flags_is_refused(tmp_path: Path) -> None:
     path = write_config(tmp_path, dataclasses.asdict(OTHER) | {"tp": 2, "momentum": 0.9})
-    with pytest.raises(UserError, match=r"has flags that this recipe lacks: momentum, tp$"):
+    with pytest.raises(UserError, match=r"has flags that this recipe does not have: momentum, tp$"):
         cli.parse(Args, ["--config", path])
 
 
@@ -109,7 +109,7 @@ def test_what_is_no_config_is_refused(content: str | None, tmp_path: Path) -> No
     path = tmp_path / "config.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(UserError, match=r"--config \S+ is not the config.json of a run"):
+    with pytest.raises(UserError, match=r"--config \S+ is not a run's config.json"):
         cli.parse(Args, ["--config", str(path)])
 
 
@@ -117,7 +117,7 @@ def test_what_is_no_config_is_refused(content: str | None, tmp_path: Path) -> No
 def test_config_whose_args_are_no_flags_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(f'{{"args": {content}}}')
-    with pytest.raises(UserError, match=r"--config \S+ is not the config.json of a run"):
+    with pytest.raises(UserError, match=r"--config \S+ is not a run's config.json"):
         cli.parse(Args, ["--config", str(path)])
 
 

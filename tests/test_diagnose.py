@@ -223,17 +223,19 @@ SUM, MAX = "all_reduce [[3]], number 9 of group default_pg", "broadcast [[3]], n
 
 def test_gone_ranks_are_named_as_they_were_last_seen() -> None:
     beats = [beat(0, SUM), beat(1, phase="backward"), beat(2, SUM), beat(3, MAX)]
-    assert diagnose.accuse_gone(beats, set()) == ""
-    assert diagnose.accuse_gone(beats, {1, 3}) == (
-        "dead or frozen, as last seen: rank 1 (host h, pid 101, step 7): backward\n  stack of 1\n"
-        f"dead or frozen, as last seen: rank 3 (host h, pid 103, step 7): collective, waits in {MAX}\n  stack of 3\n"
+    assert diagnose.accuse_dead(beats, set()) == ""
+    assert diagnose.accuse_dead(beats, {1, 3}) == (
+        "dead or frozen; last heartbeat of rank 1 (host h, pid 101, step 7): backward\n"
+        "  stack of 1\n"
+        f"dead or frozen; last heartbeat of rank 3 (host h, pid 103, step 7): collective, waiting in {MAX}\n"
+        "  stack of 3\n"
     )
 
 
 def test_rank_that_waits_for_nobody_is_the_one_that_hangs() -> None:
     beats = [beat(0, SUM), beat(1, phase="data"), beat(2, SUM)]
     assert diagnose.accuse_stalled(beats, 20) == (
-        "no progress for 20 s: rank 1 (host h, pid 101, step 7): data\n  stack of 1\nranks [0, 2] wait for it\n"
+        "no progress for 20 s: rank 1 (host h, pid 101, step 7): data\n  stack of 1\nranks [0, 2] are waiting for it\n"
     )
     alone = diagnose.accuse_stalled([beat(0, phase="forward")], 0.5)
     assert alone == "no progress for 0.5 s: rank 0 (host h, pid 100, step 7): forward\n  stack of 0\n"
@@ -251,6 +253,6 @@ def test_rank_that_makes_progress_accuses_nobody(stalled_s: float) -> None:
 
 def test_ranks_in_different_collectives_are_all_shown() -> None:
     found = diagnose.accuse_stalled([beat(0, SUM), beat(1, MAX)], 20)
-    assert found.startswith("no progress for 20 s, and all ranks wait for each other:\nrank 0 (")
+    assert found.startswith("no progress for 20 s: all ranks are waiting for each other:\nrank 0 (")
     for rank, waits_in in ((0, SUM), (1, MAX)):
-        assert f"rank {rank} (host h, pid {100 + rank}, step 7): collective, waits in {waits_in}\n" in found
+        assert f"rank {rank} (host h, pid {100 + rank}, step 7): collective, waiting in {waits_in}\n" in found

@@ -232,14 +232,14 @@ def test_two_pods(small_digits: Path, tmp_path: Path) -> None:
     results = ends(pods)
     told += results[0].stdout
     assert "2 processes on 2 hosts" in told, told + results[0].stderr
-    assert "left   on request, saved: SIGTERM on rank 1" in told
+    assert "stopped  checkpoint saved (SIGTERM on rank 1" in told
     assert [result.returncode for result in results] == [143, 143], [result.stderr for result in results]
     left = json.loads((run / "stopped.json").read_text())["step"]
     assert f"step_{left:08d}" in {path.name for path in (run / "checkpoints").iterdir()}
 
     results = ends(start(left + 2))
     assert [result.returncode for result in results] == [0, 0], [result.stderr for result in results]
-    assert f"done   step {left + 2} of {left + 2}" in results[0].stdout
+    assert f"done     step {left + 2} of {left + 2}" in results[0].stdout
     assert list(runner.records(run, "train/loss")) == list(range(1, left + 3))
     assert (run / "checkpoints" / f"step_{left + 2:08d}" / "MANIFEST.json").is_file()
     assert not (run / "stopped.json").exists()

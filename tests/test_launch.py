@@ -115,9 +115,14 @@ def test_copied_recipe(recipe: str, small_data: dict[str, Path], tmp_path: Path)
 
     run = tmp_path / "elsewhere" / "our runs" / "first"
     assert_trained(run, world_size)
-    for line in ("done   step 2 of 2 in ", f"best   {FIGURE[workload]} ", f"files  {run}\n", "plot   tensorboard "):
+    for line in (
+        "done     step 2 of 2 in ",
+        f"best     {FIGURE[workload]} ",
+        f"files    {run}\n",
+        "plot     tensorboard ",
+    ):
         assert result.stdout.count(line) == 1, result.stdout
-    go_on = re.findall(r"^go on  (.*)  \(with more", result.stdout, re.MULTILINE)
+    go_on = re.findall(r"^resume   (.*)  \(training is complete", result.stdout, re.MULTILINE)
     assert [shlex.split(line) for line in go_on] == [
         ["OMP_NUM_THREADS=1", "bash", str(LAUNCHER), "../my project", *flags]
     ]
@@ -184,7 +189,7 @@ def test_two_machines(small_digits: Path, tmp_path: Path) -> None:
     assert [result.returncode for result in results] == [0, 0], [result.stderr for result in results]
     assert_trained(tmp_path / "run", 2)
     assert "2 processes on 2 hosts" in results[0].stdout
-    assert results[0].stdout.count("done   step 2 of 2") == 1
+    assert results[0].stdout.count("done     step 2 of 2") == 1
     assert not results[1].stdout, "rank 0 speaks for all"
 
 
@@ -213,7 +218,7 @@ def test_refusal(tmp_path: Path) -> None:
     result = launch(DDP, "--out", str(tmp_path / "out"), "--global-batch-size", "9")
     assert result.returncode == 2
     assert result.stderr.count("error: ") == 1, result.stderr
-    assert "--global-batch-size 9 does not divide by 2 ranks" in result.stderr
+    assert "--global-batch-size 9 does not divide by 2 data-parallel ranks" in result.stderr
     assert len((result.stdout + result.stderr).splitlines()) == 1, result.stdout + result.stderr
     assert not (tmp_path / "out").exists()
 
@@ -294,15 +299,15 @@ def test_several_machines(tmp_path: Path) -> None:
     [
         ({"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
         ({"NNODES": "2", "MASTER_ADDR": "host0"}, "NNODES=2 needs NODE_RANK, this machine's number from 0 to 1"),
-        ({"NNODES": "2", "MASTER_ADDR": "host0", "NODE_RANK": "2"}, "NODE_RANK=2 is not below NNODES=2"),
+        ({"NNODES": "2", "MASTER_ADDR": "host0", "NODE_RANK": "2"}, "NODE_RANK=2 must be below NNODES=2"),
         (
             {"NNODES": "1:2", "MASTER_ADDR": "host0", "NODE_RANK": "2"},
-            "NODE_RANK=2 is not below NNODES=1:2",
+            "NODE_RANK=2 must be below NNODES=1:2",
         ),
-        ({"NNODES": "two"}, "NNODES=two is not a number of machines, nor MIN:MAX"),
-        ({"NNODES": "0:2"}, "NNODES=0:2 is not a number of machines, nor MIN:MAX"),
-        ({"NPROC_PER_NODE": "all"}, "NPROC_PER_NODE=all is not a number of processes"),
-        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0 is not a number of processes"),
+        ({"NNODES": "two"}, "NNODES=two must be a number of machines, such as 2, or MIN:MAX"),
+        ({"NNODES": "0:2"}, "NNODES=0:2 must be a number of machines, such as 2, or MIN:MAX"),
+        ({"NPROC_PER_NODE": "all"}, "NPROC_PER_NODE=all must be a number of processes, such as 2"),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0 must be a number of processes, such as 2"),
     ],
 )
 def test_bad_variables(variables: dict[str, str], message: str) -> None:
@@ -362,7 +367,7 @@ def test_only_a_cluster_is_taken_down(tmp_path: Path) -> None:
     script = runner.ROOT / "launch" / "local_slurm.sh"
     result = shell(["bash", script, "down"], LOCAL_SLURM_DIR=str(tmp_path))
     assert result.returncode == 2
-    assert f"{tmp_path} is no cluster of this script: nothing removed" in result.stderr
+    assert f"{tmp_path} is not a cluster that this script started, so nothing was removed" in result.stderr
     assert (tmp_path / "precious").exists()
 
 
@@ -372,7 +377,7 @@ def test_gpu_that_torch_does_not_see(tmp_path: Path) -> None:
         pytest.skip("torch sees one")
     result = launch(DDP, "--out", tmp_path / "runs", CUDA_VISIBLE_DEVICES="0")
     assert result.returncode == 2, result.stderr
-    assert result.stderr.count(" has 1 GPU for this job, and torch sees none: ") == 1, result.stderr
+    assert result.stderr.count(" has 1 GPU for this job, but torch sees none: ") == 1, result.stderr
     assert not (tmp_path / "runs").exists()
 
 
@@ -390,4 +395,4 @@ def test_no_recipe(args: list[str]) -> None:
     result = launch(*args)
     assert result.returncode == 2
     assert "usage: bash launch/torchrun.sh" in result.stderr
-    assert result.stderr.endswith("error: no recipe was named\n")
+    assert result.stderr.endswith("error: name a recipe, such as recipes/ddp_resnet\n")

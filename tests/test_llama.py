@@ -200,7 +200,7 @@ def test_training_goes_on_from_what_was_imported(
     flags += ["--max-steps", "1", "--global-batch-size", "8", "--dtype", "float64", "--eval-every", "5"]
     result = runner.run_recipe("ddp_gpt", 2, *flags)
     assert result.ok, str(result)
-    assert "holds weights only: the optimizer starts anew" in result.outputs[0]
+    assert "has weights but no optimizer state: the optimizer starts fresh" in result.outputs[0]
     from common import sampler
     from common.workloads import text
 
@@ -249,12 +249,12 @@ SCALED = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
         ({"rope_parameters": SCALED}, "rope_type 'llama3' (here 'default'), rope_theta 500000.0 (here 10000.0)"),
         ({"rope_parameters": None, "rope_theta": 5e5}, "rope_theta 500000.0 (here 10000.0)"),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
-        ({"head_dim": 16}, "heads of 16 are not here: 40 / 4 would be"),
+        ({"head_dim": 16}, "config.json has head_dim 16; it must be hidden_size / num_attention_heads = 40 / 4"),
         ({"num_attention_heads": 3}, "--width 40 must be an even multiple of --num-heads 3"),
-        ({"hidden_size": "absent"}, "config.json is not the config.json of a Llama: KeyError('hidden_size')"),
-        ({"num_hidden_layers": "3"}, "config.json is not the config.json of a Llama: TypeError("),
-        ({"num_hidden_layers": 4}, "config.json tells of: model.layers.3.input_layernorm.weight is missing, "),
-        ({"tie_word_embeddings": True}, "config.json tells of: lm_head.weight has no place"),
+        ({"hidden_size": "absent"}, "config.json is not a Llama's config.json: KeyError('hidden_size')"),
+        ({"num_hidden_layers": "3"}, "config.json is not a Llama's config.json: TypeError("),
+        ({"num_hidden_layers": 4}, "do not match config.json: model.layers.3.input_layernorm.weight is missing, "),
+        ({"tie_word_embeddings": True}, "do not match config.json: lm_head.weight is unexpected"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -271,13 +271,13 @@ def test_models_that_are_not_ours_are_refused(
 def test_biases_are_named(tmp_path: Path) -> None:
     folder = save_theirs(make_theirs(attention_bias=True), tmp_path / "hf")
     edit(folder, attention_bias=False)
-    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.k_proj\.bias has no place"):
+    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.k_proj\.bias is unexpected"):
         llama.import_(folder, tmp_path / "start")
 
 
 def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
     for name, refusal in (
-        ("config.json", r"config\.json is not the config\.json of a Llama: FileNotFoundError"),
+        ("config.json", r"config\.json is not a Llama's config\.json: FileNotFoundError"),
         ("model.safetensors", r"model\.safetensors is not a safetensors file"),
     ):
         copied = Path(shutil.copytree(folder, tmp_path / f"without {name}"))
@@ -311,14 +311,14 @@ def test_what_cannot_be_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     config = json.loads((run / "config.json").read_text())
     config["args"]["num_layers"] = 1
     (run / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"blocks\.1\.attention\.key\.weight has no place"):
+    with pytest.raises(UserError, match=r"blocks\.1\.attention\.key\.weight is unexpected"):
         llama.export(run, tmp_path / "out")
     (run / "config.json").unlink()
-    with pytest.raises(UserError, match=r"run/config\.json tell its number of heads: FileNotFoundError"):
+    with pytest.raises(UserError, match=r"its number of heads in \S+run/config\.json: FileNotFoundError"):
         llama.export(run, tmp_path / "out")
     make_saver(tmp_path / "resnet").save(1, {"conv1.weight": torch.ones(2)}, 1, last=True)
     (tmp_path / "resnet" / "config.json").write_text(json.dumps({"args": {"model": "resnet18"}}))
-    with pytest.raises(UserError, match=r"must be of a GPT.*KeyError\('embed\.weight'\)"):
+    with pytest.raises(UserError, match=r"must be a checkpoint of a GPT.*KeyError\('embed\.weight'\)"):
         llama.export(tmp_path / "resnet", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -349,8 +349,8 @@ def test_commands(tmp_path: Path) -> None:
     assert result.ok, str(result)
     for told in (
         f"{file}: 30 tensors of step 7 of {run}/checkpoints/step_00000007\n",
-        f"error: --out {file} exists: give another name, or remove it\n",
-        f"{start}: 30 tensors; --resume {start} starts a training from them\n",
+        f"error: --out {file} exists: use another name, or remove it\n",
+        f"{start}: 30 tensors; to train from them, add --resume {start}\n",
         f"{tmp_path}/llama: 30 tensors of step 7 of {run}/checkpoints/step_00000007\n",
         "num_layers 3, num_heads 4, num_kv_heads 2, width 24, mlp_width 20, tied False, vocabulary 19\n",
     ):

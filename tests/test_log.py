@@ -20,6 +20,7 @@ class Args:
     """Flags."""
 
     lr: float = 0.1  # rate
+    max_steps: int = 20  # length of the training
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +147,7 @@ def test_continues_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     run.finish()
     assert "continuing" not in capsys.readouterr().out
     run = make_run(tmp_path, first_step=10, lr=0.2)
-    assert "continuing with --lr 0.2 (was 0.1)" in capsys.readouterr().out
+    assert "changed: --lr is 0.2, was 0.1" in capsys.readouterr().out
     for step in (15, 20):
         record(run, step, step / 1000)
     run.finish()
@@ -171,14 +172,14 @@ def test_finish_says_the_best_and_how_to_go_on(
     assert re.search(r"^best +val/loss 0\.2500 at step 10$", said, re.MULTILINE)
     assert re.search(r"^best +val/top1 0\.7500 at step 10$", said, re.MULTILINE)
     assert re.search(r"^done +step 12 of 20 in ", said, re.MULTILINE)
-    assert said.endswith("\ngo on  torchrun --nproc-per-node=4 train.py --lr 1 --name 'my run'\n")
+    assert said.endswith("\nresume   torchrun --nproc-per-node=4 train.py --lr 1 --name 'my run'\n")
     run = make_run(path, first_step=12)
     record(run, 20, 0.5)
     run.log_validation(20, means(0.4))
     run.finish()
     said = capsys.readouterr().out
     assert re.search(r"^best +val/loss 0\.2500 at step 10$", said, re.MULTILINE), "of the whole run"
-    assert "--name 'my run'  (with more --max-steps, or --epochs where that is 0)\n" in said, "it is done"
+    assert "--name 'my run'  (training is complete; raise --max-steps to train longer)\n" in said, "it is done"
 
 
 def use_all(path: str) -> None:
@@ -214,14 +215,14 @@ def test_full_disk_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixtur
         capsys.readouterr()
         record(run, 10, 0.25)
         warned = re.findall(r"^warning: .*$", capsys.readouterr().out, re.MULTILINE)
-        assert warned == [f"warning: step 10 is not recorded in {tmp_path}: [Errno 28] No space left on device"] * 2
+        assert warned == [f"warning: step 10 was not recorded in {tmp_path}: [Errno 28] No space left on device"] * 2
         run._records = good
         record(run, 15, 0.125)
         assert runner.records(tmp_path, "train/loss") == {5: 0.5, 15: 0.125}
         run._records = full
         record(run, 20, 0.1)
         run.finish()
-    assert "done   step 20 of 20" in capsys.readouterr().out
+    assert "done     step 20 of 20" in capsys.readouterr().out
 
 
 def test_memory_is_in_gib() -> None:

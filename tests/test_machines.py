@@ -207,7 +207,7 @@ def test_the_curve_is_that_of_one_process(recipe: str, machines: list[Machine], 
     processes = [job.start(machine) for machine in job.machines]
     wanted = reference(tmp_path, 1, *exact, *runner.layout(recipe, 1).strategy, recipe=recipe)
     assert job.wait_ended(*processes) == [0, 0], str(job)
-    assert "2 processes on 2 hosts, the first machine0" in job.output(machines[0])
+    assert "2 processes on 2 hosts (first: machine0)" in job.output(machines[0])
     assert not job.output(machines[1]), "only rank 0 prints"
     check_curve(job.run, wanted, rel=1e-9)
     check_each_once(job.notes("read"), readers=layout.size // layout.dp_size)
@@ -235,16 +235,18 @@ def test_link_down(machines: list[Machine], tmp_path: Path) -> None:
     job.release(7)
     codes = job.wait_ended(*processes, timeout_s=HANG_S + NOTICE_S)
     assert codes == [1, 1], str(job)
-    assert "dead or frozen, as last seen: rank 1 (host machine1, " in job.output(machines[0])
-    cut_off = "machine 0, where the others meet at 10.29.4.9:29400, has ended or is cut off; to go on, start the same"
+    assert "dead or frozen; last heartbeat of rank 1 (host machine1, " in job.output(machines[0])
+    cut_off = (
+        "machine 0, which hosts the rendezvous 10.29.4.9:29400, has ended or is cut off; to resume, start the same"
+    )
     assert cut_off in job.output(machines[1])
     log = (job.run / "logs" / "rank_00001.log").read_text()
-    assert re.search(r"rank 1 \(host machine1, pid \d+, step \d+\) hears nothing of the store: rank 0, or", log)
+    assert re.search(r"rank 1 \(host machine1, pid \d+, step \d+\) gets no answer from the store: its host", log)
     assert not any(machine.pids() for machine in machines)
 
     machines[1].link("up")
     assert job.wait_ended(*[job.start(machine) for machine in job.machines]) == [0, 0], str(job)
-    assert "continues from step 6 of" in job.output(machines[0])
+    assert "resuming from step 6 of" in job.output(machines[0])
     check_curve(job.run, wanted)
     assert same_tensors(checkpoints(job.run)[STEPS], checkpoints(wanted)[STEPS])
     check_each_once(job.notes("read"))
@@ -261,9 +263,9 @@ def test_link_down_and_restarts(machines: list[Machine], tmp_path: Path) -> None
     machines[1].link("down")
     job.release(4)
     assert job.wait_ended(goes, timeout_s=HANG_S + NOTICE_S) == [1], str(job)
-    assert "machine 0, where the others meet at 10.29.4.9:29400, has ended or is cut off" in job.output(machines[1])
+    assert "machine 0, which hosts the rendezvous 10.29.4.9:29400, has ended or is cut off" in job.output(machines[1])
     assert job.wait_ended(stays) == [0], str(job)
-    assert "dead or frozen, as last seen: rank 1 (host machine1, " in job.output(machines[0])
+    assert "dead or frozen; last heartbeat of rank 1 (host machine1, " in job.output(machines[0])
     check_each_once(job.notes("read"))
     numbers = {step: len(indices) for step, indices in reads(job.notes("read")).items()}
     assert [numbers[step] for step in (1, STEPS - 1)] == [2 * 2, 3], "2 on each of two ranks, and 3 on one"
@@ -283,7 +285,7 @@ def test_two_one_two(machines: list[Machine], tmp_path: Path) -> None:
     machines[1].die()
     job.release(4)
     alone_s = job.wait_done(7, 1)
-    assert "dead or frozen, as last seen: rank 1 (host machine1, " in job.output(machines[0])
+    assert "dead or frozen; last heartbeat of rank 1 (host machine1, " in job.output(machines[0])
     assert "1 process on machine0" in job.output(machines[0])
     back = job.start(machines[1])
     again_s = job.wait_done(8, 2)
@@ -306,7 +308,7 @@ def test_machines_die(machines: list[Machine], tmp_path: Path) -> None:
     machines[2].die()
     job.release(4)
     job.wait_done(7, 2)
-    assert "dead or frozen, as last seen: rank 2 (host machine2, " in job.output(machines[0])
+    assert "dead or frozen; last heartbeat of rank 2 (host machine2, " in job.output(machines[0])
     assert "2 processes on 2 hosts" in job.output(machines[0])
     steps = reads(job.notes("read"))
     assert [len(steps[step]) for step in range(1, 8)] == [3, 3, *[4] * 5], "one on each of 3, two on each of 2"
@@ -318,7 +320,7 @@ def test_machines_die(machines: list[Machine], tmp_path: Path) -> None:
 
     machines[0].die()
     assert job.wait_ended(processes[1], timeout_s=NOTICE_S) == [1], str(job)
-    assert "machine 0, where the others meet at 10.29.4.9:29400, has ended or is cut off" in job.output(machines[1])
+    assert "machine 0, which hosts the rendezvous 10.29.4.9:29400, has ended or is cut off" in job.output(machines[1])
     assert "Traceback" not in job.output(machines[1])
 
 
@@ -359,14 +361,14 @@ def test_port_in_use(machines: list[Machine], tmp_path: Path) -> None:
     job.wait(lambda: "there" in (tmp_path / "other").read_text())
     first, second = job.start(machines[0]), job.start(machines[1], QUICK)
     where = "10.29.4.9:29400"
-    taken = f"another program on this machine has the port of {where}: set another MASTER_PORT, on all machines"
+    taken = f"another program on this machine uses the port of {where}: set another MASTER_PORT on all machines"
     refused(job, machines[0], first, taken)
     refused(job, machines[1], second, NOBODY.format(where))
 
 
 NOBODY = (
-    "no rendezvous answers at {}: does the command run on machine 0 (NODE_RANK=0), is MASTER_ADDR that machine's "
-    "address, and does its firewall let MASTER_PORT through?"
+    "no rendezvous answers at {}: check that the command runs on machine 0 (NODE_RANK=0), that MASTER_ADDR is its "
+    "address, and that its firewall opens MASTER_PORT"
 )
 
 
@@ -393,7 +395,7 @@ def test_two_jobs_at_one_port(machines: list[Machine], tmp_path: Path) -> None:
     job = Job(tmp_path, machines[:2])
     other = job.start(machines[1], RDZV_ID="other")
     waiting = job.start(machines[0], PYTHONPATH=str(tmp_path))
-    message = "10.29.4.9:29400 is where job brigade meets, and this is job other: set another MASTER_PORT"
+    message = "10.29.4.9:29400 is in use by job brigade, and this is job other: set another MASTER_PORT"
     refused(job, machines[1], other, message)
     assert waiting.poll() is None
     assert not job.output(machines[0])

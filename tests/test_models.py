@@ -50,7 +50,7 @@ def test_initial_weights(channels: int, size: int) -> None:
 
 @pytest.mark.parametrize("name", ["vgg16", "resnet", "ResNet18", ""])
 def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match=f"--model {name} is no residual network"):
+    with pytest.raises(UserError, match=f"--model {name} is not a residual network"):
         make_resnet(name, 3, 10, 8)
 
 

@@ -248,7 +248,7 @@ def test_environment_that_cannot_be_played_again(group: None, monkeypatch: pytes
     real = environments.make
     monkeypatch.setattr(environments, "make", lambda name: Forgetful(real(name)))
     one, other = (environments.Environments("CartPole-v1", np.arange(2), 0) for _ in range(2))
-    with pytest.raises(UserError, match="does not play an episode again"):
+    with pytest.raises(UserError, match="replaying the checkpoint's episodes gave other observations"):
         other.restore(one.tensors())
 
 
@@ -460,12 +460,12 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "Box2D": (("--env", "LunarLander-v3"), ("Box2D",), ("--env LunarLander-v3", 'pip install "gymnasium[box2d]"')),
     "film": (("--film",), ("pygame",), ("--env CartPole-v1", 'pip install "gymnasium[classic-control]"')),
     "table of states": (("--env", "FrozenLake-v1"), (), ("--env FrozenLake-v1 has observations Discrete(16)",)),
-    "environments": (("--num-envs", "9"), (), ("--num-envs 9 does not divide by 2 ranks: 10 would",)),
+    "environments": (("--num-envs", "9"), (), ("--num-envs 9 does not divide by 2 ranks: use 10",)),
     "batch": (("--global-batch-size", "100"), (), ("--global-batch-size 100 must be a multiple of --num-envs 8",)),
     "batch and rollout": (
         ("--rollout-steps", "100"),
         (),
-        ("256 must", "divide the 800 samples of --rollout-steps 100"),
+        ("256 must", "divide the 800 samples of a rollout"),
     ),
     "images": (("--env", "CarRacing-v3"), (), ("--env CarRacing-v3",)),
     "no episodes": (("--eval-episodes", "0"), (), ("--eval-episodes 0 is out of range",)),

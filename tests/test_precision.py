@@ -11,7 +11,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 def test_pick_dtype() -> None:
     for name in ("float32", "float64", "bfloat16"):
         assert precision.compute_dtype(name, CPU) == getattr(torch, name)
-    with pytest.raises(UserError, match=r"--dtype float16 is not known: auto, float32, bfloat16, float64"):
+    with pytest.raises(UserError, match=r"--dtype float16 is unknown: use auto, float32, bfloat16, float64"):
         precision.compute_dtype("float16", CPU)
 
 

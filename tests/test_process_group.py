@@ -63,7 +63,9 @@ def test_processes_of_mpirun_do_not_each_train_alone(monkeypatch: pytest.MonkeyP
 def test_processes_of_srun_do_not_each_train_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of `srun -n4 python train.py`: each would be rank 0 of a run of its own."""
     monkeypatch.setenv(name, "4")
-    with pytest.raises(UserError, match=r"^4 processes were started without torchrun, .*: use launch/slurm.sh"):
+    with pytest.raises(
+        UserError, match=r"started 4 processes without torchrun, and each would train alone\. Use launch/slurm\.sh"
+    ):
         process_group.start("gloo")
     monkeypatch.setenv(name, "1")
     assert process_group.start("gloo").size == 1
@@ -83,7 +85,7 @@ def test_ranks_of_a_plain_torchrun_that_has_restarted_them_are_refused(monkeypat
     """They would find the dead ones' keys in the store that torchrun keeps, and wait for ever."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(UserError, match=r"launch/torchrun\.sh, or with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1$"):
+    with pytest.raises(UserError, match=r"use launch/torchrun\.sh, or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1$"):
         process_group.start()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert process_group.start().size == 1
@@ -115,9 +117,9 @@ def test_start_joins_the_group_of_the_launcher() -> None:
 @pytest.mark.parametrize(
     ("size", "local_size", "text"),
     [
-        (1, 1, "1 process on host: CPU, gloo, "),
+        (1, 1, "1 process on host: CPU, "),
         (2, 2, "2 processes on host: "),
-        (8, 4, "8 processes on 2 hosts, the first host: "),
+        (8, 4, "8 processes on 2 hosts (first: host): "),
     ],
 )
 def test_world_in_words(size: int, local_size: int, text: str) -> None:
@@ -129,7 +131,7 @@ def test_world_in_words(size: int, local_size: int, text: str) -> None:
 # --- device, backend ---
 
 
-@pytest.mark.parametrize(("gpus", "told"), [(1, "which has 1 GPU:"), (2, "which has 2 GPUs:")])
+@pytest.mark.parametrize(("gpus", "told"), [(1, "which has 1 GPU, "), (2, "which has 2 GPUs, ")])
 def test_more_processes_than_gpus(gpus: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -148,9 +150,9 @@ def test_pick_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process_group._pick_backend("nccl", GPU) == "cpu:gloo,cuda:nccl"
     assert process_group._pick_backend("gloo", GPU) == "gloo"
     assert process_group._pick_backend("mpi", CPU) == "mpi"
-    with pytest.raises(UserError, match=r"--backend nccl .* this machine has none: --backend gloo"):
+    with pytest.raises(UserError, match=r"--backend nccl needs GPUs, .* on this machine: use --backend gloo"):
         process_group._pick_backend("nccl", CPU)
-    with pytest.raises(UserError, match=r"--backend ucc is not known: auto, gloo, nccl or mpi"):
+    with pytest.raises(UserError, match=r"--backend ucc is unknown: use auto, gloo, nccl or mpi"):
         process_group._pick_backend("ucc", CPU)
 
 
@@ -159,8 +161,8 @@ def test_backends_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UserError) as refusal:
         process_group.start("mpi")
     assert str(refusal.value) == (
-        f"--backend mpi: torch {torch.__version__} was built without it; MPI needs a torch built from source "
-        "beside an MPI library. This torch has gloo"
+        f"--backend mpi: torch {torch.__version__} was built without it (MPI needs a torch built from source "
+        "beside an MPI library); use gloo"
     )
-    with pytest.raises(UserError, match=r"--backend nccl: torch \S+ was built without it\. This torch has gloo$"):
+    with pytest.raises(UserError, match=r"--backend nccl: torch \S+ was built without it; use gloo$"):
         process_group._pick_backend("nccl", GPU)

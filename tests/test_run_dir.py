@@ -127,7 +127,7 @@ def test_folder_is_one_process_s_alone_until_it_ends(tmp_path: Path, monkeypatch
     result = runner.spawn(claim_and_die, [(str(path), str(claimed))], 30.0, come_second)
     assert result.codes == [-signal.SIGKILL], str(result)
     owner = f"process {pids[0]} on {socket.gethostname()}, Slurm job 1234"
-    told = f"--name run: {path} is in use by {owner}; wait for it, or give another --name"
+    told = f"--name run: {path} is in use by {owner}; wait until it ends, or use another --name"
     assert refusals == [told, told]
     child = int(claimed.read_text())
     os.kill(child, 0)  # it lives
@@ -166,7 +166,7 @@ def claim_on_own_disk(path: str, own: str, refused: bool) -> None:
     if not refused:
         run_dir.claim(Path(path))
     else:
-        told = f"what {socket.gethostname()} writes there is not there on {socket.gethostname()}: give a folder on"
+        told = f"{socket.gethostname()} cannot see the files that {socket.gethostname()} writes there: use a folder on"
         with pytest.raises(UserError, match=re.escape(told)):
             run_dir.claim(Path(path))
     dist.destroy_process_group()
@@ -215,8 +215,8 @@ def test_changed_flags_are_announced(recipe: str, tmp_path: Path) -> None:
     run_dir.write_config(tmp_path, recipe, Args(), WORLD)
     assert run_dir.write_config(tmp_path, recipe, Args(), WORLD) == []
     assert run_dir.write_config(tmp_path, recipe, Args(warmup_steps=9, lr=0.2), WORLD) == [
-        "continuing with --warmup-steps 9 (was 5)",
-        "continuing with --lr 0.2 (was 0.1)",
+        "changed: --warmup-steps is 9, was 5",
+        "changed: --lr is 0.2, was 0.1",
     ]
     assert run_dir.write_config(tmp_path, recipe, Args(warmup_steps=9, lr=0.2), WORLD) == [], "told once"
 
@@ -273,8 +273,8 @@ def test_command_to_go_on(flags: list[str], wanted: list[str], monkeypatch: pyte
     monkeypatch.delenv("LAUNCHED_AS", raising=False)
     monkeypatch.setattr(sys, "argv", ["my recipes/train.py", *flags])
     path = Path("/runs/my run")
-    assert shlex.split(run_dir.continuing(path, 1)) == ["python", "my recipes/train.py", *wanted]
+    assert shlex.split(run_dir.resume_command(path, 1)) == ["python", "my recipes/train.py", *wanted]
     launched = ["torchrun", "--nproc-per-node=4", "my recipes/train.py", *wanted]
-    assert shlex.split(run_dir.continuing(path, 4)) == launched
+    assert shlex.split(run_dir.resume_command(path, 4)) == launched
     monkeypatch.setenv("LAUNCHED_AS", "NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/x")
-    assert run_dir.continuing(path, 4) == f"NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/x {shlex.join(wanted)}"
+    assert run_dir.resume_command(path, 4) == f"NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/x {shlex.join(wanted)}"

@@ -203,17 +203,17 @@ def test_plan_without_samples() -> None:
     plan = make_plan(0, (1024, 64, 4), max_steps=9, progress={"step": 2, "samples": 2048})
     assert plan.epoch_steps == 9, "an evaluation that is due once an epoch is due at the end"
     assert [plan.position(step) for step in (2, 3, 9, 10)] == [2048, 3072, 9216, 9216]
-    assert str(plan) == "steps 3 to 9 of 1,024 samples (4 micro-batches of 64 on each of 4 dp ranks)"
+    assert str(plan) == "steps 3 to 9, 1,024 samples per step (4 data-parallel ranks x 16 micro-batches x 16 samples)"
 
 
 @pytest.mark.parametrize(
     ("division", "num_micro_batches", "micro_batch_size", "text"),
     [
-        ((128, 128, 1), 1, 128, "128 samples (1 micro-batch of 128 on 1 dp rank)"),
-        ((128, 128, 4), 1, 32, "128 samples (1 micro-batch of 32 on each of 4 dp ranks)"),
-        ((8192, 64, 4), 128, 16, "8,192 samples (128 micro-batches of 16 on each of 4 dp ranks)"),
-        ((128, 96, 3), 2, 32, "128 samples (2 micro-batches of 32 on each of 3 dp ranks)"),  # at most: 22, 21, 21
-        ((7, 7, 2), 1, 4, "7 samples (1 micro-batch of 4 on each of 2 dp ranks)"),
+        ((128, 128, 1), 1, 128, "1 data-parallel rank x 1 micro-batch x 128 samples"),
+        ((128, 128, 4), 1, 32, "4 data-parallel ranks x 1 micro-batch x 32 samples"),
+        ((8192, 64, 4), 128, 16, "4 data-parallel ranks x 128 micro-batches x 16 samples"),
+        ((128, 96, 3), 2, 32, "3 data-parallel ranks x 2 micro-batches x up to 32 samples"),  # 22, 21, 21
+        ((7, 7, 2), 1, 4, "2 data-parallel ranks x 1 micro-batch x up to 4 samples"),
     ],
 )
 def test_division_in_numbers_and_words(
@@ -230,17 +230,17 @@ def test_division_in_numbers_and_words(
 
 def test_plan_in_words() -> None:
     plan = make_plan(12345, (10, 0, 2), max_steps=30)
-    division = "10 samples (1 micro-batch of 5 on each of 2 dp ranks)"
-    assert str(plan) == f"steps 30 of {division}; 12,345 training samples"
-    assert str(dataclasses.replace(plan, first_step=7)) == f"steps 8 to 30 of {division}; 12,345 training samples"
-    assert str(dataclasses.replace(plan, first_step=30)) == "training is complete at step 30 of 30"
-    assert str(dataclasses.replace(plan, first_step=31)) == "training is complete at step 31 of 30"
+    samples = "10 samples per step (2 data-parallel ranks x 1 micro-batch x 5 samples); 12,345 training samples"
+    assert str(plan) == f"steps 1 to 30, {samples}"
+    assert str(dataclasses.replace(plan, first_step=7)) == f"steps 8 to 30, {samples}"
+    assert str(dataclasses.replace(plan, first_step=30)) == "training is complete: step 30 of 30 is done"
+    assert str(dataclasses.replace(plan, first_step=31)) == "training is complete: step 31 of 30 is done"
 
 
 def test_last_step_too_small_for_batchnorm() -> None:
     with pytest.raises(
         UserError,
-        match=r"^the last step of these --epochs has 3 of 33 samples, too few for 2 ranks in micro-batches of 10 ",
+        match=r"^the last step of --epochs has 3 of 33 samples, too few for 2 ranks in micro-batches of up to 5 samples each: ",
     ):
         make_plan(33, (10, 0, 2), epochs=1, least=2)
     assert make_plan(34, (10, 0, 2), epochs=1, least=2).max_steps == 4  # 4 samples left: 2 each
@@ -249,7 +249,7 @@ def test_last_step_too_small_for_batchnorm() -> None:
 
 def test_every_step_too_small_for_batchnorm() -> None:
     """Whichever flag makes it so: the smallest micro-batch of a step counts."""
-    told = r"^--global-batch-size {} gives a rank 1 samples in a micro-batch, and this model needs 2"
+    told = r"^--global-batch-size {} gives a rank only 1 of the 2 samples that this model needs per micro-batch"
     for division in ((2, 0, 2), (4, 1, 2), (10, 2, 2)):  # 10 = 4 + 3 + 3
         assert make_plan(99, division, max_steps=5).max_steps == 5, "a model without BatchNorm needs one"
         with pytest.raises(UserError, match=told.format(division[0])):
@@ -311,9 +311,9 @@ def test_divide_batch() -> None:
     assert micro(128, 32, 3) == 96  # at most: two micro-batches of 64
     assert micro(8, 16, 1) == 8
     assert micro(7, 0, 7) == 7
-    with pytest.raises(UserError, match=r"--global-batch-size 10 does not divide by 4 ranks: 12 would"):
+    with pytest.raises(UserError, match=r"--global-batch-size 10 does not divide by 4 data-parallel ranks: use 12"):
         sampler.divide_batch(10, 0, 4)
-    with pytest.raises(UserError, match=r"--global-batch-size 2 does not divide by 3 ranks: 3 would"):
+    with pytest.raises(UserError, match=r"--global-batch-size 2 does not divide by 3 data-parallel ranks: use 3"):
         sampler.divide_batch(2, 8, 3)
 
 

@@ -226,7 +226,7 @@ def test_failure_beside_the_training_is_told_and_survived(
         said = capsys.readouterr().out
         assert re.fullmatch(
             rf"warning: no checkpoint of step {first + 1}: rank 0 on \S+: OSError: \[Errno 5\] Input/output error "
-            r"\([\d,.]+ MB and [\d,]+ files are free in \S+\); the training goes on\n",
+            r"\([\d,.]+ MB and [\d,]+ files are free in \S+\); training continues\n",
             said,
         ), said
         saving.drain()
@@ -243,9 +243,9 @@ def test_disk_without_room_is_found_before_anything_is_written(tmp_path: Path, m
     wanted = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(saver.dcp, "save", lambda *_, **__: pytest.fail("it was written to"))
     monkeypatch.setattr(saver.shutil, "disk_usage", lambda _: wanted._replace(free=1_999_999))
-    with pytest.raises(saver.SaveError, match=r"it needs 2\.0 MB, and the disk has 2\.0 MB left") as refusal:
+    with pytest.raises(saver.SaveError, match=r"it needs 2\.0 MB, the disk has 2\.0 MB free") as refusal:
         make_saver(tmp_path).save(7, state, 70, last=True)
-    assert str(refusal.value).startswith("the last checkpoint was not written: no checkpoint of step 7: ")
+    assert str(refusal.value).startswith("the last checkpoint was not saved: no checkpoint of step 7: ")
     assert not list((tmp_path / "checkpoints").iterdir())
     monkeypatch.undo()
     make_saver(tmp_path).save(7, state, 70, last=True)
@@ -313,9 +313,7 @@ def test_rank_that_fails_fails_all_and_leaves_the_older_ones(tmp_path: Path) -> 
     of_rank_0, of_rank_1 = (json.loads(file.read_text()) for file in told)
     assert of_rank_0 == of_rank_1, "all ranks know the same"
     for (what, broken_rank), *pair in zip(CASES, of_rank_0[::2], of_rank_0[1::2], strict=True):
-        for text, start in zip(
-            pair, ("no checkpoint of step 2: ", "the last checkpoint was not written: "), strict=True
-        ):
+        for text, start in zip(pair, ("no checkpoint of step 2: ", "the last checkpoint was not saved: "), strict=True):
             assert text.startswith(start), (what, text)
             assert ("File too large" if what == "limit" else "No space left") in text, (what, text)
             if what not in ("write", "limit"):

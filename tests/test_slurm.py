@@ -128,8 +128,8 @@ class Job:
         self.wait(self.completed)
 
     def check_nothing_lost(self) -> None:
-        left = int(re.search(r"left at step (\d+), saved: queued again", self.log())[1])
-        assert f"continues from step {left} of" in self.log()
+        step = int(re.search(r"stopped at step (\d+), saved: requeued", self.log())[1])
+        assert f"resuming from step {step} of" in self.log()
 
     def check_same(self, reference: Path) -> None:
         """The last checkpoint is that of another run, bit for bit."""
@@ -160,7 +160,7 @@ def test_the_curve_is_that_of_one_process(recipe: str, cluster: Path, images: Pa
     run("sbatch", "--wait", "-N2", SLURM, f"recipes/{recipe}", *flags, *ways[2], "--name", "two", cwd=tmp_path)
     (log,) = tmp_path.glob("slurm-brigade-*.log")
     assert "2 processes on 2 hosts" in log.read_text()
-    assert f"go on  bash {SLURM} -N2 {runner.ROOT}/recipes/{recipe} " in log.read_text()
+    assert f"resume   bash {SLURM} -N2 {runner.ROOT}/recipes/{recipe} " in log.read_text()
     assert not list(tmp_path.glob(".slurm-*"))
     words = [str(flag) for flag in flags]
     assert runner.run_recipe(recipe, 1, *words, *ways[1], "--name", "one").ok
@@ -196,7 +196,7 @@ def test_file_of_accelerate(cluster: Path, tmp_path: Path) -> None:
     run(*words, cwd=tmp_path, ACCELERATE_CONFIG="configs/cpu.yaml")
     (log,) = tmp_path.glob("slurm-*.log")
     assert "2 processes on 2 hosts" in log.read_text(), "as many as the file is for"
-    assert "\ngo on  ACCELERATE_CONFIG=configs/cpu.yaml bash " in log.read_text()
+    assert "\nresume   ACCELERATE_CONFIG=configs/cpu.yaml bash " in log.read_text()
 
 
 def test_time_limit(cluster: Path, images: Path, tmp_path: Path, reference: Path) -> None:
@@ -204,7 +204,7 @@ def test_time_limit(cluster: Path, images: Path, tmp_path: Path, reference: Path
     job = Job(tmp_path, images, "--time=10", "--signal=B:USR1@100", STEP_S="2")
     job.wait(lambda: job.steps() >= 2)
     run("scontrol", "update", f"JobId={job.id}", "TimeLimit=2")  # looked at every 30 s
-    job.wait(lambda: "left at step" in job.log())
+    job.wait(lambda: "stopped at step" in job.log())
     run("scontrol", "update", f"JobId={job.id}", "TimeLimit=10")
     job.wait(job.completed)
     assert job.starts() == 2
@@ -279,7 +279,7 @@ def test_rank_killed_and_started_again(cluster: Path, images: Path, tmp_path: Pa
     os.kill(ranks_of(job)[-1], signal.SIGKILL)
     job.wait(job.completed)
     assert job.starts() == 1
-    assert f"continues from step {SAVE_EVERY} of" in job.log()
+    assert f"resuming from step {SAVE_EVERY} of" in job.log()
     job.check_same(reference)
 
 
@@ -297,10 +297,10 @@ def test_crash_loop_stops(cluster: Path, images: Path, tmp_path: Path) -> None:
     """Asked to stop again and again, without a step of progress in between."""
     job = Job(tmp_path, images, flags=("--deadline", "0.0001"), MAX_REQUEUES="2")
     job.wait(lambda: job.starts() == 2)
-    left = re.search(r"left at step (\d+), saved", job.log())[1]
-    (tmp_path / f".slurm-{job.id}.starts").write_text(f"{left}\n{int(left) + 1}\n")  # the next gets to left + 1, too
+    step = re.search(r"stopped at step (\d+), saved", job.log())[1]
+    (tmp_path / f".slurm-{job.id}.starts").write_text(f"{step}\n{int(step) + 1}\n")  # the next gets to step + 1, too
     job.wait(lambda: job.state() == "FAILED")
-    assert f"2 starts in a row have ended at step {int(left) + 1}: not queued again" in job.log()
+    assert f"2 starts in a row have stopped at step {int(step) + 1}, so the job is not requeued" in job.log()
     assert job.starts() == 2
 
 
@@ -308,7 +308,7 @@ def test_done_although_asked_to_stop(cluster: Path, images: Path, tmp_path: Path
     """In its last step: there is nothing to be queued again for."""
     job = Job(tmp_path, images, flags=("--deadline", "0.0001", "--max-steps", "1"))
     job.wait(job.completed)
-    assert "left   on request" in job.log()
+    assert "stopped  checkpoint saved" in job.log()
     assert job.starts() == 1
     assert not list(tmp_path.glob(".slurm-*"))
 
@@ -337,10 +337,10 @@ def test_task_of_an_array(cluster: Path, images: Path, tmp_path: Path) -> None:
     wait(lambda: len(tasks()) == 2 and all("loss" in log(job) for job in tasks()))
     (other,) = tasks().keys() - {array}
     run("scancel", "--signal=USR1", f"{array}_{tasks()[array][0]}")
-    wait(lambda: "queued again" in log(array) and tasks()[array][1] == "PENDING")
+    wait(lambda: "requeued" in log(array) and tasks()[array][1] == "PENDING")
     wait(lambda: tasks()[other][1] == "COMPLETED")
     assert log(other).count(", start ") == 1
-    assert "left at step" not in log(other)
+    assert "stopped at step" not in log(other)
     run("scancel", array)
 
 
@@ -378,7 +378,7 @@ def test_node_without_its_gpus(cluster: Path, images: Path, tmp_path: Path) -> N
     where = site_copy(tmp_path, "export SLURM_GPUS_ON_NODE=2\nunset CUDA_VISIBLE_DEVICES NPROC_PER_NODE\n")
     done = call("salloc", "-N1", "bash", where, "recipes/ddp_resnet", "--out", tmp_path / "runs", cwd=tmp_path)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr.count(" has 2 GPUs for this job, and torch sees none: ") == 1
+    assert done.stderr.count(" has 2 GPUs for this job, but torch sees none: ") == 1
     assert not (tmp_path / "runs").exists()
 
 
@@ -404,7 +404,7 @@ def test_without_a_cluster(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(shutil.which(name))
     done = call("bash", SLURM, "-N2", "recipes/ddp_resnet", cwd=tmp_path, PATH=str(tmp_path))
     assert done.returncode == 2
-    assert "this is no machine of a Slurm cluster" in done.stderr
+    assert "so it is not part of a Slurm cluster" in done.stderr
     assert "launch/torchrun.sh" in done.stderr
 
 

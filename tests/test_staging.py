@@ -75,7 +75,7 @@ def test_without(data: Path, python: str) -> None:
 def test_no_folder(flags: list[str], python: str, tmp_path: Path) -> None:
     result = launch("recipes/ddp_resnet", *flags, PYTHON=python, STAGE_DIR=str(tmp_path / "local"))
     assert result.returncode == 2
-    assert f"--data {flags[-1] if len(flags) > 1 else 'digits'} is no folder that could be copied" in result.stderr
+    assert f"--data {flags[-1] if len(flags) > 1 else 'digits'} is not a folder: unset STAGE_DIR" in result.stderr
 
 
 def test_disk_that_cannot_be_written(data: Path, python: str) -> None:

@@ -317,7 +317,9 @@ def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             os.close(descriptor)
 
     monkeypatch.setattr(filelock.FileLock, "acquire", held)
-    with pytest.raises(UserError, match=r"--data is being packed for 0 s by who holds .*\.lock: end it"):
+    with pytest.raises(
+        UserError, match=r"--data: another process has held .*\.lock for 0 s while tokenizing: stop it, or wait"
+    ):
         text.load(str(folder), 64)
     assert time.time() - began > 0.2
     assert {path.suffix for path in packed() - before} <= {".lock"}
@@ -331,16 +333,19 @@ def test_refusals(tmp_path: Path) -> None:
 
     folder = str(write_folder(tmp_path / "data", LINES[:120]))
     size = len("".join(f"{line}\n" for line in LINES[:100]).encode())
-    with pytest.raises(UserError, match=r"--tokenizer t\.json: --data stdlib is read as bytes"):
+    with pytest.raises(
+        UserError, match=r"--tokenizer t\.json cannot be used with --data stdlib, which is read as bytes"
+    ):
         text.load("stdlib", 8, "t.json")
     with pytest.raises(
         UserError,
-        match=f"--data {folder}: the validation split has {size} tokens, --seq-len {size} needs more",
+        match=f"--data {folder}: the validation split has {size} tokens, and --seq-len {size} needs at least {size + 1}",
     ):
         text.load(folder, size)
     assert len(text.load(folder, size - 1)[1]) == 1
     with pytest.raises(
-        UserError, match=r"--data stdlib: the training split has \d+ tokens, --seq-len 90000000 needs more"
+        UserError,
+        match=r"--data stdlib: the training split has \d+ tokens, and --seq-len 90000000 needs at least 90000001",
     ):
         text.load("stdlib", 90_000_000)
     with pytest.raises(UserError, match="there is no such folder"):
@@ -350,7 +355,7 @@ def test_refusals(tmp_path: Path) -> None:
         features = datasets.Features({"y": datasets.ClassLabel(names=["a"]), "n": datasets.Value("int64")})
         rows = datasets.Dataset.from_dict({"y": [0], "n": [1]}, features=features)
         rows.to_parquet(tmp_path / "labels" / f"{split}.parquet")
-    with pytest.raises(UserError, match=r"needs a column of strings, it has: \{'y': 'int64', 'n': 'int64'\}"):
+    with pytest.raises(UserError, match=r"has no column of strings: \{'y': 'int64', 'n': 'int64'\}"):
         text.load(str(tmp_path / "labels"), 8)
 
 
@@ -361,7 +366,7 @@ def test_no_text_at_all(tmp_path: Path) -> None:
     for name, texts in (("train", ["a", None, "b"] * 9), ("validation", [None])):
         features = datasets.Features({"text": datasets.Value("string")})
         datasets.Dataset.from_dict({"text": texts}, features=features).to_parquet(tmp_path / f"{name}.parquet")
-    with pytest.raises(UserError, match="the validation split has 0 tokens, --seq-len 8 needs more"):
+    with pytest.raises(UserError, match="the validation split has 0 tokens, and --seq-len 8 needs at least 9"):
         text.load(str(tmp_path), 8)
 
 
@@ -372,9 +377,11 @@ def test_refused_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     broken.write_text("{}")
     Tokenizer(models.WordLevel({str(i): i for i in range(2**16 + 1)}, unk_token="0")).save(str(large))
     for path, why in ((broken, "ValueError: .*Model missing"), (tmp_path / "missing.json", "FileNotFoundError: ")):
-        with pytest.raises(UserError, match=rf"--tokenizer {path}: needs .* a tokenizer\.json \({why}"):
+        with pytest.raises(UserError, match=rf"--tokenizer {path} cannot be read \({why}"):
             text.load(str(tmp_path), 8, str(path))
-    with pytest.raises(UserError, match="has a vocabulary of 65537: tokens are kept in 16 bits, 65536"):
+    with pytest.raises(
+        UserError, match="has 65537 tokens: use one with at most 65536, because tokens are stored in 16 bits"
+    ):
         text.load(str(tmp_path), 8, str(large))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"needs pip install tokenizers.*\(ModuleNotFoundError: "):

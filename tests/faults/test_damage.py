@@ -19,9 +19,9 @@ def test_damaged(what: str, case: FaultCase) -> None:
     fault = DAMAGES[what](newest)
     result = case.resume_and_check()
     case.row.steps_lost = 2  # the run had been interrupted after step 4
-    case.record_message(result.outputs[0], f"damaged, not used: {newest.name}: ")
+    case.record_message(result.outputs[0], f"warning: skipped damaged checkpoints: {newest.name}: ")
     assert fault in case.row.message
-    assert "continues from step 2 of" in result.outputs[0]
+    assert "resuming from step 2 of" in result.outputs[0]
     assert not manifest.verify(checkpoints(case.run_dir)[4])[1], "it was written again"
 
 
@@ -31,7 +31,7 @@ def test_all_damaged(case: FaultCase) -> None:
     for path in checkpoints(case.run_dir).values():
         flip_data(path)
     result = case.start()
-    case.check_refused(result, "none of them is whole .* To start over on purpose, give another --name")
+    case.check_refused(result, "every checkpoint is damaged .* To start over on purpose, use another --name")
     assert all(path.name in case.row.message for path in checkpoints(case.run_dir).values())
     assert not case.steps_done()
 
@@ -59,6 +59,6 @@ def test_mutant_without_verification(case: FaultCase) -> None:
     case.copy_reference(until=4)
     flip_data(checkpoints(case.run_dir)[4])
     result = case.start(mutant="nothing is verified")
-    case.record_message(result.outputs[0], "continues from step 4 of")
+    case.record_message(result.outputs[0], "resuming from step 4 of")
     with pytest.raises((AssertionError, KeyError)):  # or no last checkpoint, if the number makes no sense at all
         case.check_same_as_reference()

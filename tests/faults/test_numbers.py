@@ -16,7 +16,7 @@ def test_nan(case: FaultCase) -> None:
     flags = ("--save-every", "1", "--check-every", "1")
     result = case.start(*flags, faults=[("backward", "spoil", -1, 3)])
     assert result.ok, str(result)
-    case.record_message(result.outputs[0], r"warning: left out 1 update\(s\) whose gradient was not finite")
+    case.record_message(result.outputs[0], r"warning: skipped 1 update because the gradient was not finite")
     saved = checkpoints(case.run_dir)
     assert same_tensors(saved[3], saved[2], but="rollout.")
     assert not same_tensors(saved[4], saved[3], but="rollout.")
@@ -35,7 +35,9 @@ def test_mutant_makes_them(case: FaultCase) -> None:
 @pytest.mark.fault("numbers: NaN in more steps in a row than --max-skips")
 def test_too_many_nans(case: FaultCase) -> None:
     result = case.start("--max-skips", "1", faults=[("backward", "spoil", -1, step) for step in (3, 4)])
-    case.check_refused(result, r"error: no finite gradient in steps 3 to 4 \(--max-skips 1\): .*samples")
+    case.check_refused(
+        result, r"error: the gradient was not finite in steps 3 to 4, more than --max-skips 1 allows: .*samples"
+    )
     samples = case.row.message.rpartition(": ")[2]
     assert samples.count(",") == 2 * (24 - 1), samples
     case.resume_and_check()
@@ -62,7 +64,7 @@ def drift(case: FaultCase, mutant: str = "") -> tuple[runner.Result, tuple[str, 
 def test_drift(case: FaultCase) -> None:
     result, flags = drift(case)
     assert all(result.codes), str(result)
-    drifted = rf"replicas have drifted apart by step 3: \S+( \[.*\])? of rank {case.size - 1} is not what rank \d has"
+    drifted = rf"replicas differ at step 3: \S+( \[.*\])? on rank {case.size - 1} differs from rank \d"
     case.record_message(result.outputs[0], drifted)
     assert list(checkpoints(case.run_dir)) == [2]
     case.resume_and_check(*flags, exact=not flags)
@@ -72,7 +74,7 @@ def test_drift(case: FaultCase) -> None:
 def test_mutant_drift_goes_unseen(case: FaultCase) -> None:
     result, _ = drift(case, mutant="replicas are not compared")
     assert result.ok, str(result)
-    case.record_message(result.outputs[0], "done   step 6 of 6")
+    case.record_message(result.outputs[0], "done     step 6 of 6")
 
 
 @pytest.mark.fault("numbers: other world size in mid-epoch", least=2)
@@ -89,4 +91,4 @@ def test_other_world_size(case: FaultCase) -> None:
     for tag in ("train/loss", "train/grad_norm"):
         close: Any = pytest.approx(runner.records(case.out / "reference", tag), rel=1e-9)
         assert runner.records(case.run_dir, tag) == close, tag
-    case.record_message(result.outputs[0], "continues from step 4 of")
+    case.record_message(result.outputs[0], "resuming from step 4 of")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common import manifest
-from common.watch import GONE_S
+from common.watch import DEAD_S
 from tests.faults.conftest import num_ranks
 from tests.harness import inject, runner
 from tests.harness.fault_case import TIMEOUT_S, FaultCase, checkpoints, events_in, find_line, wait_for
@@ -128,12 +128,12 @@ def result(
 @pytest.mark.waits(("update", "signal later", -1, 4, "SIGKILL"))
 def test_killed(result: runner.Result, case: FaultCase) -> None:
     last = case.size - 1
-    finding = f"dead or frozen, as last seen: {who(last, 4)}: optimizer"
+    finding = f"dead or frozen; last heartbeat of {who(last, 4)}: optimizer"
     assert result.codes[last] == -signal.SIGKILL, str(result)
     if case.size > 1:
-        case.check_named(result, PROMPT_S + GONE_S, finding, culprits=[last])
+        case.check_named(result, PROMPT_S + DEAD_S, finding, culprits=[last])
     again = case.resume_and_check()
-    case.row.message = case.row.message or find_line(again.outputs[0], "continues from step 2 of")
+    case.row.message = case.row.message or find_line(again.outputs[0], "resuming from step 2 of")
     assert case.row.steps_lost == 1
 
 
@@ -142,7 +142,7 @@ def test_killed_and_restarted(case: FaultCase) -> None:
     code, out = case.launch(faults=[("update", "signal", -1, 4, "SIGKILL")], MAX_RESTARTS="1")
     assert code == 0, out
     case.record_cost(case.steps_done())
-    case.record_message(out, r"continues from step 2 of")
+    case.record_message(out, r"resuming from step 2 of")
     assert case.row.steps_lost == 1
     case.check_same_as_reference()
 
@@ -173,7 +173,7 @@ def check_raises(case: FaultCase, rank: int, phase: str) -> None:
 @pytest.mark.waits(("update", "signal later", -1, 4, "SIGSTOP"), meanwhile=end_frozen)
 def test_frozen(result: runner.Result, case: FaultCase) -> None:
     last = case.size - 1
-    finding = f"dead or frozen, as last seen: {who(last, 4)}: optimizer"
+    finding = f"dead or frozen; last heartbeat of {who(last, 4)}: optimizer"
     case.check_named(result, HANG_S, finding, culprits=[last])
     case.resume_and_check()
 
@@ -185,7 +185,7 @@ def test_sleeps_in_the_data(result: runner.Result, case: FaultCase) -> None:
     finding = f"no progress for 3 s: {who(last, 4)}: data"
     case.check_named(result, HANG_S, finding, r'data\.py", line \d+, in __getitem__')
     if case.size > 1:
-        case.check_named(result, HANG_S, r"ranks \[0\] wait for it")
+        case.check_named(result, HANG_S, r"ranks \[0\] are waiting for it")
     case.record_message(result.outputs[0], finding)
     case.resume_and_check()
 
@@ -196,9 +196,9 @@ def test_mismatched_collectives(result: runner.Result, case: FaultCase) -> None:
     case.check_named(
         result,
         HANG_S,
-        "no progress for 3 s, and all ranks wait for each other",
-        rf"{who(0, 3)}: .*waits in gloo:all_?reduce",
-        rf"{who(case.size - 1, 3)}: .*waits in gloo:barrier",
+        "no progress for 3 s: all ranks are waiting for each other",
+        rf"{who(0, 3)}: .*waiting in gloo:all_?reduce",
+        rf"{who(case.size - 1, 3)}: .*waiting in gloo:barrier",
     )
     assert len([*case.run_dir.glob("logs/flight_recorder_*.json")]) == case.size
     case.resume_and_check()
@@ -209,7 +209,7 @@ def test_mismatched_collectives(result: runner.Result, case: FaultCase) -> None:
 def test_exits_early(result: runner.Result, case: FaultCase) -> None:
     last = case.size - 1
     assert result.codes[last] == 0
-    case.check_named(result, PROMPT_S, f"{who(last, 3)} left before the training was done", culprits=[last])
+    case.check_named(result, PROMPT_S, f"{who(last, 3)} exited before the training was done", culprits=[last])
     case.resume_and_check()
 
 
@@ -234,7 +234,7 @@ def test_rank_0_is_frozen(case: FaultCase) -> None:
     faults = [("update", "signal later", 0, 4, "SIGSTOP")]
     code, out = case.launch(faults=faults, meanwhile=lambda _, file: end_frozen(file))
     assert code, out
-    case.record_message(out, f"dead or frozen, as last seen: {who(0, 4)}|hears nothing of the store: rank 0")
+    case.record_message(out, f"dead or frozen; last heartbeat of {who(0, 4)}|gets no answer from the store: its host")
     case.row.notice_s = max(event["time"] for event in case.events if event["event"] == "named") - case.fault_time()
     assert case.row.notice_s < HANG_S
     case.resume_and_check()

@@ -33,7 +33,9 @@ def test_two_jobs(case: FaultCase) -> None:
     result = case.start(faults=[("end of a step", "wait for", -1, 2, str(refused))], meanwhile=start_another)
     assert result.ok, str(result)
     first = next(event["pid"] for event in case.events if event["rank"] == 0)
-    case.check_refused(refusals[0], rf"error: --name run: .* is in use by process {first} on \S+; wait for it, or")
+    case.check_refused(
+        refusals[0], rf"error: --name run: .* is in use by process {first} on \S+; wait until it ends, or"
+    )
     case.check_same_as_reference()
 
 
@@ -46,7 +48,7 @@ def test_open_to_others(what: str, case: FaultCase) -> None:
     folder.chmod(0o777)
     result = case.start()
     check_refused_at_once(
-        case, result, f"{folder} can be written by everybody here, so nothing in it is trusted: chmod o-w"
+        case, result, f"{folder} is writable by every user, so its checkpoints are not trusted: chmod o-w"
     )
 
 
@@ -127,7 +129,7 @@ def test_pickle_to_resume(what: str, canary: Path, case: FaultCase) -> None:
         shutil.copy(step / "train.pkl", step / ".metadata")  # where torch.distributed.checkpoint keeps a pickle
         shutil.copy(step / "train.pkl", step / "MANIFEST.json")
     result = case.start("--resume", str(path))
-    check_refused_at_once(case, result, "error: .*(no checkpoint there|none of them is whole)")
+    check_refused_at_once(case, result, "error: .*(no checkpoint there|every checkpoint is damaged)")
     assert not canary.exists()
 
 
@@ -157,7 +159,7 @@ def test_pickles_in_a_run(canary: Path, case: FaultCase) -> None:
         path.write_bytes(pickle.dumps(Bomb(canary)))
     result = case.start()
     assert result.ok, str(result)
-    case.record_message(result.outputs[0], "continues from step 2 of")
+    case.record_message(result.outputs[0], "resuming from step 2 of")
     case.check_same_as_reference()
     assert not canary.exists()
 

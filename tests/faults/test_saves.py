@@ -1,4 +1,4 @@
-"""Killed at any point of a save, or without room on the disk, a run continues from a checkpoint that is whole."""
+"""Killed at any point of a save, or without room on the disk, a run resuming from a checkpoint that is whole."""
 
 import contextlib
 import os
@@ -44,7 +44,7 @@ def test_killed(point: str, how: str, case: FaultCase) -> None:
     done = case.steps_done()
     assert all(not manifest.verify(path)[1] for step, path in checkpoints(case.run_dir).items() if step == expected)
     result = case.resume_and_check(*flags_for(how))
-    case.record_message(result.outputs[0], f"continues from step {expected} of")
+    case.record_message(result.outputs[0], f"resuming from step {expected} of")
     assert case.row.steps_lost == done - expected
     assert not temporaries(case.run_dir)
 
@@ -133,7 +133,7 @@ def test_disk_for_a_while(what: str, how: str, disk: Path, case: FaultCase) -> N
     assert result.ok, str(result)
     assert "Traceback" not in str(result), str(result)
     case.record_message(
-        result.outputs[0], f"warning: no checkpoint of step 4: .*{DISKS[what].message}.*; the training goes on"
+        result.outputs[0], f"warning: no checkpoint of step 4: .*{DISKS[what].message}.*; training continues"
     )
     assert list(checkpoints(case.run_dir)) == [2, 6]
     assert not temporaries(case.run_dir)
@@ -144,9 +144,9 @@ def test_disk_for_a_while(what: str, how: str, disk: Path, case: FaultCase) -> N
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("what", [pytest.param(one, marks=[pytest.mark.rest] * (one != "full")) for one in DISKS])
 def test_disk_to_the_end(what: str, how: str, disk: Path, case: FaultCase) -> None:
-    """The last save must succeed; once there is room, the run continues from the checkpoint before."""
+    """The last save must succeed; once there is room, the run resuming from the checkpoint before."""
     result = case.start(*flags_for(how), faults=[fault_of(what, disk)])
-    case.check_refused(result, f"error: the last checkpoint was not written: .*{DISKS[what].message}")
+    case.check_refused(result, f"error: the last checkpoint was not saved: .*{DISKS[what].message}")
     assert list(checkpoints(case.run_dir)) == [2]
     assert not manifest.verify(checkpoints(case.run_dir)[2])[1]
     action, *more = DISKS[what].mended
@@ -161,6 +161,6 @@ def test_removed(case: FaultCase) -> None:
     """What is saved from then on is there, and is enough to continue."""
     result = case.start(faults=[("end of a step", "remove", 0, 3, str(case.run_dir))])
     assert result.ok, str(result)
-    case.record_message(result.outputs[0], "done   step 6 of 6")
+    case.record_message(result.outputs[0], "done     step 6 of 6")
     assert list(checkpoints(case.run_dir)) == [4, 6]
     case.check_same_checkpoints(4, 6)

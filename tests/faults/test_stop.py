@@ -20,7 +20,7 @@ def check_stopped(case: FaultCase, output: str, reason: str) -> int:
     marker = json.loads((case.run_dir / "stopped.json").read_text())
     assert marker["reason"].startswith(reason)
     assert max(checkpoints(case.run_dir)) == marker["step"] == max(runner.records(case.run_dir, "train/loss"))
-    case.record_message(output, f"left   on request, saved: {reason}")
+    case.record_message(output, rf"stopped  checkpoint saved \({reason}")
     return marker["step"]
 
 
@@ -49,7 +49,7 @@ def test_stop_after(case: FaultCase) -> None:
         assert case.start("--stop-after", str(step)).ok
         assert max(checkpoints(case.run_dir)) == step
     result = case.resume_and_check(exact=False)
-    case.record_message(result.outputs[0], "continues from step 3 of")
+    case.record_message(result.outputs[0], "resuming from step 3 of")
     case.check_same_curves("train/loss", "train/grad_norm")  # each part was evaluated at its end
     case.check_same_checkpoints(STEPS)
 
@@ -127,7 +127,7 @@ def test_second_signal_quits_at_once(case: FaultCase) -> None:
     result = case.start(faults=points)
     assert result.codes[0] == 128 + signal.SIGTERM, str(result)
     assert time.monotonic() - began < 15
-    case.record_message(result.outputs[0], "the same again quits at once, unsaved")
+    case.record_message(result.outputs[0], "send it again to quit now without saving")
     case.resume_and_check()
 
 

@@ -13,7 +13,7 @@ Who renames one of these renames it here as well; a patch of a name that is not 
     common.stop.Stop.after                   point "end of a step"; note "done"
     common.manifest.seal, write              points "before the digests", "before the manifest"
     common.guard.FiniteGuard(model, ...)     the parameters that the action "drift" may change
-    common.watch.Watch._leave                note "named": this rank prints the finding about another one
+    common.watch.Watch._exit                 note "named": this rank prints the finding about another one
     common.watch.Watch._let_others_read      note "named": this rank has printed its own error
     common.flops.count_sample, peak_flops    no measurement
     common.sampler.make_plan                 short epochs
@@ -207,7 +207,7 @@ def _patch(drifts: bool) -> None:
     _before(Path, "rename", reach_if_checkpoint("before the rename"))
     _after(Path, "rename", reach_if_checkpoint("after the rename"))
     _before(shutil, "rmtree", reach_if_checkpoint("during retention"))
-    _before(watch.Watch, "_leave", _notes("named"))
+    _before(watch.Watch, "_exit", _notes("named"))
     _before(watch.Watch, "_let_others_read", _notes("named"))  # which comes after a rank has printed its own error
     _before(os, "_exit", lambda _: note("exited") if os.getpid() == _Self.pid else None)  # and no loader worker
 
