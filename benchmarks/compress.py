@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.harness import machines, pages, runner
+from tests.harness import machines, mutants, pages, runner
 from tests.harness.runner import ROOT
 
 RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
@@ -32,8 +32,8 @@ def recipe_of(setting: tuple[str, ...], folder: Path) -> Path:
     """Folder of its train.py; "every_one" is ddp_resnet without no_sync."""
     if setting[0] != "every_one":
         return ROOT / setting[0]
-    changed = {"with contextlib.nullcontext() if batch.last else model.no_sync():": "with contextlib.nullcontext():"}
-    return runner.mutate("ddp_resnet", folder, changed).parent
+    changed = {"contextlib.nullcontext() if batch.last else model.no_sync()": "contextlib.nullcontext()"}
+    return mutants.mutate("ddp_resnet", folder, {"forward_backward": changed}).parent
 
 
 def measure(setting: tuple[str, ...], rate: str, folder: Path) -> tuple[float, float]:

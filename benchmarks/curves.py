@@ -16,7 +16,6 @@ import matplotlib as mpl
 mpl.use("Agg")
 import torch
 from matplotlib import pyplot as plt
-
 from tests.harness import runner
 from tests.harness.runner import ROOT, Layout, cpu_name
 

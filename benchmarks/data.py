@@ -9,10 +9,9 @@ import time
 
 import numpy as np
 import torch
+from common.workloads.images import Images
 from PIL import Image
 from torchvision import transforms
-
-from common.workloads.images import Images
 
 ROUNDS, BATCH, SAMPLES = 7, 128, 4096
 

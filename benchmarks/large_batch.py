@@ -17,7 +17,6 @@ import matplotlib as mpl
 mpl.use("Agg")
 import torch
 from matplotlib import pyplot as plt
-
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT, cpu_name
 

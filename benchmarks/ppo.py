@@ -22,17 +22,16 @@ import matplotlib as mpl
 mpl.use("Agg")
 import numpy as np
 import torch
+from benchmarks.curves import ROOT, cpu_name
 from matplotlib import pyplot as plt
+from tests.harness import mutants, pages, runner
 from torch import nn
 from torch.distributions import Categorical
-
-from benchmarks.curves import ROOT, cpu_name
-from tests.harness import pages, runner
 
 PPO, ENV = "syncbn_ppo", "CartPole-v1"
 ENVS, STEPS, EPOCHS, BATCH, LR = 8, 128, 8, 256, 1e-3  # the recipe's defaults
 SIZE = 4  # ranks of the picture: two environments each, of which a plain BatchNorm sees few samples
-PLAIN = {'sync_batchnorm.convert(model, mesh.get_group("dp"))': "model"}
+PLAIN = {"parallelize": {'sync_batchnorm.convert(model, mesh.get_group("dp"))': "model"}}
 HOW = ("SyncBatchNorm", "BatchNorm on each rank", "no BatchNorm")
 GOAL, COMMAND_SEEDS = 475, 10  # what gymnasium calls solved
 
@@ -51,7 +50,7 @@ def command(seed: int, folder: Path) -> tuple[float, float]:
 def curve(how: str, seed: int, updates: int, folder: Path) -> dict[int, float]:
     """Environment steps to greedy return, as the ranks' policies have it on average."""
     name = f"{HOW.index(how)}-{seed}"
-    recipe = runner.mutate(PPO, folder / name, PLAIN) if how == HOW[1] else PPO
+    recipe = mutants.mutate(PPO, folder / name, PLAIN) if how == HOW[1] else PPO
     more = ["--no-batch-norm"] if how == HOW[2] else []
     flags = ["--max-steps", str(updates), "--eval-every", "4", "--eval-episodes", "40", "--save-every", str(updates)]
     flags += ["--seed", str(seed), "--out", str(folder), "--name", name, *more]

@@ -5,9 +5,7 @@ wrapped so that each forward and backward pass of a micro-batch leaves a box wit
 that all processes of a machine share. A `unit` makes each pass last a fixed time, by sleeping once it is done.
 """
 
-import functools
 import json
-import runpy
 import statistics
 import time
 from collections.abc import Callable
@@ -15,14 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import probes
-from tests.harness import runner
-from tests.harness.runner import ROOT
+from tests.harness import probes
+from tests.harness.theory import DEFAULT, NAIVE, RECIPE, flag, stages
 
-RECIPE = "pipeline_gpt"
-NAIVE = "GPipe, 1 micro-batch"  # one rank computes at a time
-DEFAULT, *OTHERS = runner.choices(RECIPE, "--schedule")
-NAMES = [NAIVE, "GPipe", DEFAULT, *(name for name in OTHERS if name != "GPipe")]
 MICRO_BATCHES = 8
 UNIT_S = 0.08  # that a rank needs for the forward pass of one of MICRO_BATCHES through all that it holds
 STEPS = range(2, 5)  # that are measured
@@ -31,19 +24,6 @@ REAL = ("--width", "256", "--seq-len", "128")
 ROUNDS = 2
 COLOURS = {"F": ("#3b76af", "#9dc3e6"), "B": ("#d9822b", "#f6c48f"), "I": ("#d9822b", "#f6c48f")}
 COLOURS["W"] = ("#4e9a51", "#a8d5a2")  # each: a rank's first stage, its second
-
-
-def flag(name: str) -> str:
-    """What --schedule is for a row of the tables."""
-    return "GPipe" if name == NAIVE else name
-
-
-@functools.cache
-def stages(name: str, num_ranks: int) -> list[list[int]]:
-    """Numbers of the stages of each rank of a pipeline, as the recipe has them."""
-    recipe = runpy.run_path(str(ROOT / "recipes" / RECIPE / "train.py"))
-    args = recipe["Args"](schedule=flag(name), pp=num_ranks)
-    return [recipe["stage_numbers"](args, rank) for rank in range(num_ranks)]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-
 from tests.harness import pages
 from tests.harness.runner import ROOT
 

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
-
 from common import guard, keymap, process_group, run_dir, sampler, saver, stop, watch
 from common.workloads.resnet import make_resnet
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 CALLS, SAVES, IDLE_STEPS, STEP_S = 200, 7, 100, 0.1
 

@@ -40,7 +40,7 @@ class Sample:
 
 
 def count_sample(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Module, train: BatchReader) -> Sample:
-    """Count the FLOPs of one training sample from the operators' shapes, on the meta device.
+    """Count the FLOPs of one training sample from the operators' shapes, on the meta device, on rank 0.
 
     If the model cannot run there, as one that calls `.item()` cannot, FLOPs are not counted and rank 0 prints a note.
 
@@ -49,6 +49,8 @@ def count_sample(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Mod
         model: the plain model, with or without weights.
         train: the training set.
     """
+    if ranks.rank() != 0:  # only rank 0 shows the figure
+        return Sample(0.0, train.sample_units)
     from torch.utils.flop_counter import FlopCounterMode
 
     first = np.zeros(2, np.int64)  # the same sample twice: BatchNorm needs two

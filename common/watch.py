@@ -83,6 +83,7 @@ class Watch:
         self._closing.set()
         for thread in self._threads:
             thread.join(DEAD_S)
+        atexit.unregister(self._report_early_exit)
 
     def report(self, error: BaseException) -> None:
         """Publish why this rank raises (main thread); does not return if another rank is the cause."""

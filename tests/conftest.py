@@ -5,18 +5,27 @@ import io
 import os
 import tempfile
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-
 from common.workloads import images, text
+
 from tests.harness import runner
 
 torch.set_num_threads(1)  # the ranks need the other cores, and threads that wait for each other are slow beside them
+
+
+def each_recipe(recipes: Sequence[str] = runner.RECIPES) -> list[Any]:
+    """Parameters for what a plain `pytest` runs for one recipe of each workload, and CI for all of them."""
+    return [
+        pytest.param(recipe, marks=() if runner.stands_for_workload(recipe) else pytest.mark.all_recipes)
+        for recipe in recipes
+    ]
 
 
 def write_parquet(folder: Path, train: int, validation: int) -> Path:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-
 from launch import strategy
+
 from tests.conftest import write_text
-from tests.harness import runner
+from tests.harness import mutants, runner
 from tests.test_bad_input import assert_refused
-from tests.test_equivalence import COARSE, FLAGS, PASS, RATES, STEPS, plain_gpt_loop, worst
+from tests.test_equivalence import COARSE, FLAGS, MICRO_BATCH, RATES, STEPS, plain_gpt_loop, worst
 from tests.test_launch import assert_trained, launch, shell, training_flags
 
 HUGGING = "accelerate_gpt"
@@ -81,7 +81,7 @@ def run(
 
 def trained(size: int, out: Path, data: Path, *flags: str, **how: Any) -> list[dict[int, float]]:
     """Loss, gradient norm and validation loss by step."""
-    sizes = (*runner.SMALL["gpt"], "--lr", str(2 * RATES["gpt"]), "--micro-batch-size", str(PASS // size))
+    sizes = (*runner.SMALL["gpt"], "--lr", str(2 * RATES["gpt"]), "--micro-batch-size", str(MICRO_BATCH // size))
     result = run(size, *FLAGS, *sizes, "--data", str(data), "--out", str(out), "--name", "run", *flags, **how)
     assert result.ok, str(result)
     return [runner.records(out / "run", tag) for tag in ("train/loss", "train/grad_norm", "val/loss")]
@@ -205,7 +205,7 @@ def test_file_on_one_machine_only(tmp_path: Path) -> None:
 
 def test_ranks_that_believe_that_they_are_alone(tmp_path: Path) -> None:
     """Of torchrun on a CPU, they are, without what the recipe says about the CPU: then it refuses."""
-    mutant = runner.mutate(HUGGING, tmp_path, {'cpu=world.device.type == "cpu", ': ""})
+    mutant = mutants.mutate(HUGGING, tmp_path, {"make_accelerator": {'world.device.type == "cpu"': "None"}})
     result = run(2, "--out", str(tmp_path / "out"), recipe=mutant)
     assert_refused(result, "Accelerate's num_processes is 1, not 2")
 
@@ -246,7 +246,7 @@ def test_accelerate_launch(small_text: Path, tmp_path: Path) -> None:
 
 def test_command_that_resumes(tmp_path: Path, small_text: Path) -> None:
     """`accelerate launch` tells the ranks nothing of its file; another launcher has said already how it was started."""
-    recipe = runner.mutate(HUGGING, tmp_path / "my project", {})
+    recipe = mutants.mutate(HUGGING, tmp_path / "my project", {})
     for launched_as, wanted in (
         (None, f"accelerate launch --config_file FILE '{recipe}'"),
         ("my_launcher x", "my_launcher x"),
@@ -343,8 +343,8 @@ def test_more_of_a_file(small_text: Path, tmp_path: Path) -> None:
     wanted = plain_gpt_loop(str(small_text), torch.float64, tied=True)
     more = {"FSDP_ACTIVATION_CHECKPOINTING": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     more |= {"FSDP_RESHARD_AFTER_FORWARD": "false"}
-    followed = "    assert any('_checkpoint_wrapped_module' in name for name, _ in model.named_modules())\n"
-    recipe = runner.mutate(HUGGING, tmp_path, {"    if args.compile:\n": followed + "    if args.compile:\n"})
+    followed = "assert any('_checkpoint_wrapped_module' in name for name, _ in model.named_modules())"
+    recipe = mutants.mutate(HUGGING, tmp_path, {"parallelize": {"return model": f"{followed}; return model"}})
     how = {"variables": sharding(FSDP2, 2) | more, "stand_in": "GPUs", "recipe": recipe}
     found = trained(2, tmp_path, small_text, "--dtype", "float64", "--tied", **how)
     assert worst(found[0], wanted.losses) < 1e-9
@@ -359,7 +359,7 @@ def test_checkpoints_of_the_stand_in(small_text: Path, tmp_path: Path) -> None:
     layout = runner.Layout("pipeline_gpt", size=2, flags=("--pp", "2"), dp_size=1)
     legs: list[tuple[int, dict[str, Any]]] = [(2, shared), (2, pipeline), (3, {}), (2, shared)]
     for i, (size, how) in enumerate(legs):
-        stages = (*layout.flags, *layout.micro_batches(PASS)) if how == pipeline else ()
+        stages = (*layout.flags, *layout.micro_batches(MICRO_BATCH)) if how == pipeline else ()
         before = ("--resume", str(tmp_path / str(i - 1) / "run")) if i else ()
         flags = ("--dtype", "float64", "--stop-after", str(3 * i + 3), *stages, *before)
         losses, norms, _ = trained(size, tmp_path / str(i), small_text, *flags, **how)
@@ -374,8 +374,8 @@ def test_bfloat16_of_the_stand_in(small_text: Path, tmp_path: Path) -> None:
     how: dict[str, Any] = {"variables": variables, "stand_in": "GPUs"}
     flags = ("--dtype", "bfloat16", "--stop-after", "3")
     (tmp_path / "mutant").mkdir()
-    own = {"plugin.mixed_precision_policy = ": "_ = "}
-    mutant = {"recipe": runner.mutate(HUGGING, tmp_path / "mutant", own)}
+    policy = "plugin.mixed_precision_policy = MixedPrecisionPolicy(dtype, precision.param_dtype(dtype))"
+    mutant = {"recipe": mutants.mutate(HUGGING, tmp_path / "mutant", {"make_accelerator": {policy: "pass"}})}
     fsdp = {"recipe": runner.ROOT / "recipes" / "fsdp_gpt" / "train.py"}
     curves = [
         trained(2, tmp_path / name, small_text, *flags, **which)[0]
@@ -405,8 +405,9 @@ def test_evaluation_is_exact(count: int, tmp_path: Path) -> None:
     assert trained(4, tmp_path / "4", data, *flags)[2] == pytest.approx(wanted, rel=1e-12)
     how = {"variables": sharding(FSDP2, 4), "stand_in": "GPUs"}  # whose ranks wait for each other in each forward pass
     assert trained(4, tmp_path / "fsdp2", data, *flags, **how)[2] == pytest.approx(wanted, rel=1e-12)
-    all_read_the_same = {"(plan, len(validation), dp_rank)": "(plan, len(validation), 0)"}
-    mutant = runner.mutate(HUGGING, tmp_path / "mutant", all_read_the_same)
+    requests = "sampler.evaluation_requests(plan, len(validation), {})"
+    all_read_the_same = {"main": {requests.format("dp_rank"): requests.format("0")}}
+    mutant = mutants.mutate(HUGGING, tmp_path / "mutant", all_read_the_same)
     found = trained(4, tmp_path / "5", data, *flags, recipe=mutant)[2]
     assert count == 1 or found != pytest.approx(wanted, rel=1e-4)  # one sequence, read four times, has the same mean
 
@@ -419,8 +420,8 @@ def test_mutant_whose_optimizer_is_wrapped(small_text: Path, tmp_path: Path) -> 
     from tests.harness import inject
 
     (tmp_path / "mutant").mkdir()
-    wrapper = {" = make_optimizer(args, model) ": " = make_accelerator(args).prepare(make_optimizer(args, model)) "}
-    mutant = runner.mutate(HUGGING, tmp_path / "mutant", wrapper)
+    made = "make_optimizer(args, model)"
+    mutant = mutants.mutate(HUGGING, tmp_path / "mutant", {"main": {made: f"make_accelerator(args).prepare({made})"}})
     sizes = (*runner.SMALL["gpt"], "--max-steps", "4", "--global-batch-size", "4", "--log-every", "1")
     for recipe, finite in ((TRAIN, True), (mutant, False)):
         out = tmp_path / str(finite)

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from common import ranks
 from PIL import Image
 
-from common import ranks
 from tests.conftest import write_image_folder, write_parquet
-from tests.harness import runner
+from tests.harness import mutants, runner
 
 SECONDS = 12.0  # a rank that alone has found a fault waits 5 s for rank 0 to tell it first
 DDP = "ddp_resnet"
@@ -231,7 +231,7 @@ BAD_SIZES = {
 
 def without_weights(recipe: str, folder: Path) -> Path:
     """A copy that fails where it would make the model's weights."""
-    return runner.mutate(recipe, folder, {"initial.materialize(": "initial.must_not_be_called("})
+    return mutants.mutate(recipe, folder, {"parallelize": {"initial.materialize": "initial.must_not_be_called"}})
 
 
 @pytest.mark.parametrize(
@@ -410,9 +410,7 @@ def test_ranks_with_different_data(out: Path, tmp_path: Path) -> None:
 
 
 def test_ranks_with_different_code(out: Path, tmp_path: Path) -> None:
-    mutant = runner.mutate(
-        DDP, tmp_path, {"label_smoothing: float = 0.1  # share": "label_smoothing: float = 0.1  # part"}
-    )
+    mutant = mutants.mutate(DDP, tmp_path, {})  # which has no comments
     paths = [runner.ROOT / "recipes" / DDP / "train.py", mutant]
     result = run_where([Where()] * 2, "--out", str(out), paths=paths)
     assert_refused(result, "rank 1 was started with code train.py")
@@ -421,8 +419,8 @@ def test_ranks_with_different_code(out: Path, tmp_path: Path) -> None:
 def test_unused_parameter(tmp_path: Path, small_digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DDP would wait for its gradient: the second step dies, and says which one it is."""
     monkeypatch.setattr(ranks, "GRACE_S", 5.0)  # whichever rank dies first, rank 0 is to say it
-    keep = "    return model.to(memory_format=torch.channels_last)"
-    path = runner.mutate(DDP, tmp_path, {keep: f"    model.forgotten = nn.Linear(1, 1)\n{keep}"})
+    last = "return model.to(memory_format=torch.channels_last)"
+    path = mutants.mutate(DDP, tmp_path, {"make_model": {last: f"model.forgotten = nn.Linear(1, 1); {last}"}})
     where = ("--data", str(small_digits), "--out", str(tmp_path / "out"), "--name", "run")
     began = time.monotonic()
     result = runner.run_recipe(path, 2, *where, *TWO_STEPS)

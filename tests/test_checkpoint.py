@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 import torch.distributed as dist
-
 from common import UserError, checkpoint, manifest
+
 from tests.harness import runner
 from tests.harness.states import (
     bits,

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from common import UserError, cli, exits, seed
 
 

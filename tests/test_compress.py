@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from common import diagnose, process_group, ranks
-from tests.harness import runner
+
+from tests.harness import mutants, runner
 
 RECIPE = "multinode_resnet"
 STEPS = 6
@@ -82,20 +82,22 @@ def test_powersgd(plain: tuple[int, dict[int, float]], tmp_path: Path) -> None:
 
 
 def test_sent_once_a_step(plain: tuple[int, dict[int, float]], tmp_path: Path) -> None:
-    """However many passes a step has."""
+    """However many micro-batches a step has."""
     assert gradient_bytes(RECIPE, tmp_path, "--micro-batch-size", "2")[0] == plain[0]
 
 
-MUTANTS = {
-    "the hook is not registered": {"model.register_comm_hook(group, default_hooks.bf16_compress_hook)": "pass"},
-    "every pass sends": {
-        "return contextlib.nullcontext() if last else model.no_sync()": "return contextlib.nullcontext()"
+MUTANTS: dict[str, mutants.Changes] = {
+    "the hook is not registered": {
+        "parallelize": {"model.register_comm_hook(group, default_hooks.bf16_compress_hook)": "pass"}
+    },
+    "every micro-batch sends": {
+        "forward_backward": {"contextlib.nullcontext() if batch.last else model.no_sync()": "contextlib.nullcontext()"}
     },
 }
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(mutant: str, plain: tuple[int, dict[int, float]], tmp_path: Path) -> None:
-    path = runner.mutate(RECIPE, tmp_path, MUTANTS[mutant])
+    path = mutants.mutate(RECIPE, tmp_path, MUTANTS[mutant])
     sent, _ = gradient_bytes(path, tmp_path, "--compress", "bf16", "--micro-batch-size", "2")
     assert sent / plain[0] > 0.9

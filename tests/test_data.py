@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-
 from common import data, sampler
 from common.workloads import images
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-
 from common import data, diagnose, manifest, sampler
+
 from tests.harness import runner
 from tests.harness.states import make_saver, make_state
 

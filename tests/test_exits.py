@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
-
 from common import UserError, exits, process_group
+
 from tests.harness import runner
 
 

@@ -7,10 +7,9 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from torch import nn
-
 from common import UserError, data, flops
 from common.workloads import gpt, text
+from torch import nn
 
 
 class Rows:

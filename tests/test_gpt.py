@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
-
 from common import UserError, initial
 from common.workloads import gpt
+from torch import nn
+from torch.nn import functional as F
 
 SHAPE = gpt.Shape(11, num_layers=3, num_heads=4, width=24, num_kv_heads=2, mlp_width=20)
 BLOCK = ("attention_norm", "attention.query", "attention.key", "attention.value", "attention.output")

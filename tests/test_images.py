@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from common import UserError
 from common.workloads import augment, images
+
 from tests import conftest
 
 NEARLY_ONE = 1 - 2.0**-53  # the largest draw there is

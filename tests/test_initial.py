@@ -7,6 +7,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from common import initial, keymap
+from common.workloads import gpt
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,8 +16,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from common import initial, keymap
-from common.workloads import gpt
 from tests.harness import runner
 
 CPU = torch.device("cpu")

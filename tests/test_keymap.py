@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from common import keymap
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn.parallel import DistributedDataParallel
-
-from common import keymap
 
 pytestmark = pytest.mark.usefixtures("group")
 

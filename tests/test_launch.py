@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness import runner
+from tests.harness import mutants, runner
 
 LAUNCHER = runner.ROOT / "launch" / "torchrun.sh"
 TORCHRUN = Path(sys.executable).with_name("torchrun")
@@ -195,9 +195,9 @@ def test_two_machines(small_digits: Path, tmp_path: Path) -> None:
 
 def test_rank_that_raises(small_digits: Path, tmp_path: Path) -> None:
     """The launcher's last words: which rank, and its traceback."""
-    seeded = "        seed.everything(args.seed, seed.STEP, step, shard)\n"
-    broken = '        if step == 2 and here.rank == 1:\n            raise ArithmeticError("this one breaks")\n'
-    path = runner.mutate("ddp_resnet", tmp_path, {seeded: broken + seeded})
+    saves = "run.save(step)"
+    broken = 'if step == 2 and world.rank == 1: raise ArithmeticError("this one breaks")'
+    path = mutants.mutate("ddp_resnet", tmp_path, {"main": {saves: f"{saves}\n{broken}"}})
     flags = training_flags(small_digits, tmp_path / "out", "run")
     result = launch(path.parent, *flags, NPROC_PER_NODE="2")
     everything = result.stdout + result.stderr

@@ -4,6 +4,7 @@ A plain `pytest` takes one training through all kinds of layouts; `-m layouts` g
 tests/layouts_table.py from each layout to each.
 """
 
+import ast
 import functools
 import json
 import os
@@ -13,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from common import keymap
 from common.workloads import gpt
-from tests.harness import runner, segments
+
+from tests.harness import mutants, runner, segments
 from tests.harness.runner import Layout
 from tests.test_equivalence import BATCH, FLAGS, RATES, STEPS, Curve, plain_gpt_loop
 
@@ -36,12 +37,12 @@ KINDS: dict[str, tuple[Layout, ...]] = {
     "tp": (Layout("tensor_gpt", 2, ("--tp", "2"), 1), Layout("tensor_gpt", 4, ("--tp", "4"), 1)),
     "tp x fsdp": (Layout("tensor_gpt", 4, ("--tp", "2"), 2), Layout("tensor_gpt", 3, ("--tp", "1"), 3)),
     "pp": (
-        Layout("pipeline_gpt", 2, ("--pp", "2", "--schedule", "zero-bubble"), 1),
-        Layout("pipeline_gpt", 4, ("--pp", "4", "--schedule", "1f1b"), 1),
+        Layout("pipeline_gpt", 2, ("--pp", "2", "--schedule", "InterleavedZeroBubble"), 1),
+        Layout("pipeline_gpt", 4, ("--pp", "4", "--schedule", "1F1B"), 1),
     ),
     "pp x dp": (
-        Layout("pipeline_gpt", 4, ("--pp", "2", "--schedule", "interleaved"), 2),
-        Layout("pipeline_gpt", 2, ("--pp", "1", "--schedule", "gpipe"), 2),
+        Layout("pipeline_gpt", 4, ("--pp", "2", "--schedule", "Interleaved1F1B"), 2),
+        Layout("pipeline_gpt", 2, ("--pp", "1", "--schedule", "GPipe"), 2),
     ),
     "accelerate": (Layout("accelerate_gpt", 2, (), 2), Layout("accelerate_gpt", 3, (), 3)),
 }
@@ -53,12 +54,10 @@ TIED = [KINDS[kind][i] for kind, i in zip(KINDS, (0, 1, 1, 0, 0, 0, 0, 0, 0), st
 @pytest.fixture(scope="module")
 def dp_gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe that is not there, as strategies can be exchanged: ddp_gpt with the strategy of dp_resnet."""
-    theirs = runner.sections(runner.source("dp_resnet"))[3]
-    strategy = {
-        runner.sections(runner.source("ddp_gpt"))[3]: theirs,
-        "import checkpoint,": "import UserError, checkpoint,",
-    }
-    made = runner.mutate("ddp_gpt", tmp_path_factory.mktemp("recipes"), strategy)
+    strategy = ast.parse(runner.sections(runner.source("dp_resnet"))[3]).body
+    changes = {node.name: ast.unparse(node) for node in strategy if isinstance(node, ast.FunctionDef)}
+    imports = {"import contextlib": "import contextlib; from common import UserError"}
+    made = mutants.mutate("ddp_gpt", tmp_path_factory.mktemp("recipes"), changes | {"": imports})
     folder = made.parent.rename(made.parent.with_name("dp_gpt"))
     assert "nn.DataParallel(model)" in (folder / "train.py").read_text()
     return folder / "train.py"
@@ -107,7 +106,7 @@ def begin(segment: Make, tmp_path_factory: pytest.TempPathFactory) -> Begin:
     def make(layout: Layout, tied: bool = False, *flags: str, mutant: Path | None = None) -> Source:
         out = tmp_path_factory.mktemp(str(layout))
         first = segment(layout, out, "--stop-after", str(STOP), *flags, tied=tied, mutant=mutant)
-        result = segments.run([first], out / "ports", timeout_s=100)
+        result = segments.run([first])
         assert result.ok, str(result)
         return Source(out / "run", segments.held(first.notes, "end"))
 
@@ -168,7 +167,7 @@ def test_any_to_any(target: Layout, tied: bool, begin: Begin, segment: Make, pla
         )
         for layout, one in begun.items()
     }
-    result = segments.run(list(rows.values()), tmp_path / "ports", timeout_s=250)
+    result = segments.run(list(rows.values()))
     assert result.ok, str(result)
     faults = []
     for layout, one in rows.items():
@@ -205,7 +204,7 @@ def test_one_training_through_layouts(
     for i, (layout, stop) in enumerate(zip(path, stops, strict=True)):
         before = ("--resume", str(tmp_path / str(i - 1) / "run")) if i else ()
         way.append(segment(layout, tmp_path / str(i), "--stop-after", str(stop), *before, tied=tied))
-    result = segments.run(way, tmp_path / "ports", timeout_s=200)
+    result = segments.run(way)
     assert result.ok, str(result)
     for i, (layout, stop) in enumerate(zip(path, stops, strict=True)):
         assert worst(tmp_path / str(i), plain(tied), stops[i - 1] + 1 if i else 1, stop) < TOLERANCE, str(layout)
@@ -216,19 +215,21 @@ def test_one_training_through_layouts(
 
 
 DDP, FSDP, PP = KINDS["ddp"][0], KINDS["fsdp"][0], Layout("pipeline_gpt", 2, ("--pp", "2"), 1)
-LOAD = "checkpoint.load(source, keymap.tensors(model, optimizer))"
-# Who goes on, with which defect; ddp_gpt has begun without one.
-MUTANTS = {
-    "two layers are swapped": (
-        *(FSDP, LOAD),
-        "checkpoint.load(source, {name.translate(str.maketrans('01', '10')): t "
-        "for name, t in keymap.tensors(model, optimizer).items()})",
-    ),
-    "the optimizer's state is not loaded": (FSDP, LOAD, "checkpoint.load(source, keymap.model_tensors(model))"),
+NORM = "stage.norm if is_last else None"
+LOAD = "checkpoint.load(found.path, keymap.tensors(model, optimizer))"
+SWAPPED = """checkpoint.load(
+    found.path,
+    {name.translate(str.maketrans("01", "10")): t for name, t in keymap.tensors(model, optimizer).items()},
+)"""
+WEIGHTS_ONLY = "checkpoint.load(found.path, keymap.model_tensors(model))"
+FROM_0 = "stage.blocks = nn.ModuleDict({str(j): b for j, b in enumerate(stage.blocks.values())})"
+# Who continues, with which defect; ddp_gpt has begun without one.
+MUTANTS: dict[str, tuple[Layout, mutants.Changes]] = {
+    "two layers are swapped": (FSDP, {"main": {LOAD: SWAPPED}}),
+    "the optimizer's state is not loaded": (FSDP, {"main": {LOAD: WEIGHTS_ONLY}}),
     "a stage counts its layers from its own 0": (
-        *(PP, "        part.embed = "),
-        "        part.blocks = nn.ModuleDict({str(j): b for j, b in enumerate(part.blocks.values())})\n"
-        "        part.embed = ",
+        PP,
+        {"parallelize": {f"stage.norm = {NORM}": f"stage.norm = {NORM}; {FROM_0}"}},
     ),
 }
 
@@ -236,13 +237,13 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(mutant: str, begin: Begin, segment: Make, plain: Callable, tmp_path: Path) -> None:
     """Each of these defects is seen in the bits, and in what comes of them."""
-    layout, right, wrong = MUTANTS[mutant]
-    path = runner.mutate(layout.recipe, tmp_path, {right: wrong})
+    layout, defect = MUTANTS[mutant]
+    path = mutants.mutate(layout.recipe, tmp_path, defect)
     last = STOP + MORE
     # What compares the replicas in a run would see the third as well.
     how = ("--resume", str(begin(DDP).run), "--stop-after", str(last), "--check-every", "0")
     one = segment(layout, tmp_path, *how, mutant=path)
-    result = segments.run([one], tmp_path / "ports", timeout_s=100)
+    result = segments.run([one])
     assert result.ok, str(result)
     assert changed(begin(DDP).held, segments.held(one.notes, "begin"), False)
     assert worst(tmp_path, plain(False), STOP + 1, last) > 1e-6
@@ -250,11 +251,12 @@ def test_mutant_fails(mutant: str, begin: Begin, segment: Make, plain: Callable,
 
 def test_drifted_copy_is_seen(begin: Begin, segment: Make, plain: Callable, tmp_path: Path) -> None:
     """A checkpoint has one embedding. Here the two copies of a tied one have drifted apart before it was saved."""
-    path = runner.mutate("pipeline_gpt", tmp_path, {"    if model.tied_group:  #": "    if False:  #"})
+    defect = {"forward_backward": {"if model.tied_group: ...": "if False: ..."}}
+    path = mutants.mutate("pipeline_gpt", tmp_path, defect)
     begun = begin(PP, True, "--check-every", "0", mutant=path)
     last = STOP + MORE
     one = segment(DDP, tmp_path, "--resume", str(begun.run), "--stop-after", str(last), tied=True)
-    result = segments.run([one], tmp_path / "ports", timeout_s=100)
+    result = segments.run([one])
     assert result.ok, str(result)
     assert "embed.weight" in changed(begun.held, segments.held(one.notes, "begin"), True)
     assert worst(tmp_path, plain(True), STOP + 1, last) > 1e-6

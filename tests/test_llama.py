@@ -13,15 +13,15 @@ from typing import Any, NoReturn
 import pytest
 import torch
 import transformers
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-
 from common import UserError, checkpoint, initial, manifest
 from common.workloads import gpt
-from tests.harness import runner
-from tests.harness.states import make_saver
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from tools import checkpoint as exchange
 from tools import llama
+
+from tests.harness import runner
+from tests.harness.states import make_saver
 
 pytestmark = [
     pytest.mark.usefixtures("group"),

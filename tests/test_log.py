@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
 from common import flops, log, process_group, ranks, run_dir, sampler
+
 from tests.harness import runner
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from common import flops
+
 from tests.conftest import write_text
 from tests.harness import inject, runner, short_resnet  # noqa: F401 (--model resnet6)
 from tests.harness.fault_case import checkpoints

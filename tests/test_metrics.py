@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-
 from common import metrics
+
 from tests.harness import runner
 
 # Unequal counts, none on one rank, and a count that float32 cannot hold. The mean of means would differ in each.

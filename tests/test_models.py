@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
-
 from common import UserError, seed
 from common.workloads.resnet import make_resnet
+from torch import nn
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import math
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,12 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from common import UserError, ranks, seed
+from common.workloads import actor_critic, environments
 from torch import nn
 from torch.nn import functional as F
 
-from common import UserError, ranks, seed
-from common.workloads import actor_critic, environments
-from tests.harness import runner
+from tests.harness import mutants, runner
 
 PPO = "syncbn_ppo"
 STEPS, TARGET_KL = 10, 0.006  # which some updates reach before their last epoch
@@ -29,8 +30,10 @@ PLAYED = ("rl/return", "rl/length", "val/return")
 CONTINUOUS = ("--env", "Pendulum-v1", "--num-envs", "4", "--rollout-steps", "120", "--global-batch-size", "80")
 
 
-def train(recipe: str | Path, size: int, out: Path, *flags: str) -> dict[str, dict[int, float]]:
-    result = runner.run_recipe(recipe, size, *FLAGS, "--out", str(out), "--name", str(size), *flags)
+def train(
+    recipe: str | Path, size: int, out: Path, *flags: str, target: Callable | None = None
+) -> dict[str, dict[int, float]]:
+    result = runner.run_recipe(recipe, size, *FLAGS, "--out", str(out), "--name", str(size), *flags, target=target)
     assert result.ok, str(result)
     return {tag: runner.records(out / str(size), tag) for tag in CURVES + PLAYED}
 
@@ -154,8 +157,7 @@ def test_float64(size: int, alone: dict[str, dict[int, float]], tmp_path: Path) 
 
 def test_compiled(alone: dict[str, dict[int, float]], tmp_path: Path) -> None:
     """Traced, but not translated to C++, which would take half a minute."""
-    path = runner.mutate(PPO, tmp_path, {"model.compile()": 'model.compile(backend="aot_eager")'})
-    found = train(path, 2, tmp_path, "--dtype", "float64", "--stop-after", "2", "--compile")
+    found = train(PPO, 2, tmp_path, "--dtype", "float64", "--stop-after", "2", "--compile", target=runner.run_traced)
     for tag in CURVES:
         assert worst(found[tag], {step: alone[tag][step] for step in (1, 2)}) < 1e-9, tag
 
@@ -169,35 +171,41 @@ def test_continuous_actions(tmp_path: Path) -> None:
         assert worst(two[tag], one[tag]) < 1e-9, tag
 
 
-MUTANTS = {
-    "every rank has the environments of rank 0": {
-        "args.global_batch_size, shard, num": "args.global_batch_size, 0, num"
-    },
+KL = 'metrics.means(epoch_sums)["kl"]'
+KEYS = "args.seed, seed.ORDER, epoch, {}, np.arange(args.rollout_steps)[:, None]"
+MUTANTS: dict[str, mutants.Changes] = {
+    "every rank has the environments of rank 0": {"dp_coordinates": {'mesh.get_local_rank("dp")': "0"}},
     "advantages are normalised on each rank": {
-        "dist.all_reduce(total := values.sum())": "total = values.sum() * 2",
-        "dist.all_reduce(squares := centred.square().sum())": "squares = centred.square().sum() * 2",
+        "normalise": {
+            "dist.all_reduce(total := values.sum())": "total = values.sum() * 2",
+            "dist.all_reduce(squares := centred.square().sum())": "squares = centred.square().sum() * 2",
+        }
     },
-    "BatchNorm sees the rank's own samples": {'sync_batchnorm.convert(model, mesh.get_group("dp"))': "model"},
-    "the mean is taken over the rank's own samples": {"(dist.get_world_size() / args.g": "(1 / args.g"},
-    "the same noise on every rank": {"envs.index[:, None], np": "envs.index[:, None] % 4, np"},
-    "no update ends early": {"if args.target_kl and ": "if False and "},
+    "BatchNorm sees the rank's own samples": {
+        "parallelize": {'sync_batchnorm.convert(model, mesh.get_group("dp"))': "model"}
+    },
+    "the mean is taken over the rank's own samples": {"train_step": {"dist.get_world_size()": "1"}},
+    "the same noise on every rank": {"play": {"envs.index[:, None]": "envs.index[:, None] % 4"}},
+    "no update ends early": {"train_step": {f"if args.target_kl and {KL} > args.target_kl: ...": "pass"}},
     "running statistics are those of one minibatch": {
-        "module(rollout.observations.flatten(0, 1))": "module(batch.observations)"
+        "train_step": {"rollout.observations.flatten(0, 1)": "batch.observations"}
     },
-    "minibatches are drawn on each rank": {"epoch, index, np.": "epoch, index % 4, np."},
+    "minibatches are drawn on each rank": {
+        "minibatches": {f"seed.mix({KEYS.format('index')})": f"seed.mix({KEYS.format('index % 4')})"}
+    },
 }
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(mutant: str, alone: dict[str, dict[int, float]], tmp_path: Path) -> None:
-    path = runner.mutate(PPO, tmp_path, MUTANTS[mutant])
+    path = mutants.mutate(PPO, tmp_path, MUTANTS[mutant])
     found = train(path, 2, tmp_path, "--dtype", "float64", "--stop-after", "3", "--check-every", "0")
     assert max(worst(found[tag], {step: alone[tag][step] for step in found[tag]}) for tag in CURVES) > 1e-4
 
 
 def test_mutant_whose_ranks_stop_by_themselves(alone: dict[str, dict[int, float]], tmp_path: Path) -> None:
     """One goes on to the next epoch, and the other does not: they wait for each other, or the numbers differ."""
-    path = runner.mutate(PPO, tmp_path, {'metrics.means(epoch_sums)["kl"]': '(epoch_sums["kl"] / epoch_sums["count"])'})
+    path = mutants.mutate(PPO, tmp_path, {"train_step": {KL: 'epoch_sums["kl"] / epoch_sums["count"]'}})
     flags = ("--dtype", "float64", "--hang-timeout", "2", "--out", str(tmp_path), "--name", "run")
     result = runner.run_recipe(path, 2, *FLAGS, *flags, timeout_s=40.0)
     found = runner.records(tmp_path / "run", "train/loss")
@@ -220,7 +228,7 @@ def test_resume_is_bitwise(how: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def test_mutant_that_forgets_where_it_was(tmp_path: Path) -> None:
-    path = runner.mutate(PPO, tmp_path, {"    envs.restore(state)\n": ""})
+    path = mutants.mutate(PPO, tmp_path, {"main": {"envs.restore(state)": "pass"}})
     flags = ("--max-steps", "3", "--save-every", "1")
     whole = train(PPO, 1, tmp_path / "whole", *flags)
     for stop in ("1", "0"):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from common import UserError, precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

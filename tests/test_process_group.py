@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-
 from common import UserError, process_group, ranks
+
 from tests.harness import runner
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

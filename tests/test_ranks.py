@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-
 from common import UserError, ranks
+
 from tests.harness import runner
 
 

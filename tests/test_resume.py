@@ -13,11 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import write_parquet, write_text
-from tests.harness import runner
+from tests.conftest import each_recipe, write_parquet, write_text
+from tests.harness import mutants, runner
 
-# 101 samples in batches of 40: epochs end within steps 3 and 6. A pass is 20 of them over all ranks.
-STEPS, PASS = 6, 20
+# 101 samples in batches of 40: epochs end within steps 3 and 6.
+STEPS = 6
+MICRO_BATCH = 20  # over all ranks
 FLAGS = [
     *("--max-steps", str(STEPS), "--global-batch-size", "40", "--warmup-steps", "2"),
     *("--max-grad-norm", "1", "--log-every", "1", "--eval-every", "1000", "--save-every", "1000"),
@@ -35,40 +36,37 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 Curves = dict[str, dict[int, float]]
-Whole = Callable[[str, int, str], tuple[Path, Curves]]
+Reference = Callable[[str, int, str], tuple[Path, Curves]]
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """Uninterrupted runs by recipe, number of ranks and type, each made once: to be read only."""
 
     @functools.cache
     def make(recipe: str, world_size: int, dtype: str) -> tuple[Path, Curves]:
-        out = tmp_path_factory.mktemp("whole") / "run"
+        out = tmp_path_factory.mktemp("reference") / "run"
         return out, run(recipe, world_size, out, tiny, "--dtype", dtype)
 
     return make
 
 
 def run(recipe: str | Path, world_size: int, out: Path, tiny: Tiny, *flags: str) -> Curves:
-    """Run until it leaves; the curves recorded so far."""
+    """Run until it stops; returns the curves recorded so far."""
     name = recipe if isinstance(recipe, str) else recipe.parent.name
     # Over different ranks the numbers are the same only if BatchNorm sees the same samples.
-    sync = ["--sync-bn"] if "sync_bn" in runner.source(name) and "float64" in flags else []
+    sync = ["--sync-bn"] if runner.has_flag(name, "--sync-bn") and "float64" in flags else []
     data = ("--data", str(tiny[runner.workload(name)])) if name in runner.SUPERVISED else ()
     where = (*data, "--out", str(out.parent), "--name", out.name)
     layout = runner.layout(name, world_size)
     depth = ("--num-layers", "5") if "--pp" in layout.flags else ()  # the same for any number of stages
-    how = (*runner.small(name), *layout.flags, *depth, *layout.micro_batches(PASS))
-    result = runner.run_recipe(recipe, world_size, *FLAGS, *how, *sync, *where, *flags)
+    how = (*runner.small(name), *layout.flags, *depth, *layout.micro_batches(MICRO_BATCH))
+    result = runner.run_recipe(recipe, world_size, *FLAGS, *how, *sync, *where, *flags, target=runner.run_unmeasured)
     assert result.ok, str(result)
-    return {
-        tag: runner.records(out, tag)
-        for tag in ("train/loss", "train/grad_norm", "train/lr", skip_if_not_finited_by(name))
-    }
+    return {tag: runner.records(out, tag) for tag in ("train/loss", "train/grad_norm", "train/lr", eval_metric(name))}
 
 
-def skip_if_not_finited_by(recipe: str) -> str:
+def eval_metric(recipe: str) -> str:
     """What an evaluation of a recipe gives."""
     return "val/loss" if recipe in runner.SUPERVISED else "val/return"
 
@@ -84,23 +82,23 @@ def same_tensors(one: Path, other: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("recipe", runner.RECIPES)
-def test_same_ranks_bitwise(recipe: str, whole: Whole, tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", each_recipe())
+def test_same_ranks_bitwise(recipe: str, reference: Reference, tiny: Tiny, tmp_path: Path) -> None:
     world_size = runner.world_sizes(recipe, most=2)[-1]
-    out, curves = whole(recipe, world_size, "float32")
+    out, curves = reference(recipe, world_size, "float32")
     for stop in ("2", "4", "0"):
         parts = run(recipe, world_size, tmp_path / "parts", tiny, "--dtype", "float32", "--stop-after", stop)
     # The parts were evaluated at each stop, too; running statistics of BatchNorm are included.
-    parts[skip_if_not_finited_by(recipe)] = {STEPS: parts[skip_if_not_finited_by(recipe)][STEPS]}
+    parts[eval_metric(recipe)] = {STEPS: parts[eval_metric(recipe)][STEPS]}
     assert parts == curves
     assert list(curves["train/loss"]) == list(range(1, STEPS + 1))
     assert same_tensors(tmp_path / "parts", out)
 
 
 @pytest.mark.parametrize("recipe", [name for name in runner.RECIPES if len(runner.world_sizes(name)) > 1])
-def test_other_ranks(recipe: str, whole: Whole, tiny: Tiny, tmp_path: Path) -> None:
+def test_other_ranks(recipe: str, reference: Reference, tiny: Tiny, tmp_path: Path) -> None:
     flags = ("--dtype", "float64")
-    _, curves = whole(recipe, 2, "float64")
+    _, curves = reference(recipe, 2, "float64")
     run(recipe, 2, tmp_path / "parts", tiny, *flags, "--stop-after", "3")
     run(recipe, 1, tmp_path / "parts", tiny, *flags, "--stop-after", "5")
     parts = run(recipe, 4, tmp_path / "parts", tiny, *flags)
@@ -122,34 +120,27 @@ def test_there_and_back(tiny: Tiny, tmp_path: Path) -> None:
         before = (tmp_path / str(step - 1)) / ("" if step % 2 else f"checkpoints/step_{step - 1:08d}")
         resume = ("--resume", str(before)) if step > 1 else ()
         world_size = runner.world_sizes(recipe, most=2)[-1]
-        leg = run(recipe, world_size, tmp_path / str(step), tiny, *flags, *resume, "--stop-after", str(step))
-        joined = {tag: joined[tag] | leg[tag] for tag in joined}
-    joined["val/loss"] = {len(path): joined["val/loss"][len(path)]}  # each leg ends with an evaluation
+        part = run(recipe, world_size, tmp_path / str(step), tiny, *flags, *resume, "--stop-after", str(step))
+        joined = {tag: joined[tag] | part[tag] for tag in joined}
+    joined["val/loss"] = {len(path): joined["val/loss"][len(path)]}  # each part ends with an evaluation
     for tag, values in whole.items():
         assert joined[tag] == pytest.approx(values, rel=1e-9), tag
 
 
-MUTANTS = {
-    "the position is that of the step before": {"plan.position(step)": "plan.position(step - 1)"},
-    "the momentum is not restored": {
-        "load(source, keymap.tensors(model, optimizer))": "load(source, keymap.tensors(model, optimizer)); "
-        "[v.zero_() for s in optimizer.state.values() for v in s.values()]",
-    },
-}
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutant_fails(mutant: str, whole: Whole, tiny: Tiny, tmp_path: Path) -> None:
-    path = runner.mutate("ddp_resnet", tmp_path, MUTANTS[mutant])
-    _, curves = whole("ddp_resnet", 1, "float32")
+def test_mutant_fails(reference: Reference, tiny: Tiny, tmp_path: Path) -> None:
+    """Without the optimizer's state. tests/faults/test_stop.py has a position that is that of the step before."""
+    load = "checkpoint.load(found.path, keymap.tensors(model, optimizer))"
+    forget = "[value.zero_() for state in optimizer.state.values() for value in state.values()]"
+    path = mutants.mutate("ddp_resnet", tmp_path, {"main": {load: f"{load}; {forget}"}})
+    _, curves = reference("ddp_resnet", 1, "float32")
     for stop in ("2", "4"):
         parts = run(path, 1, tmp_path / "parts", tiny, "--dtype", "float32", "--stop-after", stop)
     assert parts["train/loss"][2] == curves["train/loss"][2]
     assert parts["train/loss"][4] != pytest.approx(curves["train/loss"][4], rel=1e-5)
 
 
-def test_finished_run_stays_as_it_is(whole: Whole, tiny: Tiny, tmp_path: Path) -> None:
-    out, curves = whole("ddp_resnet", 1, "float32")
+def test_finished_run_stays_as_it_is(reference: Reference, tiny: Tiny, tmp_path: Path) -> None:
+    out, curves = reference("ddp_resnet", 1, "float32")
     shutil.copytree(out, tmp_path / "run")
     files = {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/checkpoints/*/*")}
     assert run("ddp_resnet", 1, tmp_path / "run", tiny, "--dtype", "float32") == curves

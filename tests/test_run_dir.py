@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
 from common import UserError, cli, process_group, run_dir
+
 from tests.harness import runner
 
 RECIPE = "recipes/some_recipe/train.py"

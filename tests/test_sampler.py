@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-
 from common import UserError, sampler
 from common.sampler import Request
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from common import checkpoint, manifest, process_group, saver
 from torch.distributed.device_mesh import init_device_mesh
 
-from common import checkpoint, manifest, process_group, saver
 from tests.harness import runner
 from tests.harness.states import RECIPE, check_equal, damage, find_step, loaded, make_saver, make_state, save, steps
 

@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-
 from common import seed
 
 

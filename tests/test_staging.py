@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-
 from common.workloads import splits
+
 from tests.conftest import write_parquet
 from tests.test_launch import LAUNCHER, launch, popen, wait
 

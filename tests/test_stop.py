@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-
 from common import process_group, stop
+
 from tests.harness import runner
 
 

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import probes, schedules, strategies
-from tests.harness import runner
+from tests.harness import mutants, probes, runner, theory
 
 NUM_RANKS = 2
 FLAGS = ["--num-layers", "2", "--width", "64", "--seq-len", "8", "--global-batch-size", "4"]
-NOT_SHARDED = {
-    "sizes = (args.dp_replicate, world.size // args.dp_replicate)": "sizes = (world.size, 1)",
-    "if args.dp_replicate > 1 else": "if True else",
+NOT_SHARDED: mutants.Changes = {
+    "make_mesh": {"(args.dp_replicate, world.size // args.dp_replicate)": "(world.size, 1)"},
+    "parallelize": {"args.dp_replicate > 1": "True"},
 }
 
 
@@ -23,23 +22,23 @@ def held(recipe: str | Path, folder: Path) -> list[list[int]]:
 
 def test_every_layout_has_a_theory() -> None:
     """Before a measurement finds out. All shares together are the model, as often as there are replicas of it."""
-    assert {*schedules.NAMES} == {schedules.NAIVE, *runner.choices("pipeline_gpt", "--schedule")}
-    layouts = strategies.gpt_layouts()
+    assert {*theory.NAMES} == {theory.NAIVE, *runner.choices("pipeline_gpt", "--schedule")}
+    layouts = theory.gpt_layouts()
     assert {layout.recipe for layout in layouts} == {one for one in runner.RECIPES if runner.workload(one) == "gpt"}
     for layout in layouts:
-        shares = [strategies.share(layout, rank)[1] for rank in range(layout.size)]
-        assert sum(shares) / strategies.P == pytest.approx(round(sum(shares) / strategies.P)), str(layout)
-        assert all(strategies.traffic(layout, rank) for rank in range(layout.size)), str(layout)
+        shares = [theory.share(layout, rank)[1] for rank in range(layout.size)]
+        assert sum(shares) / theory.P == pytest.approx(round(sum(shares) / theory.P)), str(layout)
+        assert all(theory.traffic(layout, rank) for rank in range(layout.size)), str(layout)
 
 
 def test_shown_rows_are_measured() -> None:
     """The rows of "Sent" that the page does not fold are there, and have something to send."""
-    measured = {strategies.title(layout): layout for layout in strategies.gpt_layouts()}
-    for start in strategies.SHOWN:
+    measured = {theory.title(layout): layout for layout in theory.gpt_layouts()}
+    for start in theory.SHOWN:
         name, kind = start.rsplit(" | ", 1)
-        assert any(kind in strategies.traffic(measured[name], rank) for rank in range(measured[name].size)), start
-    rows = [f"| {start} | 1 | 0.00 |" for start in (*strategies.SHOWN, "ddp_gpt | 2 | all-reduce")]
-    shown, folded = strategies.sent_tables(rows).split("<details>")
+        assert any(kind in theory.traffic(measured[name], rank) for rank in range(measured[name].size)), start
+    rows = [f"| {start} | 1 | 0.00 |" for start in (*theory.SHOWN, "ddp_gpt | 2 | all-reduce")]
+    shown, folded = theory.sent_tables(rows).split("<details>")
     assert [line for line in shown.splitlines() if line in rows] == rows[:-1]
     assert [line for line in folded.splitlines() if line in rows] == rows
 
@@ -55,5 +54,5 @@ def test_fsdp_holds_its_part(tmp_path: Path) -> None:
     assert state == pytest.approx(2 * parameters, rel=0.01)
     part = [size / NUM_RANKS for size in whole[0]]
     assert held("fsdp_gpt", tmp_path / "fsdp") == [pytest.approx(part, rel=0.02)] * NUM_RANKS
-    mutant = runner.mutate("fsdp_gpt", tmp_path / "mutant", NOT_SHARDED)
+    mutant = mutants.mutate("fsdp_gpt", tmp_path / "mutant", NOT_SHARDED)
     assert held(mutant, tmp_path / "mutant") == [pytest.approx(whole[0], rel=0.02)] * NUM_RANKS

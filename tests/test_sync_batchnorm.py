@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from common import sync_batchnorm
 from torch import nn
 
-from common import sync_batchnorm
 from tests.harness import runner
 
 STEPS = 3

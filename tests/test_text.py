@@ -18,11 +18,11 @@ import filelock
 import numpy as np
 import pytest
 import torch
-
-from benchmarks.bigram import bigram_loss
 from common import UserError, seed
 from common.workloads import splits, text
+
 from tests.harness import runner  # noqa: F401  # sets up the fork server
+from tests.harness.bigram import bigram_loss
 
 FORKS = multiprocessing.get_context("forkserver")
 LINES = [f"line {i}: {'ab ' * (i % 7)}é" for i in range(600)]
@@ -388,7 +388,7 @@ def test_refused_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         text.load(str(tmp_path), 8, str(large))
 
 
-# --- benchmarks/bigram.py ---
+# --- tests/harness/bigram.py ---
 
 
 def test_bigram_loss_is_the_slow_loop() -> None:

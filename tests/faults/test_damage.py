@@ -4,8 +4,8 @@ import random
 import shutil
 
 import pytest
-
 from common import manifest
+
 from tests.harness.damage import DAMAGES, flip_bit, flip_data, flip_random_bit
 from tests.harness.fault_case import FaultCase, checkpoints
 

@@ -9,9 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
 from common import manifest
 from common.watch import DEAD_S
+
 from tests.faults.conftest import num_ranks
 from tests.harness import inject, runner
 from tests.harness.fault_case import TIMEOUT_S, FaultCase, checkpoints, events_in, find_line, wait_for

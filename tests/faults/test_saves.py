@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
 from common import manifest
+
 from tests.harness import inject
 from tests.harness.fault_case import STEPS, FaultCase, checkpoints, temporaries
 

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-
 from common import process_group, stop
+
 from tests.harness import runner
 from tests.harness.fault_case import STEPS, FaultCase, checkpoints, wait_for
 from tests.harness.inject import EPOCH_STEPS

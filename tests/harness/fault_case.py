@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from common import exits
+
 from tests.harness import inject, runner
 from tests.harness.states import same_tensors
 

@@ -54,13 +54,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from common import data, flops, guard, keymap, manifest, process_group, sampler, saver, stop, watch
+from common.workloads import resnet, text
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from common import data, flops, guard, keymap, manifest, process_group, sampler, saver, stop, watch
-from common.workloads import resnet, text
 from tests.harness import damage
 
 Fault = tuple[Any, ...]

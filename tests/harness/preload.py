@@ -13,9 +13,9 @@ import torch.utils.flop_counter
 import torch.utils.tensorboard  # noqa: F401
 import torchvision.transforms.v2.functional  # noqa: F401
 import tyro  # noqa: F401
-
 from common import cli, exits, session  # noqa: F401
 from common.workloads import gpt, images, resnet, text  # noqa: F401
+
 from tests.harness import runner, short_resnet  # noqa: F401
 
 gc.freeze()  # the ranks' collectors need not go through all of this

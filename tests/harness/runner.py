@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import run_dir, stop
+from common import flops, run_dir, stop
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
@@ -36,8 +36,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.harness.preload"])
 SIZES = ("--num-layers", "--mlp-width")  # of the model, that a layout may choose
 GRACE_S = 0.5  # torchrun, too, ends the others when one rank has failed
-# Flags of each workload for a model that is quick in float64 on a CPU. tests/harness/short_resnet.py has the first; the sizes
-# of the second divide by few numbers of ranks.
+# Flags of each workload for a model that is quick in float64 on a CPU. tests/harness/short_resnet.py has the first; the
+# sizes of the second divide by few numbers of ranks.
 SMALL = {
     "resnet": ("--model", "resnet6"),
     "gpt": ("--seq-len", "16", "--num-layers", "3", "--num-heads", "4", "--width", "40", "--mlp-width", "44"),
@@ -140,7 +140,7 @@ class Layout:
 
         A pipeline's are smaller: it runs several of them beside each other, in several rounds where there are enough.
         """
-        if self.recipe not in SUPERVISED:
+        if self.recipe not in SUPERVISED or "--micro-batch-size" in self.flags:
             return ()
         part = samples // self.dp_size
         if "--pp" in self.flags:
@@ -154,13 +154,16 @@ def layouts(recipe: str) -> list[Layout]:
     found = []
     for size in world_sizes(recipe):
         if has_flag(recipe, "--pp"):
-            schedules = choices(recipe, "--schedule")
+            schedules = [("--schedule", name) for name in choices(recipe, "--schedule")]
+            schedules.append(
+                ("--schedule", "GPipe", "--micro-batch-size", "0")
+            )  # naive: each stage waits for all others
             pipelines = [pp for pp in (4, 3, 2, 1) if size % pp == 0 and pp * 2 >= size]
             depth = {1: "3", 2: "5", 3: "7", 4: "9"}  # two stages a rank, of unequal numbers of layers
             found += [
-                Layout(recipe, size, ("--pp", str(pp), "--schedule", name, "--num-layers", depth[pp]), size // pp)
+                Layout(recipe, size, ("--pp", str(pp), *how, "--num-layers", depth[pp]), size // pp)
                 for pp in pipelines
-                for name in (schedules if pp > 1 else schedules[:1])
+                for how in (schedules if pp > 1 else schedules[:1])
             ]
         elif has_flag(recipe, "--tp"):
             slices = [tp for tp in (4, 2, 1) if size % tp == 0][:2]
@@ -207,7 +210,7 @@ def small(recipe: str) -> tuple[str, ...]:
 
 
 def mutate(recipe: str, folder: Path, changes: Mapping[str, str]) -> Path:
-    """A copy of a recipe with a defect in it; each replaced text must be there exactly once."""
+    """What tests/harness/mutants.py does, by texts."""
     text = source(recipe)
     for before, after in changes.items():
         assert text.count(before) == 1, f"{recipe} has {text.count(before)} times: {before}"
@@ -218,17 +221,27 @@ def mutate(recipe: str, folder: Path, changes: Mapping[str, str]) -> Path:
     return path
 
 
+def stands_for_workload(recipe: str) -> bool:
+    """Whether it is the first recipe of its workload that runs on several ranks."""
+    several = world_sizes(recipe)[-1] > 1
+    return several and not (follows(recipe) and world_sizes(base(recipe))[-1] > 1)
+
+
 def run_recipe(
     recipe: str | Path,
     world_size: int,
     *flags: str,
     rank_flags: Mapping[int, Sequence[str]] | None = None,
     timeout_s: float = 120.0,
+    target: Callable[[str, list[str]], None] | None = None,
 ) -> Result:
-    """Run a recipe (by name, or the path of a train.py) on real ranks; `rank_flags` go to single ranks."""
+    """Run a recipe (by name, or the path of a train.py) on real ranks.
+
+    `rank_flags` go to single ranks; `target` is what runs the file there, by default `run_path`.
+    """
     path = recipe if isinstance(recipe, Path) else ROOT / "recipes" / recipe / "train.py"
     argv = [[str(path), *flags, *(rank_flags or {}).get(rank, ())] for rank in range(world_size)]
-    return rerun(run_path, [(str(path), one) for one in argv], timeout_s)
+    return rerun(target or run_path, [(str(path), one) for one in argv], timeout_s)
 
 
 class _Rank:
@@ -341,6 +354,7 @@ def _serve(connection: Any) -> None:
     tqdm.monitor_interval = 0  # else a thread for bars, which nobody sees here, outlives each of them
     multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a process that torchrun starts
     torch.set_num_threads(1)  # the same sums in the same order, however busy the machine is
+    flops.peak_flops = functools.cache(flops.peak_flops)  # measuring takes as long as a short training
     as_it_was = _State()
     while True:
         try:
@@ -414,6 +428,28 @@ def run_path(path: str, argv: list[str]) -> None:
     """Run a train.py in this process."""
     sys.argv = argv
     runpy.run_path(path, run_name="__main__")
+
+
+def run_unmeasured(path: str, argv: list[str]) -> None:
+    """The same without a count of FLOPs, which takes longer than a few steps, where nobody reads the figure."""
+    real = flops.count_sample
+    flops.count_sample = lambda _loss, _model, train: flops.Sample(0.0, train.sample_units)
+    try:
+        run_path(path, argv)
+    finally:
+        flops.count_sample = real
+
+
+def run_traced(path: str, argv: list[str]) -> None:
+    """The same, where --compile traces, forward and backward, but does not translate to C++: half a minute each."""
+    import torch
+
+    real = torch.compile
+    torch.compile = functools.partial(real, backend="aot_eager")
+    try:
+        run_path(path, argv)
+    finally:
+        torch.compile = real
 
 
 def records(run: Path, tag: str) -> dict[int, float]:

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import torch
+from common import checkpoint, saver
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
-from common import checkpoint, saver
 from tests.harness import runner
 from tests.harness.damage import flip_bit, flip_data  # noqa: F401
 

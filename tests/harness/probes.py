@@ -35,7 +35,6 @@ HELD = ("parameters", "gradients", "optimizer")
 def run_until(path: str, argv: list[str], last_step: int, before: Callable[[int], None], report: Path) -> None:
     """In a rank: run a recipe, call `before` ahead of each step, and leave once `last_step` is done."""
     import torch.distributed as dist
-
     from common import watch
 
     watching: Any = watch.Watch
@@ -90,7 +89,6 @@ def calls_of(trace: Path) -> list[tuple[str, int]]:
 def probe(path: str, argv: list[str], file: str) -> None:
     """In a rank: run the recipe to STEP; write what it holds then, and what it calls."""
     import torch.distributed as dist
-
     from common import guard
 
     seen: dict[str, Any] = {"alone": []}

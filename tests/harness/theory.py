@@ -1,0 +1,157 @@
+"""What each strategy should hold and send by the textbook; benchmarks/strategies.py compares, for a model of its size."""
+
+import functools
+import itertools
+import runpy
+
+import torch
+from common.workloads import gpt
+
+from tests.harness import pages, runner
+from tests.harness.runner import ROOT
+
+LAYERS = 8
+WIDTH = 256
+LENGTH = 64
+BATCH = 16
+REPLICAS = ("accelerate_gpt", "ddp_gpt")
+RECIPE = "pipeline_gpt"
+NAIVE = "GPipe, 1 micro-batch"  # one rank computes at a time
+DEFAULT, *OTHERS = runner.choices(RECIPE, "--schedule")
+NAMES = [NAIVE, "GPipe", DEFAULT, *(name for name in OTHERS if name != "GPipe")]
+SENT_HEAD = """\
+| recipe | ranks N | kind | calls | MB | textbook | MB | left out, MB | unexplained | small calls |
+|---|---|---|---|---|---|---|---|---|---|"""
+SHOWN = (  # the rows of "Sent" that everybody should see: how they begin
+    "ddp_gpt | 4 | all-reduce",
+    "fsdp_gpt | 4 | all-gather",
+    "fsdp_gpt | 4 | reduce-scatter",
+    "fsdp_gpt --dp-replicate 2 | 4 | all-reduce",
+    "tensor_gpt --tp 4 | 4 | all-gather",
+    "tensor_gpt --tp 4 | 4 | reduce-scatter",
+    f"pipeline_gpt --pp 4 --schedule {DEFAULT} | 4 | send",
+    f"pipeline_gpt --pp 2 --schedule {DEFAULT} | 4 | all-reduce",
+)
+
+
+def flag(name: str) -> str:
+    """What --schedule is for a row of the tables."""
+    return "GPipe" if name == NAIVE else name
+
+
+@functools.cache
+def stages(name: str, num_ranks: int) -> list[list[int]]:
+    """Numbers of the stages of each rank of a pipeline, as the recipe has them."""
+    recipe = runpy.run_path(str(ROOT / "recipes" / RECIPE / "train.py"))
+    args = recipe["Args"](schedule=flag(name), pp=num_ranks)
+    return [recipe["stage_numbers"](args, rank) for rank in range(num_ranks)]
+
+
+def model_bytes(*names: str) -> int:
+    """Of the parameters of the whole model, in float32, whose name has one of these in it."""
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.Shape(256, LAYERS, 4, WIDTH))
+    return sum(4 * p.numel() for name, p in model.named_parameters() if any(part in name for part in names))
+
+
+P, BLOCK, NORMS = model_bytes(""), model_bytes("blocks.0."), model_bytes("norm")
+Term = tuple[str, float]  # a formula in words, and its bytes
+
+
+def options(layout: runner.Layout) -> dict[str, str]:
+    """Its flags."""
+    return dict(zip(layout.flags[::2], layout.flags[1::2], strict=True))
+
+
+def owners(layout: runner.Layout) -> list[int]:
+    """Rank, in its pipeline, of each stage."""
+    flags = options(layout)
+    of_ranks = stages(flags["--schedule"], int(flags["--pp"]))
+    return [rank for _, rank in sorted((stage, rank) for rank, stages in enumerate(of_ranks) for stage in stages)]
+
+
+def stage_bytes(layout: runner.Layout) -> list[int]:
+    """Parameters of each stage: its blocks, and what comes before the first and after the last."""
+    num = len(owners(layout))
+    sizes = [BLOCK * (LAYERS * (i + 1) // num - LAYERS * i // num) for i in range(num)]
+    sizes[0] += model_bytes("embed")
+    sizes[-1] += model_bytes("head") + 4 * WIDTH
+    return sizes
+
+
+def share(layout: runner.Layout, rank: int) -> Term:
+    """What a rank should hold of the parameters; the optimizer's state is twice that."""
+    flags = options(layout)
+    if "--pp" in flags:
+        of = zip(owners(layout), stage_bytes(layout), strict=True)
+        return "its own layers", sum(size for owner, size in of if owner == rank % int(flags["--pp"]))
+    if layout.recipe in REPLICAS:
+        return "P", P
+    if "--dp-replicate" in flags:
+        return "P/S", P / (layout.size // int(flags["--dp-replicate"]))
+    return "P/N", P / layout.size
+
+
+def traffic(layout: runner.Layout, rank: int) -> dict[str, list[Term]]:
+    """What a rank should send in a step, by kind: first the textbook's term, then what it leaves out."""
+    flags, found = options(layout), dict[str, list[Term]]()
+    rest = P - LAYERS * BLOCK  # what FSDP gathers first, and gives back last
+    stream = 4 * BATCH * LENGTH * WIDTH / layout.dp_size  # of a group's part of the batch
+    if layout.recipe in REPLICAS:
+        found["all-reduce"] = [("P", P)]
+    elif layout.recipe == "fsdp_gpt":
+        found["all-gather"] = [("2 P", 2 * P), ("first and last layers gathered once", -rest)]
+        found["reduce-scatter"] = [("P", P)]
+        if "--dp-replicate" in flags:
+            found["all-reduce"] = [share(layout, rank)]
+    elif layout.recipe == "tensor_gpt":
+        tp, fsdp = int(flags["--tp"]), int(flags["--tp"]) < layout.size
+        ends: Term = ("around embedding and last norm", 2 * stream)
+        found["all-gather"] = [
+            ("4 L B T C + 2 P/tp" * fsdp or "4 L B T C", 4 * LAYERS * stream + 2 * P / tp * fsdp),
+            ends,
+        ]
+        found["reduce-scatter"] = [
+            ("4 L B T C + P/tp" * fsdp or "4 L B T C", 4 * LAYERS * stream + P / tp * fsdp),
+            ends,
+        ]
+        sliced_loss = ("the loss over sliced logits", 3 * stream / WIDTH)
+        found["all-reduce"] = [("none", 0.0), sliced_loss, ("gradients of norms", NORMS)]
+        if fsdp:
+            whole = NORMS * (1 - 1 / tp)
+            once = (rest - 4 * WIDTH) / tp + 4 * WIDTH
+            found["all-gather"] += [("norms are whole", 2 * whole), ("first and last layers gathered once", -once)]
+            found["reduce-scatter"] += [("norms are whole", whole)]
+    elif "--pp" in flags:
+        me = rank % int(flags["--pp"])
+        count = sum(me in border for border in itertools.pairwise(owners(layout)) if border[0] != border[1])
+        found |= {kind: [(f"{count} B T C", count * stream)] for kind in ("send", "receive")}
+        if layout.dp_size > 1:
+            found["all-reduce"] = [share(layout, rank)]
+    return found
+
+
+# --- Layouts that are measured --------------------------------------------------------------------------------
+
+
+def gpt_layouts() -> list[runner.Layout]:
+    """Those of 2 and 4 ranks, of the GPT recipes, without the odd sizes of tests; hybrids with one schedule."""
+    found = []
+    for recipe in runner.RECIPES:
+        for one in runner.layouts(recipe) if runner.workload(recipe) == "gpt" else []:
+            again = one.dp_size > 1 and options(one).get("--schedule", DEFAULT) != DEFAULT
+            if one.size in (2, 4) and not again and options(one).get("--pp") != "1":
+                found.append(runner.Layout(recipe, one.size, one.strategy, one.dp_size))
+    return found
+
+
+def title(layout: runner.Layout) -> str:
+    """As a row has it."""
+    return " ".join([layout.recipe, *layout.flags]) + f" | {layout.size}"
+
+
+def sent_tables(rows: list[str]) -> str:
+    """The rows of SHOWN; and folded, all of them."""
+    shown = [row for start in SHOWN for row in rows if row.startswith(f"| {start} |")]
+    every = "\n".join([SENT_HEAD, *rows])
+    return "\n".join([SENT_HEAD, *shown]) + "\n\n" + pages.folded(f"All {len(rows)} rows", every)
