@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from common import data, diagnose, manifest, sampler
+from common import data, diagnose, manifest, private_api, sampler
 
 from tests.harness import runner
 from tests.harness.states import make_saver, make_state
@@ -25,12 +25,13 @@ CPU = torch.device("cpu")
 class Probe:
     """Looks at the stack that it is called on, as the watching thread does."""
 
-    def __init__(self) -> None:
+    def __init__(self, noted: str = "") -> None:
+        self.noted = noted
         self.found: list[tuple[str, str]] = []
 
     def __call__(self, *_: object) -> None:
         stack = list(traceback.walk_stack(sys._getframe()))
-        self.found.append(diagnose.phase_and_stack(reversed(stack)))
+        self.found.append(diagnose.phase_and_stack(reversed(stack), self.noted))
 
     def __reduce__(self) -> Any:
         """Being pickled is being called."""
@@ -38,23 +39,19 @@ class Probe:
         return str, ()
 
 
-TRAIN = """
-def forward(probe):
+class Calls(torch.nn.Module):
+    """A model that calls what it gets."""
+
+    def forward(self, call: Callable[[], None]) -> None:
+        call()
+
+
+def compute(probe: Probe) -> None:
+    Calls()(probe)
+
+
+def train_step(probe: Probe) -> None:
     probe()
-
-def evaluate(probe):
-    forward(probe)
-
-def train_step(probe):
-    probe()
-"""
-
-
-def train(function: str) -> Callable[[Probe], None]:
-    """A function of a recipe."""
-    names: dict[str, Any] = {}
-    exec(compile(TRAIN, "recipes/some_recipe/train.py", "exec"), names)
-    return names[function]
 
 
 class Reader:
@@ -99,13 +96,12 @@ def save(probe: Probe) -> None:
 
 PHASES: dict[str, Callable[[Probe], None]] = {
     "data": wait_for_data,
-    "forward": train("forward"),
+    "forward": compute,
     "backward": go_back,
     "collective": gather,
     "optimizer": update,
-    "evaluation": train("evaluate"),
     "save": save,
-    "the main loop": train("train_step"),
+    "the main loop": train_step,
 }
 
 
@@ -123,12 +119,11 @@ def test_phase_is_what_the_main_thread_is_in(phase: str, tmp_path: Path, monkeyp
 
 
 @pytest.mark.usefixtures("group")
-def test_outer_phase_is_reported_and_not_what_it_waits_in() -> None:
+def test_phase_that_the_run_has_noted_is_reported_and_not_what_it_waits_in() -> None:
     """An evaluation that waits for data, and one that sums up, are evaluations."""
-    probe = Probe()
-    evaluate = train("evaluate")
+    probe = Probe("evaluation")
     for inner in (wait_for_data, gather):
-        evaluate(lambda inner=inner: inner(probe))
+        inner(probe)
     assert [found for found, _ in probe.found] == ["evaluation", "evaluation"]
 
 
@@ -137,7 +132,7 @@ def test_phases_of_a_traceback_are_reported_too() -> None:
         raise ValueError("oh")
 
     with pytest.raises(ValueError, match="oh") as failure:
-        train("forward")(fail)
+        Calls()(fail)
     phase, shown = diagnose.phase_and_stack(traceback.walk_tb(failure.tb))
     assert phase == "forward"
     assert "in fail" in shown.splitlines()[-2]
@@ -182,7 +177,7 @@ def wait_for_rank_1() -> None:
             time.sleep(0.01)
 
     def look() -> list[str]:
-        return [diagnose.waits_in(diagnose.flight_recorder(CPU, only_active), "") for only_active in (True, False)]
+        return [diagnose.waits_in(private_api.flight_recorder(CPU, only_active), "") for only_active in (True, False)]
 
     dist.all_reduce(torch.ones(7), group=axis)
     look_for("")
