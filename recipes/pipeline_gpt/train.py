@@ -172,8 +172,8 @@ def make_mesh(args: Args, world: World) -> DeviceMesh:
         )
     if args.pp < stages_here or args.num_layers < args.pp * stages_here:
         raise UserError(
-            f"--schedule {args.schedule} needs --pp {stages_here} or more, not {args.pp}, and {stages_here} --num-layers "
-            f"or more for each rank, not {args.num_layers} for {args.pp}"
+            f"--schedule {args.schedule} needs --pp {stages_here} or more (not {args.pp}), and --num-layers "
+            f"{args.pp * stages_here} or more (not {args.num_layers}), one for each stage"
         )
     return init_device_mesh(world.device.type, (world.size // args.pp, args.pp), mesh_dim_names=("dp", "pp"))
 
