@@ -240,7 +240,7 @@ BAD_SIZES = {
     "fewer micro-batches than stages": (
         2,
         ["--pp", "2", "--micro-batch-size", "0"],
-        ["32 samples (1 micro-batch of 32 on 1 dp rank)", "--schedule 1F1B needs 2 or more"],
+        ["--schedule 1F1B needs 2 or more micro-batches, and --micro-batch-size", "makes 1"],
     ),
     "micro-batches and ranks": (
         2,
@@ -435,7 +435,7 @@ def test_more_processes_than_gpus(out: Path) -> None:
 
 
 def test_dp_resnet_in_two_processes(out: Path) -> None:
-    refused("dp_resnet", out, [], "one process, not 2", "recipes/ddp_resnet", "NPROC_PER_NODE=1", size=2)
+    refused("dp_resnet", out, [], "needs 1 process, not 2", "recipes/ddp_resnet", "NPROC_PER_NODE=1", size=2)
 
 
 @pytest.mark.parametrize(
