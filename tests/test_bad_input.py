@@ -190,7 +190,7 @@ def test_last_batch_too_small(recipe: str, out: Path, small_data: dict[str, Path
     flags = ["--data", str(small_data[runner.workload(recipe)]), *runner.small(recipe), *layout.flags]
     flags += ["--epochs", "1", "--max-steps", "0", "--global-batch-size", "36"]  # 469 = 13 * 36 + 1
     flags += layout.micro_batches(36)
-    refused(recipe, out, flags, "has 1 of 469 samples", "use --max-steps 13 to drop it", size=layout.size)
+    refused(recipe, out, flags, "has 1 of 469 samples", "use --max-steps 13 to drop that step", size=layout.size)
 
 
 @pytest.mark.parametrize("micro", [[], ["--micro-batch-size", "1"]])
@@ -198,7 +198,7 @@ def test_one_sample_per_micro_batch(micro: list[str], out: Path, small_digits: P
     """BatchNorm cannot train on one sample, whichever flag asks for that."""
     batch = "4" if micro else "2"
     flags = ["--data", str(small_digits), "--max-steps", "2", "--global-batch-size", batch, *micro]
-    refused(DDP, out, flags, f"--global-batch-size {batch} gives a rank 1 samples")
+    refused(DDP, out, flags, f"--global-batch-size {batch} gives a rank only 1 of the 2 samples")
 
 
 def test_one_sample_in_a_micro_batch_of_the_last_step(out: Path, tmp_path: Path) -> None:
@@ -224,44 +224,44 @@ BAD_SIZES_OF_A_FAMILY = {
 }
 # Of a strategy: every recipe that has the flags is asked.
 BAD_SIZES = {
-    "tp and ranks": (4, ["--tp", "3"], ["--tp 3 does not divide the number of ranks, 4"]),
-    "tp and heads": (2, ["--tp", "2", "--num-heads", "3"], ["--tp 2 does not divide --num-heads, 3"]),
-    "tp and kv heads": (2, ["--tp", "2", "--num-kv-heads", "1"], ["--tp 2 does not divide --num-kv-heads, 1"]),
-    "tp and mlp": (2, ["--tp", "2", "--mlp-width", "45"], ["--tp 2 does not divide --mlp-width, 45"]),
+    "tp and ranks": (4, ["--tp", "3"], ["--tp 3 must divide the number of ranks (4)"]),
+    "tp and heads": (2, ["--tp", "2", "--num-heads", "3"], ["--tp 2 must divide --num-heads (3)"]),
+    "tp and kv heads": (2, ["--tp", "2", "--num-kv-heads", "1"], ["--tp 2 must divide --num-kv-heads (1)"]),
+    "tp and mlp": (2, ["--tp", "2", "--mlp-width", "45"], ["--tp 2 must divide --mlp-width (45)"]),
     "tp and default mlp": (
         3,
         ["--tp", "3", "--num-heads", "3", "--width", "48", "--seq-len", "48"],
-        ["--tp 3 does not divide --mlp-width, 128"],
+        ["--tp 3 must divide --mlp-width (128)"],
     ),
-    "tp and sequence": (2, ["--tp", "2", "--seq-len", "15"], ["--tp 2 does not divide --seq-len, 15"]),
-    "dp_replicate": (4, ["--dp-replicate", "3"], ["--dp-replicate 3 does not divide the number of ranks, 4"]),
-    "pp and ranks": (4, ["--pp", "3"], ["--pp 3 does not divide the number of ranks, 4"]),
+    "tp and sequence": (2, ["--tp", "2", "--seq-len", "15"], ["--tp 2 must divide --seq-len (15)"]),
+    "dp_replicate": (4, ["--dp-replicate", "3"], ["--dp-replicate 3 must divide the number of ranks (4)"]),
+    "pp and ranks": (4, ["--pp", "3"], ["--pp 3 must divide the number of ranks (4)"]),
     "pp and batch": (4, ["--pp", "2", "--global-batch-size", "1"], ["--global-batch-size 1 does not divide by 2"]),
     "fewer micro-batches than stages": (
         2,
         ["--pp", "2", "--micro-batch-size", "0"],
-        ["--schedule 1F1B needs 2 or more micro-batches, and --micro-batch-size", "makes 1"],
+        ["--micro-batch-size 0 makes 1 a step, and --schedule 1F1B needs 2 or more"],
     ),
     "micro-batches and ranks": (
         2,
         ["--pp", "2", "--global-batch-size", "12", "--schedule", "Interleaved1F1B"],
-        ["--schedule Interleaved1F1B needs a multiple of --pp 2 micro-batches, and --micro-batch-size 4 makes 3"],
+        ["--micro-batch-size 4 makes 3 a step, and --schedule Interleaved1F1B needs a multiple of --pp 2"],
     ),
     "micro-batches in both directions": (
         2,
         ["--pp", "2", "--micro-batch-size", "16", "--schedule", "DualPipeV"],
-        ["--schedule DualPipeV needs 4 or more micro-batches, and --micro-batch-size 16 makes 2"],
+        ["--micro-batch-size 16 makes 2 a step, and --schedule DualPipeV needs 4 or more"],
     ),
     "one rank, two stages": (
         1,
         ["--pp", "1", "--schedule", "InterleavedZeroBubble"],
-        ["--schedule InterleavedZeroBubble needs --pp 2 or more (not 1)"],
+        ["--schedule InterleavedZeroBubble needs --pp 2 or more, and", "not --pp 1 and --num-layers 4"],
     ),
     **{
         f"layers, {name}": (
             2,
             ["--schedule", name, "--pp", "2", "--num-layers", str(2 * stages - 1)],
-            [f"--schedule {name} needs ", f"--num-layers {2 * stages} or more (not {2 * stages - 1})"],
+            [f"--schedule {name} needs", f"({stages} a rank), not --pp 2 and --num-layers {2 * stages - 1}"],
         )
         for name, stages in {
             **{"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2},
@@ -431,7 +431,7 @@ def test_hub_without_a_network(network: str, out: Path) -> None:
 
 def test_more_processes_than_gpus(out: Path) -> None:
     result = run_where([Where(gpus=1)] * 2, "--out", str(out))
-    assert_refused(result, "2 processes were started", "1 GPU:", "NPROC_PER_NODE=1")
+    assert_refused(result, "2 processes were started", "1 GPU, and", "NPROC_PER_NODE=1")
 
 
 def test_dp_resnet_in_two_processes(out: Path) -> None:

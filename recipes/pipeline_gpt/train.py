@@ -166,15 +166,11 @@ def make_mesh(args: Args, world: World) -> DeviceMesh:
     remainder = division.num_micro_batches % args.pp if "Interleaved" in args.schedule else 0
     if division.num_micro_batches < least or remainder:
         wanted = f"{least} or more" if not remainder else f"a multiple of --pp {args.pp}"
-        raise UserError(
-            f"--schedule {args.schedule} needs {wanted} micro-batches, and --micro-batch-size {args.micro_batch_size} "
-            f"makes {division.num_micro_batches}: change it, or --global-batch-size"
-        )
+        made = f"--micro-batch-size {args.micro_batch_size} makes {division.num_micro_batches} a step"
+        raise UserError(f"{made}, and --schedule {args.schedule} needs {wanted}")
     if args.pp < stages_here or args.num_layers < args.pp * stages_here:
-        raise UserError(
-            f"--schedule {args.schedule} needs --pp {stages_here} or more (not {args.pp}), and --num-layers "
-            f"{args.pp * stages_here} or more (not {args.num_layers}), one for each stage"
-        )
+        needs = f"--schedule {args.schedule} needs --pp {stages_here} or more, and --num-layers for every stage"
+        raise UserError(f"{needs} ({stages_here} a rank), not --pp {args.pp} and --num-layers {args.num_layers}")
     return init_device_mesh(world.device.type, (world.size // args.pp, args.pp), mesh_dim_names=("dp", "pp"))
 
 
