@@ -95,7 +95,7 @@ def test_same_ranks_bitwise(recipe: str, reference: Reference, tiny: Tiny, tmp_p
     assert same_tensors(tmp_path / "parts", out)
 
 
-@pytest.mark.parametrize("recipe", [name for name in runner.RECIPES if len(runner.world_sizes(name)) > 1])
+@pytest.mark.parametrize("recipe", each_recipe([name for name in runner.RECIPES if len(runner.world_sizes(name)) > 1]))
 def test_other_ranks(recipe: str, reference: Reference, tiny: Tiny, tmp_path: Path) -> None:
     flags = ("--dtype", "float64")
     _, curves = reference(recipe, 2, "float64")
