@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from common import UserError, keymap, manifest, ranks
 from common.ranks import Answer
 
+ADVICE = " (use the flags that it was trained with, or another checkpoint)"
+
 
 def folder(run_dir: Path, step: int) -> Path:
     """Folder of a step's checkpoint."""
@@ -165,7 +167,7 @@ def check_fits(path: Path, model: nn.Module) -> None:
     saved = {name: size for name, size in saved.items() if not name.startswith(keymap.NO_WEIGHTS)}
     differences = keymap.differences({name: tuple(t.shape) for name, t in keymap.model_tensors(model).items()}, saved)
     if differences:
-        raise UserError(f"{path} is a checkpoint of another model:\n  " + "\n  ".join(differences))
+        raise UserError(f"checkpoint {path} does not fit this model{ADVICE}:\n  " + "\n  ".join(differences))
 
 
 def load(path: Path | None, tensors: dict[str, torch.Tensor]) -> None:
@@ -188,7 +190,8 @@ def load(path: Path | None, tensors: dict[str, torch.Tensor]) -> None:
     wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     differences = keymap.differences(wanted, {name: size for name, size in saved.items() if name in wanted})
     if differences:
-        raise UserError(f"{path} is a checkpoint of another model or optimizer:\n  " + "\n  ".join(differences))
+        lines = "\n  ".join(differences)
+        raise UserError(f"checkpoint {path} does not fit this model or optimizer{ADVICE}:\n  {lines}")
     try:
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
     except dcp.CheckpointException as error:  # a BaseException, which `except Exception` and @record miss

@@ -30,7 +30,9 @@ class Bounds:
 
     def __str__(self) -> str:
         """The range in words, for a message."""
-        return f"at least {self.least}" if self.most == math.inf else f"between {self.least} and {self.most}"
+        if self.most == math.inf:
+            return f"at least {self.least}"
+        return f"at most {self.most}" if self.least == -math.inf else f"between {self.least} and {self.most}"
 
 
 PositiveInt = Annotated[int, Bounds(1)]

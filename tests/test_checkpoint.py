@@ -92,7 +92,7 @@ def test_other_models_are_refused_before_their_weights_are_made(saved: Path) -> 
     with pytest.raises(UserError) as refusal:
         checkpoint.check_fits(saved, model)
     assert str(refusal.value).splitlines() == [
-        f"--resume: {saved} is of another model:",
+        f"checkpoint {saved} does not fit this model (use the flags that it was trained with, or another checkpoint):",
         "  conv.weight: (6, 3, 3, 3) in the checkpoint, (6, 1, 3, 3) in the model",
         *(f"  {name}: only in the checkpoint" for name in checkpoint.tensors_in(saved) if name in LISTED),
         "  and 3 more",
@@ -114,7 +114,8 @@ def test_a_part_of_another_shape_is_refused_before_anything_is_filled(saved: Pat
     with pytest.raises(UserError) as refusal:
         checkpoint.load(saved, state)
     assert str(refusal.value).splitlines() == [
-        f"{saved} is a checkpoint of another model or optimizer:",
+        f"checkpoint {saved} does not fit this model or optimizer (use the flags that it was trained with, or another "
+        "checkpoint):",
         "  conv.weight: (6, 3, 3, 3) in the checkpoint, (6, 1, 3, 3) in the model",
         "  optimizer.more: only in the model",
     ]
@@ -183,7 +184,7 @@ def test_broken_manifests(content: bytes, copied: Path) -> None:
 def test_manifests_of_another_format(copied: Path) -> None:
     listing = copied / manifest.NAME
     listing.write_text(json.dumps(json.loads(listing.read_text()) | {"format": 2}))
-    assert manifest.verify(copied)[1] == "format 2, this version reads 1"
+    assert manifest.verify(copied)[1] == "its format is 2, and this version reads format 1"
 
 
 # --- find ---
@@ -338,7 +339,7 @@ def test_find_refuses_another_model(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = torch.nn.Linear(2, 3)
     for run_dir, resume in ((tmp_path, ""), (tmp_path / "new", str(tmp_path))):
-        with pytest.raises(UserError, match=r"step_00000005 is of another model:\n  weight: only in the model"):
+        with pytest.raises(UserError, match=r"step_00000005 does not fit this model .*:\n  weight: only in the model"):
             checkpoint.find(run_dir, resume, model)
     assert checkpoint.find(tmp_path / "new", "", model).path is None
 

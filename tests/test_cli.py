@@ -2,11 +2,17 @@
 
 import dataclasses
 import json
+import math
+import re
 import sys
+import typing
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from common import UserError, cli, exits, seed
+
+from tests.harness import module, runner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +101,134 @@ def test_seed_is_of_64_bits() -> None:
         UserError, match=r"^--seed 1.84467e\+19 is out of range: it must be between 0 and 18446744073709551615$"
     ):
         cli.parse(Seeded, ["--seed", str(largest + 1)])
+
+
+# --- bounds ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Adopted:
+    """Train with a user's own flags."""
+
+    offset: float = -0.5  # without bounds
+    shift: int = -3  # the same, whole
+    positive: cli.PositiveInt = 2  # at least 1
+    count: cli.NonNegativeInt = 2  # at least 0
+    amount: cli.NonNegativeFloat = 2.5  # at least 0
+    share: cli.Fraction = 0.5  # from 0 to 1
+    patience: cli.Timeout = 2.5  # seconds, at least 1
+    depth: Annotated[int, cli.Bounds(most=8)] = 4  # the adopter's own bounds
+    ratio: Annotated[float, cli.Bounds(-1, 1)] = 0.0  # on both sides
+
+
+TAKEN = [
+    *(("offset", "-0.25"), ("offset", "-1e9"), ("offset", "nan"), ("shift", "-4"), ("shift", "0")),
+    *(("positive", "1"), ("count", "0"), ("amount", "0"), ("amount", "1e300"), ("share", "0"), ("share", "1")),
+    *(("patience", "1"), ("depth", "8"), ("depth", "-99"), ("ratio", "-1"), ("ratio", "1")),
+]
+REFUSED = [
+    *(("positive", "0", "at least 1"), ("positive", "-1", "at least 1"), ("count", "-1", "at least 0")),
+    *(("amount", "-0.1", "at least 0"), ("amount", "nan", "at least 0")),
+    *(("share", "-0.1", "between 0 and 1"), ("share", "1.1", "between 0 and 1"), ("share", "nan", "between 0 and 1")),
+    *(("patience", "0.9", "at least 1"), ("depth", "9", "at most 8")),
+    *(("ratio", "-1.1", "between -1 and 1"), ("ratio", "1.1", "between -1 and 1")),
+]
+
+
+def test_numbers_without_bounds_are_the_adopter_s_own() -> None:
+    """Negative ones as well: what a number means is said beside its field, and nowhere else."""
+    assert cli.parse(Adopted, []) == Adopted()
+    for name, value in TAKEN:
+        for argv in ([f"--{name}", value], [f"--{name}={value}"]):
+            found = getattr(cli.parse(Adopted, argv), name)
+            assert found == float(value) or (math.isnan(found) and value == "nan"), argv
+
+
+@pytest.mark.parametrize(("name", "value", "bounds"), REFUSED)
+def test_numbers_out_of_their_bounds_are_refused(name: str, value: str, bounds: str) -> None:
+    told = f"--{name} {value} is out of range: it must be {bounds}"
+    with pytest.raises(UserError, match=f"^{re.escape(told)}$"):
+        cli.parse(Adopted, [f"--{name}", value])
+
+
+# Numbers of recipes are not negative; these have other bounds.
+AT_LEAST_1 = (
+    *("epochs", "log_every", "keep", "global_batch_size", "lr_reference_batch", "seq_len", "hang_timeout"),
+    *("num_layers", "num_heads", "width", "dp_replicate", "tp", "pp"),
+    *("num_envs", "rollout_steps", "update_epochs", "eval_episodes"),
+)
+FRACTIONS = ("momentum", "label_smoothing", "gamma", "gae_lambda")
+
+
+def out_of_bounds(args_type: type) -> list[str]:
+    """Names of a recipe's numeric flags that would take a value which makes no sense."""
+    found = []
+    bounds = dict(cli._bounds(args_type))
+    for name, hint in typing.get_type_hints(args_type).items():  # int and float, whatever is annotated
+        if hint in (int, float):
+            least = 1 if name in AT_LEAST_1 else 0
+            most = 1 if name in FRACTIONS else 2**64 - 1 if name == "seed" else math.inf
+            has = bounds.get(name, cli.Bounds())
+            found += [name] * (has.least < least or has.most > most)
+    return found
+
+
+@pytest.mark.parametrize("recipe", runner.RECIPES)
+def test_every_number_of_a_recipe_has_its_bounds(recipe: str) -> None:
+    args_type = module.load(recipe).Args
+    assert out_of_bounds(args_type) == []
+    assert len(dict(cli._bounds(args_type))) > 15, "they were found"
+    assert cli.parse(args_type, []) == args_type(), "the defaults are within them"
+
+
+def test_mutant_without_a_bound_is_found() -> None:
+    assert out_of_bounds(Adopted) == ["offset", "shift", "depth", "ratio"]
+
+
+def test_check_divides() -> None:
+    cli.check_divides("--tp", 2, {"--num-heads": 4, "--seq-len": 16, "nothing": 0})
+    with pytest.raises(UserError, match=r"^--tp 3 must divide --seq-len \(16\)$"):
+        cli.check_divides("--tp", 3, {"--num-heads": 6, "--seq-len": 16, "--width": 41})
+
+
+# --- config.json ---
+
+
+OLD = [  # what an earlier version has written, and what is told of it
+    ("pipeline_gpt", {"num_microbatches": 8}, "does not have: num_microbatches (did you mean --micro-batch-size?)"),
+    ("accelerate_gpt", {"tracker": "all"}, "does not have: tracker"),
+    *(
+        (
+            "pipeline_gpt",
+            {"schedule": name},
+            f"invalid choice '{name}' for argument '--schedule'. Expected one of ('1F1B',",
+        )
+        for name in ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
+    ),
+]
+
+
+@pytest.mark.parametrize(("recipe", "values", "told"), OLD, ids=lambda value: str(value)[:30])
+def test_flags_of_an_earlier_version(
+    recipe: str, values: dict[str, object], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each is refused with the name that has taken its place, or with what may be chosen; nothing is dropped."""
+    path = write_config(tmp_path, {"epochs": 1} | values)
+    with pytest.raises((UserError, SystemExit)) as refusal:
+        cli.parse(module.load(recipe).Args, ["--config", path])
+    said = f"{refusal.value} {capsys.readouterr().err}"
+    said = re.sub(r"[\s│]+", " ", said)  # tyro puts a message into a box
+    assert told in said
+    assert path in said
+    if isinstance(refusal.value, SystemExit):
+        assert refusal.value.code == exits.USAGE_ERROR
+        assert all(f"'{name}'" in said for name in runner.choices(recipe, "--schedule"))
+
+
+def test_config_names_the_flag_that_is_close(tmp_path: Path) -> None:
+    path = write_config(tmp_path, {"global_batchsize": 2, "zzz": 1})
+    with pytest.raises(UserError, match=r"global_batchsize \(did you mean --global-batch-size\?\), zzz$"):
+        cli.parse(Args, ["--config", path])
 
 
 def test_config_with_unknown_flags_is_refused(tmp_path: Path) -> None:

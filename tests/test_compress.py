@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import diagnose, process_group, ranks
+from common import private_api, process_group, ranks
 
 from tests.harness import mutants, runner
 
@@ -29,7 +29,7 @@ def _recorded(path: str, argv: list[str], file: str) -> None:
 
     def keep_and_finish() -> None:
         if ranks.rank() == 0:
-            Path(file).write_text(json.dumps(diagnose.flight_recorder(torch.device("cpu"), only_active=False)))
+            Path(file).write_text(json.dumps(private_api.flight_recorder(torch.device("cpu"), only_active=False)))
         finish()
 
     process_group.finish = keep_and_finish

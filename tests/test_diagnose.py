@@ -39,19 +39,18 @@ class Probe:
         return str, ()
 
 
-class Calls(torch.nn.Module):
-    """A model that calls what it gets."""
-
-    def forward(self, call: Callable[[], None]) -> None:
-        call()
+def forward(probe: Probe) -> None:
+    torch.nn.Sequential(Calling(probe))(torch.ones(1))
 
 
-def compute(probe: Probe) -> None:
-    Calls()(probe)
+class Calling(torch.nn.Module):
+    def __init__(self, probe: Probe) -> None:
+        super().__init__()
+        self.probe = probe
 
-
-def train_step(probe: Probe) -> None:
-    probe()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.probe()
+        return x
 
 
 class Reader:
@@ -67,8 +66,7 @@ class Reader:
 
 
 def wait_for_data(probe: Probe) -> None:
-    division = sampler.Division(global_batch_size=1, global_micro_batch_size=1, dp_size=1)
-    plan = sampler.make_plan(division, 1, run_seed=0, epochs=0, max_steps=1, progress={})
+    plan = sampler.make_plan(sampler.Division(1, 1, 1), 1, run_seed=0, epochs=0, max_steps=1, progress={})
     next(data.Loader(Reader(probe), sampler.evaluation_requests(plan, 1, 0), 0, CPU))
 
 
@@ -96,12 +94,12 @@ def save(probe: Probe) -> None:
 
 PHASES: dict[str, Callable[[Probe], None]] = {
     "data": wait_for_data,
-    "forward": compute,
+    "forward": forward,
     "backward": go_back,
     "collective": gather,
     "optimizer": update,
     "save": save,
-    "the main loop": train_step,
+    "the main loop": lambda probe: probe(),
 }
 
 
@@ -119,12 +117,17 @@ def test_phase_is_what_the_main_thread_is_in(phase: str, tmp_path: Path, monkeyp
 
 
 @pytest.mark.usefixtures("group")
-def test_phase_that_the_run_has_noted_is_reported_and_not_what_it_waits_in() -> None:
-    """An evaluation that waits for data, and one that sums up, are evaluations."""
+def test_noted_phase_counts_and_not_what_it_waits_in() -> None:
+    """An evaluation that computes, waits for data, or sums up, is an evaluation."""
     probe = Probe("evaluation")
-    for inner in (wait_for_data, gather):
+    for inner in (forward, wait_for_data, gather):
         inner(probe)
-    assert [found for found, _ in probe.found] == ["evaluation", "evaluation"]
+    assert [found for found, _ in probe.found] == ["evaluation"] * 3
+
+
+def test_no_function_of_a_recipe_is_known_by_name() -> None:
+    """A user may call his own as he likes: a phase is told by files of common/ and of torch."""
+    assert {file.partition("/")[0] for _, file, _ in diagnose.PHASES} == {"common", "torch"}
 
 
 def test_phases_of_a_traceback_are_reported_too() -> None:
@@ -132,7 +135,7 @@ def test_phases_of_a_traceback_are_reported_too() -> None:
         raise ValueError("oh")
 
     with pytest.raises(ValueError, match="oh") as failure:
-        Calls()(fail)
+        forward(fail)
     phase, shown = diagnose.phase_and_stack(traceback.walk_tb(failure.tb))
     assert phase == "forward"
     assert "in fail" in shown.splitlines()[-2]
@@ -165,7 +168,8 @@ def test_waits_in_the_oldest_collective_that_has_not_ended() -> None:
 
 
 def wait_for_rank_1() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    store, rank, size = next(dist.rendezvous("env://"))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
     axis = dist.new_group(group_desc="mesh_dp")
     saving = dist.new_group(group_desc=diagnose.SAVING)
 
@@ -181,7 +185,6 @@ def wait_for_rank_1() -> None:
 
     dist.all_reduce(torch.ones(7), group=axis)
     look_for("")
-    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
         store.get("looked")  # rank 0 is alone until then
     written = dist.all_reduce(torch.ones(3), group=saving, async_op=True)
@@ -220,10 +223,9 @@ def test_gone_ranks_are_named_as_they_were_last_seen() -> None:
     beats = [beat(0, SUM), beat(1, phase="backward"), beat(2, SUM), beat(3, MAX)]
     assert diagnose.accuse_dead(beats, set()) == ""
     assert diagnose.accuse_dead(beats, {1, 3}) == (
-        "dead or frozen; last heartbeat of rank 1 (host h, pid 101, step 7): backward\n"
-        "  stack of 1\n"
-        f"dead or frozen; last heartbeat of rank 3 (host h, pid 103, step 7): collective, waiting in {MAX}\n"
-        "  stack of 3\n"
+        "dead or frozen; last heartbeat of rank 1 (host h, pid 101, step 7): backward\n  stack of 1\n"
+        "dead or frozen; last heartbeat of rank 3 (host h, pid 103, step 7): collective, waiting in "
+        f"{MAX}\n  stack of 3\n"
     )
 
 

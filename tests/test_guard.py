@@ -53,7 +53,7 @@ def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch
 
 
 def run(make_optimizer: Optimizer, steps: Sequence[int], bad: dict[int, float]) -> dict[str, torch.Tensor]:
-    """Train over `steps`, two micro-batches each; those in `bad` meet such a number in the first one, and change nothing."""
+    """Train over `steps`, two micro-batches each; those in `bad` meet such a number and change nothing."""
     model = make_model()
     optimizer = make_optimizer(model)
     finite = guard.FiniteGuard(model, optimizer, make_plan(), most=3)
@@ -147,9 +147,8 @@ def test_too_many_in_a_row_end_the_training(after: str) -> None:
     with pytest.raises(UserError) as refusal:
         finite.report()
     told = str(refusal.value)
-    assert told.startswith(
-        "the gradient was not finite in steps 7 to 10, more than --max-skips 3 allows: lower --lr, set --max-grad-norm, "
-    )
+    reason = "the gradient was not finite in steps 7 to 10, more than --max-skips 3 allows"
+    assert told.startswith(f"{reason}: lower --lr, set --max-grad-norm, or check the samples ")
     order = [int(i) for epoch in range(2) for i in sampler.permutation(NUM_SAMPLES, SEED, epoch)]
     samples = [order[(step - 1) * BATCH : step * BATCH] for step in (7, 8, 9, 10)]
     assert told.endswith(": " + "; ".join(map(str, samples)))

@@ -117,7 +117,7 @@ def test_rate_counts_training_alone(
     assert first["perf/mfu"] == pytest.approx(0.005, rel=1e-12)
     assert second["perf/samples_per_s"] == 80
     assert second["perf/data_wait_s"] == 0.25, "since the last line"
-    assert "23.0 s, 5.0 s of it training at 32 samples/s" in capsys.readouterr().out, "160 samples in all"
+    assert "23.0 s, of which 5.0 s training at 32 samples/s" in capsys.readouterr().out, "160 samples in all"
 
 
 def test_rates_are_those_that_the_samples_have(tmp_path: Path) -> None:

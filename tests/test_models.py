@@ -56,7 +56,7 @@ def test_other_names_are_refused(name: str) -> None:
 def test_proposed_names_are_accepted() -> None:
     with pytest.raises(UserError) as refusal:
         make_resnet("none", 3, 10, 8)
-    names = str(refusal.value).split("it has ")[1].split(", ")
+    names = str(refusal.value).split("use ")[1].split(", ")
     assert {"resnet18", "resnet50", "wide_resnet50_2", "resnext50_32x4d"} <= set(names)
     for name in names:
         with torch.device("meta"):

@@ -72,7 +72,7 @@ def test_processes_of_srun_do_not_each_train_alone(name: str, monkeypatch: pytes
 
 
 def start_differently() -> None:
-    with pytest.raises(UserError, match="rank 1 was started with flag lr 0.2, rank 0 with 0.1"):
+    with pytest.raises(UserError, match=r"^rank 1 was started with flag lr 0\.2, rank 0 with 0\.1"):
         process_group.start(flag={"lr": 0.1 * (1 + ranks.rank())})
 
 

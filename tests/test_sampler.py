@@ -202,7 +202,7 @@ def test_plan_without_samples() -> None:
     plan = make_plan(0, (1024, 64, 4), max_steps=9, progress={"step": 2, "samples": 2048})
     assert plan.epoch_steps == 9, "an evaluation that is due once an epoch is due at the end"
     assert [plan.position(step) for step in (2, 3, 9, 10)] == [2048, 3072, 9216, 9216]
-    assert str(plan) == "steps 3 to 9, 1,024 samples per step (4 data-parallel ranks x 16 micro-batches x 16 samples)"
+    assert str(plan) == "steps 3 to 9, 1,024 samples per step (4 data-parallel ranks x 4 micro-batches x 64 samples)"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_plan_in_words() -> None:
 def test_last_step_too_small_for_batchnorm() -> None:
     with pytest.raises(
         UserError,
-        match=r"^the last step of --epochs has 3 of 33 samples, too few for 2 ranks in micro-batches of up to 5 samples each: ",
+        match=r"^the last step of --epochs has 3 of 33 samples, too few for 2 ranks in micro-batches of up to 5 ",
     ):
         make_plan(33, (10, 0, 2), epochs=1, least=2)
     assert make_plan(34, (10, 0, 2), epochs=1, least=2).max_steps == 4  # 4 samples left: 2 each
@@ -324,7 +324,7 @@ def test_every_batch_is_divided_or_one_is_proposed() -> None:
             division = sampler.divide_batch(batch, micro, dp_size)
         except UserError as error:
             refused += 1
-            proposed = int(re.findall(r"(\d+) would", str(error))[0])
+            proposed = int(re.findall(r"use (\d+)", str(error))[0])
             assert batch < proposed < batch + dp_size, "the next one that divides"
             assert sampler.divide_batch(proposed, micro, dp_size)
             continue

@@ -13,9 +13,10 @@ from tests.harness import runner
 
 
 def wait_for_the_clock(slurm_s: float, deadline_s: float, due_s: float) -> None:
+    world = process_group.start()
     began = time.monotonic()
     os.environ["SLURM_JOB_END_TIME"] = str(time.time() + slurm_s)
-    stopping = stop.Stop(process_group.start(), deadline_s / 60, first_step=7)
+    stopping = stop.Stop(world, deadline_s / 60, first_step=7)
     assert stopping._deadline == pytest.approx(began + due_s, abs=0.1)
     leaves = due_s < 60
     assert not stopping.after(8)
@@ -42,18 +43,19 @@ def test_leaves_in_time_for_the_end_of_the_job(slurm_s: float, deadline_s: float
 
 def hear_late(saved: str) -> None:
     """Rank 0 is told at once, rank 1 when its machine's turn comes, and both are still saving."""
-    stopping = stop.Stop(process_group.start(), 0, 0)
-    if dist.get_rank() == 0:
+    world = process_group.start()
+    stopping = stop.Stop(world, 0, 0)
+    if world.rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
     step = 1
     while not stopping.after(step):
         step += 1
         time.sleep(0.1)
     time.sleep(stop.SAME_SIGNAL_S + 0.5)
-    if dist.get_rank() == 1:
+    if world.rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(4 * stop.POLL_S)
-    Path(f"{saved}-{dist.get_rank()}").touch()
+    Path(f"{saved}-{world.rank}").touch()
     process_group.finish()
 
 

@@ -98,7 +98,7 @@ def from_config(config: dict[str, Any]) -> gpt.Shape:
     found = DEFAULTS | config | rope | ({"rope_type": rope["type"]} if "type" in rope else {})
     differences = [f"{key} {found[key]!r} (must be {value!r})" for key, value in FIXED.items() if found[key] != value]
     if differences:
-        raise UserError(f"config.json describes a model that this one cannot be equal to: {', '.join(differences)}")
+        raise UserError(f"config.json describes a Llama that cannot be imported: {', '.join(differences)}")
     shape = gpt.Shape(found["vocab_size"], **{ours: found[theirs] for ours, theirs in SIZES.items()})
     if (found.get("head_dim") or shape.width // shape.num_heads) != shape.width // shape.num_heads:
         raise UserError(
@@ -148,6 +148,8 @@ def import_(path: Source, out: Path) -> None:
         try:
             shape = from_config(json.loads(file.read_text()))
             ours = {theirs: name for name, theirs in names(shape).items()}
+        except UserError:
+            raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{file} is not a Llama's config.json: {error!r}") from error
         found = read(*(sorted(path.glob("model*.safetensors")) or [path / "model.safetensors"]))

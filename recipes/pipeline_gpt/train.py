@@ -16,7 +16,7 @@ stages, of all gradients over the pipelines, of the norm over the stages.
 Measured: val/loss 1.773 nats a byte after 200 steps and 88 s of training, 2 processes, AMD EPYC, 2 cores, bfloat16,
 gloo, torch 2.15.0, 2026-11-21 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
 
-Base: recipes/ddp_gpt. Open: 0 1 3 4
+Base: recipes/ddp_gpt. Open: 0 1 3
 """
 
 import copy
@@ -168,10 +168,11 @@ def make_mesh(args: Args, world: World) -> DeviceMesh:
     remainder = division.num_micro_batches % args.pp if "Interleaved" in args.schedule else 0
     if division.num_micro_batches < least or remainder:
         wanted = f"{least} or more" if not remainder else f"a multiple of --pp {args.pp}"
-        raise UserError(f"--micro-batch-size divides {division}: --schedule {args.schedule} needs {wanted}")
+        made = f"--micro-batch-size {args.micro_batch_size} makes {division.num_micro_batches} a step"
+        raise UserError(f"{made}, and --schedule {args.schedule} needs {wanted}")
     if args.pp < stages_here or args.num_layers < args.pp * stages_here:
-        few = f"--pp {args.pp} and --num-layers {args.num_layers} are too few"
-        raise UserError(f"{few}: --schedule {args.schedule} has {stages_here} on each of at least {stages_here} ranks")
+        needs = f"--schedule {args.schedule} needs --pp {stages_here} or more, and --num-layers for every stage"
+        raise UserError(f"{needs} ({stages_here} a rank), not --pp {args.pp} and --num-layers {args.num_layers}")
     return init_device_mesh(world.device.type, (world.size // args.pp, args.pp), mesh_dim_names=("dp", "pp"))
 
 

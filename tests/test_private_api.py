@@ -1,0 +1,293 @@
+"""Each private part of torch, datasets and Accelerate is there and does what it is called for; each loss is explained.
+
+A failure here names the part that a new release has changed.
+"""
+
+import contextlib
+import re
+import sys
+import tomllib
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import launch.private_api
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from common import diagnose, private_api, saver
+from launch import agent, rendezvous, strategy
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import _backward, schedules
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.debug import CommDebugMode
+
+from tests.harness import runner, states
+
+CPU = torch.device("cpu")
+
+
+def test_checked_versions_are_those_that_run() -> None:
+    """The oldest and the newest that pyproject.toml names: whoever changes one of them has to look at this file."""
+    project = tomllib.loads((runner.ROOT / "pyproject.toml").read_text())
+    bounds = [*project["project"]["dependencies"], *project["tool"]["uv"]["constraint-dependencies"]]
+    checked = f"{private_api.__doc__} {launch.private_api.CHECKED}"
+    for package in ("torch", "datasets", "accelerate"):
+        versions = [bound[1] for line in bounds if (bound := re.fullmatch(rf"{package}[>=]=([\d.]+)", line))]
+        assert len(versions) == 2, "a floor, and the one tested"
+        for version in versions:
+            assert re.search(rf"\b{re.escape(version)}\b", checked), f"{package} {version} is not among: {checked}"
+
+
+# --- the flight recorder ---
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_flight_recorder(device: str) -> None:
+    """With what `diagnose.waits_in` reads of an entry. Where torch looks for NCCL's records, it finds gloo's too."""
+    dist.all_reduce(torch.ones(3, 5))
+    entries = private_api.flight_recorder(torch.device(device), only_active=False)["entries"]
+    newest = entries[-1]
+    assert newest["profiling_name"] == "gloo:all_reduce"
+    assert newest["input_sizes"] == [[3, 5]]
+    assert newest["process_group"][1] == "default_pg"
+    assert newest["collective_seq_id"] > 0
+    assert diagnose.waits_in({"entries": [newest | {"retired": True}]}, "") == ""
+    assert "all_reduce" in diagnose.waits_in({"entries": [newest | {"retired": False}]}, "")
+
+
+def test_torch_without_a_flight_recorder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.delattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
+    for _ in range(2):
+        assert private_api.flight_recorder(CPU, only_active=True) == {}
+    warned = capsys.readouterr().out
+    assert warned.count("warning:") == 1
+    assert f"torch {torch.__version__} has no _dump_fr_trace_json" in warned
+
+
+# --- functions on a stack ---
+
+
+class Probe:
+    """Keeps the files and functions that it is called from."""
+
+    def __init__(self) -> None:
+        self.frames: list[traceback.FrameSummary] = []
+
+    def __call__(self, *_: object) -> None:
+        self.frames = list(traceback.StackSummary.extract(traceback.walk_stack(sys._getframe())))
+
+    def __reduce__(self) -> Any:
+        """Being pickled is being called."""
+        self()
+        return str, ()
+
+
+class Module(nn.Module):
+    def forward(self, probe: Probe) -> None:
+        probe()
+
+
+def hooked(probe: Probe) -> tuple[torch.Tensor, torch.Tensor]:
+    """A leaf and a sum whose backward pass calls the probe."""
+    leaf = torch.ones(1, requires_grad=True)
+    doubled = 2 * leaf
+    doubled.register_hook(probe)
+    return leaf, doubled.sum()
+
+
+def differentiate(probe: Probe) -> None:
+    leaf, total = hooked(probe)
+    torch.autograd.grad(total, leaf)
+
+
+WAYS: dict[str, Callable[[Probe], Any]] = {
+    "torch/distributed/distributed_c10d.py": lambda probe: dist.all_gather_object([None], probe),
+    "torch/optim/": lambda probe: torch.optim.SGD([torch.ones(1)], lr=0.1).step(lambda: probe() or 0.0),
+    "torch/_tensor.py": lambda probe: hooked(probe)[1].backward(),
+    "torch/autograd/__init__.py": differentiate,
+    "torch/distributed/pipelining/_backward.py": lambda probe: _backward.stage_backward(hooked(probe)[1], None, []),
+    "torch/nn/modules/module.py": Module(),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(("phase", "file", "function"), private_api.FRAMES)
+def test_frames_of_a_phase(phase: str, file: str, function: str) -> None:
+    probe = Probe()
+    WAYS[file](probe)
+    found = [frame.name for frame in probe.frames if file in frame.filename]
+    assert function in found if function else found, f"{phase}: {function or 'nothing'} of {file} is on the stack"
+
+
+def test_functions_that_wait_for_a_message() -> None:
+    functions = {one.__name__ for one in (schedules._wait_batch_p2p, dist.recv, dist.send)}
+    assert functions == set(private_api.MESSAGES)
+
+
+# --- tensors ---
+
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_update_is_skipped(name: str) -> None:
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = OPTIMIZERS[name]([weight])
+    seen = []
+    for bad in (False, True, False):
+        weight.grad = torch.full((4,), float("nan") if bad else 1.0)
+        private_api.skip_update_if(optimizer, torch.tensor(bad))
+        optimizer.step()
+        assert bool(private_api.update_skipped(optimizer)) is bad
+        seen.append(torch.cat([weight.detach(), *(part.flatten() for part in optimizer.state[weight].values())]))
+    assert torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+    assert seen[2].isfinite().all()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_copy_all(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not there:
+        monkeypatch.delattr(torch, "_foreach_copy_")
+    targets = [torch.zeros(3), torch.zeros((), dtype=torch.long)]
+    private_api.copy_all(targets, [torch.ones(3), torch.tensor(7)])
+    assert [target.tolist() for target in targets] == [[1, 1, 1], 7]
+    private_api.copy_all([], [])
+
+
+def test_backward_pass_of_a_compiled_graph_runs_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._functorch.config as functorch
+
+    def once_and_twice() -> None:
+        """Whole, as the last micro-batches of a zero-bubble schedule, and in two parts, as its first ones."""
+        torch._dynamo.reset()
+        leaf = torch.ones(3, requires_grad=True)
+        compiled = torch.compile(lambda x: x.sin().cos().exp().sum(), backend="aot_eager")
+        whole = torch.autograd.grad(compiled(leaf), leaf)[0]
+        total = compiled(leaf)
+        for _ in range(2):
+            assert torch.equal(torch.autograd.grad(total, leaf, retain_graph=True)[0], whole)
+
+    monkeypatch.setattr(functorch, "donated_buffer", True)
+    with pytest.raises(RuntimeError, match="donated buffers"):
+        once_and_twice()
+    private_api.keep_compiled_activations()
+    once_and_twice()
+
+
+def reduce_over_a_mesh() -> None:
+    dist.init_process_group("gloo")
+    for merged, wanted in ((False, 2), (True, 1)):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        if merged:
+            private_api.merge_axes(mesh)
+        partial = DTensor.from_local(torch.ones(()), mesh, [Partial(), Partial()])
+        with CommDebugMode() as calls:
+            assert partial.full_tensor() == 4
+        assert calls.get_total_counts() == wanted, calls.get_comm_counts()
+    private_api.merge_axes(init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)))
+    dist.destroy_process_group()
+
+
+def test_axes_of_a_mesh_are_reduced_over_at_once() -> None:
+    result = runner.spawn(reduce_over_a_mesh, [()] * 4)
+    assert result.ok, str(result)
+
+
+# --- files ---
+
+
+def write_parts(folder: str) -> None:
+    dist.init_process_group("gloo")
+    name = f"of rank {dist.get_rank()}"
+    writer = dcp.HuggingFaceStorageWriter(folder, save_distributed=True)
+    dcp.save({name: torch.ones(2)}, storage_writer=writer)
+    mine = private_api.files_of_rank(Path(folder), dist.get_rank())
+    assert len(mine) == 1
+    assert name.encode() in mine[0].read_bytes()
+    dist.barrier()
+    assert len(list(Path(folder).glob("*.safetensors"))) == 2
+    dist.destroy_process_group()
+
+
+def test_files_of_a_rank(tmp_path: Path) -> None:
+    result = runner.spawn(write_parts, [(str(tmp_path / "saved"),)] * 2)
+    assert result.ok, str(result)
+    assert private_api.files_of_rank(tmp_path / "saved", 2) == []
+
+
+@pytest.mark.usefixtures("group")
+def test_files_of_other_names_are_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without digests, damage to them would never be noticed."""
+    monkeypatch.setattr(private_api, "files_of_rank", lambda *_: [])
+    with pytest.raises(saver.SaveError, match=r"has given a checkpoint's files other names"):
+        states.save(tmp_path, 4)
+    assert states.steps(tmp_path) == []
+
+
+def test_fingerprint_is_of_the_rows(tmp_path: Path) -> None:
+    import datasets
+
+    (tmp_path / "some.txt").write_text("one\ntwo\n")
+    (tmp_path / "other.txt").write_text("one\n")
+    rows = [
+        datasets.load_dataset("text", data_files=str(tmp_path / name), split="train", cache_dir=str(tmp_path / cache))
+        for name, cache in (("some.txt", "a"), ("some.txt", "b"), ("other.txt", "a"))
+    ]
+    found = [private_api.fingerprint(one) for one in (*rows, rows[0].select([1]))]
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
+# --- the launcher ---
+
+
+@contextlib.contextmanager
+def without(owner: Any, name: str) -> Iterator[None]:
+    """A torch in which a class has no such function, or sets no such attribute."""
+    with pytest.MonkeyPatch.context() as patch:
+        if (owner, name) in launch.private_api.ATTRIBUTES:
+            patch.setattr(owner, "__init__", lambda self, store, run_id: None)
+        elif name == "__init__":
+            patch.setattr(owner, name, lambda self: None)
+        else:
+            patch.delattr(owner, name)
+        yield
+
+
+def test_launcher_has_all_that_it_replaces() -> None:
+    assert launch.private_api.missing() == ""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [*launch.private_api.FUNCTIONS, *launch.private_api.ATTRIBUTES],
+    ids=lambda part: part if isinstance(part, str) else part.__name__,
+)
+def test_launcher_refuses_a_torch_without(owner: Any, name: str, capsys: pytest.CaptureFixture) -> None:
+    with without(owner, name), pytest.raises(SystemExit) as end:
+        agent.main()
+    assert end.value.code == rendezvous.USAGE_ERROR
+    message = capsys.readouterr().err
+    assert message.startswith(f"error: torch {torch.__version__} has no {owner.__name__}.{name}")
+    assert message.count("\n") == 1
+    assert "or start the recipe with torchrun" in message
+
+
+def test_accelerate_without_its_reader_of_config_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = str(runner.ROOT / "recipes/accelerate_gpt/configs/ddp.yaml")
+    assert strategy.environment(config)
+    monkeypatch.delattr("accelerate.commands.launch._validate_launch_command")
+    with pytest.raises(
+        ValueError, match=r"^accelerate [\d.]+ has no _validate_launch_command, which ACCELERATE_CONFIG"
+    ):
+        strategy.environment(config)
