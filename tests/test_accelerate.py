@@ -136,7 +136,7 @@ def sharding(config: Path, size: int, **more: str) -> dict[str, str | None]:
 
 # --- what else would come of it ---------------------------------------------------------------------------
 
-SPLIT = "tp_size x cp_size x sp_size is 2, not 1: use recipes/tensor_gpt, or a shorter --seq-len"
+SPLIT = "tp x cp x sp size is 2, not 1: use recipes/tensor_gpt, or a shorter --seq-len"
 # Of a file: what the environment then holds, and the refusal.
 REFUSED: dict[str, tuple[dict[str, str], str]] = {
     "another precision": (

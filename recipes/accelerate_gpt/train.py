@@ -170,8 +170,7 @@ def make_accelerator(args: Args) -> Accelerator:
     require("device", accelerator.device.type, world.device.type, "to train on the CPU, set CUDA_VISIBLE_DEVICES=")
     became = "FSDP2" if accelerator.is_fsdp2 else accelerator.distributed_type.value
     require("strategy", became, "FSDP2" if sharded else became, "use configs/fsdp2.yaml on GPUs, or recipes/fsdp_gpt")
-    split = sizes.non_data_parallel_size
-    require("tp_size x cp_size x sp_size", split, 1, "use recipes/tensor_gpt, or a shorter --seq-len")
+    require("tp x cp x sp size", sizes.non_data_parallel_size, 1, "use recipes/tensor_gpt, or a shorter --seq-len")
     require("dynamo_backend", accelerator.state.dynamo_plugin.backend.value, "NO", "use --compile")
     require("gradient_accumulation_steps", accelerator.gradient_accumulation_steps, 1, "use --micro-batch-size")
     if accelerator.mixed_precision != "no":  # with which `forward` decides alone
