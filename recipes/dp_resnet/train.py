@@ -47,11 +47,11 @@ from common.workloads import images, resnet
 class Args:
     """Train a residual network on labelled images."""
 
-    out: str = f"runs/{Path(__file__).parent.name}"  # folder in which runs get their folders
-    name: str = ""  # name of the run (default: date and time); the same name again resumes that run
+    out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
+    name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
     resume: str = ""  # start from this run or checkpoint, of any recipe with the same model
     data: str = "digits"  # "digits" (built in), a folder, or a data set of the Hugging Face hub
-    seed: cli.Seed = 0  # decides initial weights, order of samples and augmentation
+    seed: cli.Seed = 0  # seed of initial weights, order of samples and augmentation
     workers: cli.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
     epochs: cli.PositiveInt = 18  # length of the training in epochs, if max_steps is 0
@@ -70,13 +70,13 @@ class Args:
     micro_batch_size: cli.NonNegativeInt = 0  # most samples of a rank's forward pass; 0 for one micro-batch per step
     lr: cli.NonNegativeFloat = 0.2  # peak learning rate at lr_reference_batch samples per step, scaled linearly
     lr_reference_batch: cli.PositiveInt = 256  # samples per step that lr was chosen for
-    weight_decay: cli.NonNegativeFloat = 5e-4  # on weights, but not on norms and biases
+    weight_decay: cli.NonNegativeFloat = 5e-4  # weight decay of weights; none on norms and biases
     warmup_steps: cli.NonNegativeInt = 30  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 0.0  # clip the global gradient norm to this; 0 for never
     dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16 or float64
     compile: bool = False  # torch.compile the model
     model: str = "resnet18"  # a residual network of torchvision
-    momentum: cli.Fraction = 0.9  # of SGD
+    momentum: cli.Fraction = 0.9  # momentum of SGD
     label_smoothing: cli.Fraction = 0.1  # share of the target probability that is spread over all classes
     flip: bool = False  # mirror half of the training images; for photographs, not for digits
 

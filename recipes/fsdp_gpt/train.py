@@ -48,11 +48,11 @@ from common.workloads import gpt, text
 class Args:
     """Train a small GPT on text."""
 
-    out: str = f"runs/{Path(__file__).parent.name}"  # folder in which runs get their folders
-    name: str = ""  # name of the run (default: date and time); the same name again resumes that run
+    out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
+    name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
     resume: str = ""  # start from this run or checkpoint, of any recipe with the same model
     data: str = "stdlib"  # "stdlib" (built in: Python's own text), a folder, or a data set of the Hugging Face hub
-    seed: cli.Seed = 0  # decides initial weights and order of samples
+    seed: cli.Seed = 0  # seed of initial weights and order of samples
     workers: cli.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
     epochs: cli.PositiveInt = 1  # length of the training in epochs, if max_steps is 0
@@ -71,7 +71,7 @@ class Args:
     micro_batch_size: cli.NonNegativeInt = 0  # most sequences of a rank's forward pass; 0 for one micro-batch per step
     lr: cli.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
     lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr was chosen for
-    weight_decay: cli.NonNegativeFloat = 0.1  # on matrices, but not on norms
+    weight_decay: cli.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
     warmup_steps: cli.NonNegativeInt = 20  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
     dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16 or float64

@@ -48,11 +48,11 @@ from common.workloads import actor_critic, environments
 class Args:
     """Train a policy in a gymnasium environment."""
 
-    out: str = f"runs/{Path(__file__).parent.name}"  # folder in which runs get their folders
-    name: str = ""  # name of the run (default: date and time); the same name again resumes that run
+    out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
+    name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
     resume: str = ""  # start from this run or checkpoint
     env: str = "CartPole-v1"  # id of a gymnasium environment with vectors as observations, or of an ALE/ game
-    seed: cli.Seed = 0  # decides initial weights, episodes, actions and order of samples
+    seed: cli.Seed = 0  # seed of initial weights, episodes, actions and order of samples
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
     max_steps: cli.PositiveInt = 120  # length of the training in updates
     stop_after: cli.NonNegativeInt = 0  # save and stop after this update; 0 for never
