@@ -435,7 +435,7 @@ def test_more_processes_than_gpus(out: Path) -> None:
 
 
 def test_dp_resnet_in_two_processes(out: Path) -> None:
-    refused("dp_resnet", out, [], "one process, not 2", "recipes/ddp_resnet", "NPROC_PER_NODE=1", size=2)
+    refused("dp_resnet", out, [], "needs 1 process, not 2", "recipes/ddp_resnet", "NPROC_PER_NODE=1", size=2)
 
 
 @pytest.mark.parametrize(
