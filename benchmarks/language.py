@@ -4,6 +4,7 @@ Writes docs/language.md: how long each takes, and when it is better than a bigra
 """
 
 import os
+import re
 import subprocess
 import tempfile
 import time
@@ -36,8 +37,9 @@ def train(recipe: str, out: Path) -> tuple[float, float, list[tuple[int, float]]
         env=os.environ | {"NPROC_PER_NODE": "2"},
     ).stdout
     took = time.perf_counter() - start
-    training = float(told.split(" s training at ")[0].rpartition(", of which ")[2])
-    return took, training, list(runner.records(out / recipe, "val/loss").items())
+    training = re.search(r"of which ([\d.]+) s training", told)
+    assert training, told
+    return took, float(training[1]), list(runner.records(out / recipe, "val/loss").items())
 
 
 def main() -> None:
@@ -51,7 +53,7 @@ def main() -> None:
             better = next((str(step) for step, loss in losses if loss < wanted), "never")
             rows.append(f"| {recipe} | {took:.0f} | {training:.0f} | {losses[-1][1]:.3f} | {better} |")
             print(rows[-1], flush=True)
-    head = "| recipe | seconds in all | of it training | val/loss at the end | better than the bigram model from step |"
+    head = "| recipe | seconds in all | of which training | val/loss at the end | better than the bigram from step |"
     pages.write(
         runner.ROOT / "docs/language.md",
         measured=pages.measured("uv run python -m benchmarks.language", "two processes", "gloo"),

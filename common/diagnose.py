@@ -40,8 +40,8 @@ def waits_in(record: dict[str, Any], stack: str) -> str:
     """
     for entry in record.get("entries", []):
         if not entry["retired"] and entry["process_group"][1] != SAVING:
-            number, name, group = entry["collective_seq_id"], entry["profiling_name"], entry["process_group"][1]
-            return f"{name} {entry['input_sizes']}, number {number} of group {group}"
+            call = f"{entry['profiling_name']} {entry['input_sizes']}"
+            return f"{call}, number {entry['collective_seq_id']} of group {entry['process_group'][1]}"
     message = re.search(rf", in ({'|'.join(private_api.MESSAGES)})$", stack, re.MULTILINE)
     return "a message between two ranks" if message else ""
 

@@ -34,7 +34,8 @@ class FiniteGuard:
             )
         keymap.optimizer_tensors(model, optimizer)
         self._optimizer = optimizer
-        self._plan, self._most = plan, most
+        self._plan = plan
+        self._most = most
         self._buffers = list(model.buffers())
         self._kept = [buffer.clone() for buffer in self._buffers]
         device = next(model.parameters()).device
@@ -93,7 +94,8 @@ def check_replicas(model: nn.Module, step: int) -> None:
         local = parameter.detach()
         part = ""
         if isinstance(local, DTensor):
-            mesh, coordinate = local.device_mesh, local.device_mesh.get_coordinate() or ()
+            mesh = local.device_mesh
+            coordinate = mesh.get_coordinate() or ()
             split = [i for i, placement in enumerate(local.placements) if not placement.is_replicate()]
             part = f" {[(mesh.size(i), coordinate[i]) for i in split]}"
             local = local.to_local()

@@ -96,7 +96,8 @@ class Run:
         self._sums = {}
         now = time.perf_counter()
         seconds = now - self._since - self._paused_s
-        self._since, self._paused_s = now, 0.0
+        self._since = now
+        self._paused_s = 0.0
         self._trained_s += seconds
         samples = self._plan.position(step) - self._plan.position(self._rated_step)
         self._rated_step = step
@@ -181,7 +182,8 @@ class Run:
         return tagged
 
     def _show(self, step: int, values: Mapping[str, float], tail: str = "") -> None:
-        before, self._shown_step = self._shown_step, step
+        before = self._shown_step
+        self._shown_step = step
         if self._world.rank != 0:
             return
         self._bar.update(step - before)

@@ -50,7 +50,8 @@ class Saver:
             keep: undamaged checkpoints to keep; older ones are deleted after each commit.
             in_background: copy the state and write it while the training continues; at most one save at a time.
         """
-        self._run_dir, self._keep = run_dir, keep
+        self._run_dir = run_dir
+        self._keep = keep
         self._group: Any = dist.new_group(
             backend="gloo", group_desc=SAVING, timeout=timedelta(seconds=process_group.TIMEOUT_S)
         )
@@ -169,7 +170,8 @@ class Saver:
             found = self._together(lambda: checkpoint.committed(self._run_dir) if dist.get_rank() == 0 else [])[0]
             # Newer ones must be damaged, otherwise this run would have resumed from them: they do not count as kept.
             older = [path for path in found if path.name < final.name]
-            kept, share = 1, (dist.get_rank(), dist.get_world_size())
+            kept = 1
+            share = (dist.get_rank(), dist.get_world_size())
             while older and kept < self._keep:
                 verify = functools.partial(manifest.verify, older.pop(0), *share)  # each rank reads some files
                 kept += not any(fault for _, fault in self._together(verify))

@@ -33,7 +33,8 @@ class _BatchNormOverRanks(torch.autograd.Function):
         # Two all-reduces, mean first: computing E[x^2] - E[x]^2 with one would lose half of the digits.
         totals = torch.cat([x.sum(dims), x.new_full((1,), x.numel() / x.shape[1])])
         dist.all_reduce(totals, group=group)
-        mean, count = totals[:-1] / totals[-1], totals[-1]
+        count = totals[-1]
+        mean = totals[:-1] / count
         centred = x - mean.view(shape)
         squares = centred.square().sum(dims)
         dist.all_reduce(squares, group=group)
@@ -41,7 +42,9 @@ class _BatchNormOverRanks(torch.autograd.Function):
         scale = torch.rsqrt(var + eps)
         normalised = centred * scale.view(shape)
         ctx.save_for_backward(normalised, weight * scale, count)
-        ctx.dims, ctx.shape, ctx.group = dims, shape, group
+        ctx.dims = dims
+        ctx.shape = shape
+        ctx.group = group
         ctx.mark_non_differentiable(mean, var, count)
         return normalised * weight.view(shape) + bias.view(shape), mean, var, count
 
@@ -52,7 +55,8 @@ class _BatchNormOverRanks(torch.autograd.Function):
         Its two sums are this rank's gradients of bias and weight; summed over all ranks, they enter the gradient of x.
         """
         normalised, scale, count = ctx.saved_tensors
-        grad_bias, grad_weight = grad.sum(ctx.dims), (grad * normalised).sum(ctx.dims)
+        grad_bias = grad.sum(ctx.dims)
+        grad_weight = (grad * normalised).sum(ctx.dims)
         sums = torch.stack([grad_bias, grad_weight])
         dist.all_reduce(sums, group=ctx.group)
         mean_grad, mean_product = ((row / count).view(ctx.shape) for row in sums)

@@ -72,7 +72,8 @@ class Watch:
 
     def step(self, step: int) -> None:
         """Note that `step` begins."""
-        self._step, self._noted = step, ""
+        self._step = step
+        self._noted = ""
 
     def note(self, phase: str) -> None:
         """Note the phase of training, where a stack does not tell it; "" where it does, as from the next step on."""
@@ -142,7 +143,8 @@ class Watch:
 
     def _watch_store(self) -> None:
         """Exit when the store has stopped answering: a frozen one, or one behind a dead link, raises no error."""
-        beats, silent_s = 0, 0.0
+        beats = 0
+        silent_s = 0.0
         while not self._closing.wait(BEAT_S):
             silent_s = silent_s + BEAT_S if self._beats == beats else 0.0
             beats = self._beats

@@ -1,10 +1,7 @@
-"""Fixtures, and the line budgets that each test run prints."""
+"""Fixtures; and the figures of the lessons, which each test run prints."""
 
-import ast
-import io
 import os
 import tempfile
-import tokenize
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
@@ -15,6 +12,7 @@ import torch
 import torch.distributed as dist
 from common.workloads import images, text
 
+from tests import lessons
 from tests.harness import runner
 
 torch.set_num_threads(1)  # the ranks need the other cores, and threads that wait for each other are slow beside them
@@ -100,22 +98,6 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def docstrings(text: str) -> set[int]:
-    """Numbers of the lines of all docstrings."""
-    nodes = [
-        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-    ]
-    bodies = [node.body[0] for node in nodes if ast.get_docstring(node) is not None]
-    return {line for body in bodies for line in range(body.lineno, (body.end_lineno or 0) + 1)}
-
-
-def code_lines(text: str) -> int:
-    """Lines that hold code: no docstrings, comments or blank lines."""
-    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in silent]
-    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - docstrings(text))
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the data sets' cache of this run apart; before the fork server starts, which hands it on to the ranks."""
     cache = tempfile.TemporaryDirectory(prefix="brigade-hf-")
@@ -129,14 +111,5 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the budgets: 200 lines a module, 300 a recipe, 2,000 of code for common/ without its workloads."""
-    texts = {path: path.read_text() for path in runner.ROOT.glob("common/**/*.py")}
-    common = {path: len(text.splitlines()) for path, text in texts.items()}
-    longest = max(common, key=lambda path: common[path])
-    recipes = ", ".join(f"{name} {len(runner.source(name).splitlines())}" for name in runner.RECIPES)
-    code = sum(code_lines(text) for path, text in texts.items() if path.parent.name == "common")
-    workloads = sum(map(code_lines, texts.values())) - code
-    terminalreporter.write_line(
-        f"lines: common/ {code} of 2000 of code, its workloads {workloads}; "
-        f"{longest.name} {common[longest]} of 200; {recipes} of 300"
-    )
+    """Print the lessons in figures."""
+    terminalreporter.write_line(lessons.report())

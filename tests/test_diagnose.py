@@ -130,7 +130,7 @@ def test_no_function_of_a_recipe_is_known_by_name() -> None:
     assert {file.partition("/")[0] for _, file, _ in diagnose.PHASES} == {"common", "torch"}
 
 
-def test_phases_of_a_traceback_are_told_too() -> None:
+def test_phases_of_a_traceback_are_reported_too() -> None:
     def fail() -> None:
         raise ValueError("oh")
 
@@ -249,7 +249,7 @@ def test_rank_that_makes_progress_accuses_nobody(stalled_s: float) -> None:
 
 
 def test_ranks_in_different_collectives_are_all_shown() -> None:
-    told = diagnose.accuse_stalled([beat(0, SUM), beat(1, MAX)], 20)
-    assert told.startswith("no progress for 20 s: all ranks are waiting for each other:\nrank 0 (")
+    found = diagnose.accuse_stalled([beat(0, SUM), beat(1, MAX)], 20)
+    assert found.startswith("no progress for 20 s: all ranks are waiting for each other:\nrank 0 (")
     for rank, waits_in in ((0, SUM), (1, MAX)):
-        assert f"rank {rank} (host h, pid {100 + rank}, step 7): collective, waiting in {waits_in}\n" in told
+        assert f"rank {rank} (host h, pid {100 + rank}, step 7): collective, waiting in {waits_in}\n" in found

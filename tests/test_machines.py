@@ -17,9 +17,10 @@ import pytest
 from common import flops
 
 from tests.conftest import write_text
-from tests.harness import runner, short_resnet  # noqa: F401 (--model resnet6)
-from tests.harness.fault_case import checkpoints, same_tensors
+from tests.harness import inject, runner, short_resnet  # noqa: F401 (--model resnet6)
+from tests.harness.fault_case import checkpoints
 from tests.harness.machines import Machine, joined
+from tests.harness.states import same_tensors
 
 pytestmark = [pytest.mark.machines, pytest.mark.timeout(150)]
 
@@ -31,22 +32,11 @@ HANG_S = 5.0
 OUTAGE_S = 1.0  # after that it takes TCP as long again to notice that the link is back
 NOTICE_S = 15.0  # 5 to 8 are usual; what else the machine does may add to that
 FLAGS = (
-    *(
-        "--epochs",
-        "1",
-        "--max-steps",
-        "0",
-        "--global-batch-size",
-        str(BATCH),
-        "--warmup-steps",
-        "2",
-        "--dtype",
-        "float64",
-    ),
-    *("--log-every", "1"),
-    *("--eval-every", "1000", "--save-every", str(SAVE_EVERY), "--keep", "9"),
+    *("--epochs", "1", "--max-steps", "0", "--global-batch-size", str(BATCH), "--warmup-steps", "2"),
+    *("--dtype", "float64", "--log-every", "1", "--eval-every", "1000"),
+    *("--save-every", str(SAVE_EVERY), "--keep", "9"),
 )
-# The same sums on any number of ranks: one pass a step, and norms over all of it.
+# The same sums on any number of ranks: one micro-batch a step, and norms over all of it.
 EXACT = ("--micro-batch-size", "0", "--sync-bn")
 ANY_NUMBER = ("--micro-batch-size", "40")
 CURVES = ("train/loss", "train/grad_norm", "val/loss")
@@ -64,11 +54,13 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
 # --- a job on them ----------------------------------------------------------------------------------------
 
 
-def train(recipe: str, folder: str, argv: Sequence[str]) -> None:
+def train(recipe: str, folder: str, argv: Sequence[str], mutant: str = "") -> None:
     """Run a recipe as one rank: note what it is asked to read, and wait after a step for as long as a test holds it."""
     from common import sampler, stop
 
-    flops.peak_flops = flops.count_flops = lambda *_: 1e12  # measuring them takes longer than the training
+    flops.count_sample = lambda *_: flops.Sample()  # measuring takes longer than the training
+    if mutant:
+        inject.MUTANTS[mutant]()
     requests, after = sampler.training_requests, stop.Stop.after
     group = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"  # each start of the ranks has another
 
@@ -95,7 +87,7 @@ def train(recipe: str, folder: str, argv: Sequence[str]) -> None:
 
 
 def notes_in(folder: Path, event: str) -> list[dict[str, Any]]:
-    """What the ranks have noted so far; a line that is being written is left out."""
+    """What the ranks have noted so far; without a line that is being written."""
     file = folder / "notes.jsonl"
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     notes = [json.loads(line) for line in lines if line.endswith("\n")]
@@ -170,7 +162,7 @@ class Job:
 
 
 def reads(notes: Sequence[dict[str, Any]]) -> dict[int, list[list[int]]]:
-    """What each step of the history that survived has read: of each step, all passes of its last attempt."""
+    """What each step of the surviving history has read: of each step, all micro-batches of its last attempt."""
     last = {note["step"]: note["group"] for note in notes}
     found: dict[int, list[list[int]]] = {step: [] for step in sorted(last)}
     for note in notes:
@@ -186,7 +178,7 @@ def check_each_once(notes: Sequence[dict[str, Any]], readers: int = 1) -> None:
 
 
 def check_curve(run: Path, wanted: Path, rel: float = 0.0) -> None:
-    """Each step's figures are there once, and they are those of another run."""
+    """Each step's metrics are there once, and they are those of another run."""
     for tag in CURVES:
         found, expected = runner.records(run, tag), runner.records(wanted, tag)
         assert found == pytest.approx(expected, rel=rel, abs=0), tag
@@ -194,12 +186,12 @@ def check_curve(run: Path, wanted: Path, rel: float = 0.0) -> None:
     assert [line["step"] for line in lines if "train/loss" in line] == [*range(1, STEPS + 1)]
 
 
-def undisturbed(folder: Path, size: int, *flags: str, recipe: str = RECIPE) -> Path:
+def reference(folder: Path, size: int, *flags: str, recipe: str = RECIPE) -> Path:
     """The same training on one machine."""
     argv = (*FLAGS, *runner.small(recipe), *flags)
-    result = runner.run_recipe(recipe, size, *argv, "--out", str(folder), "--name", f"whole{size}")
+    result = runner.run_recipe(recipe, size, *argv, "--out", str(folder), "--name", f"reference{size}")
     assert result.ok, str(result)
-    return folder / f"whole{size}"
+    return folder / f"reference{size}"
 
 
 # --- together ---------------------------------------------------------------------------------------------
@@ -213,10 +205,10 @@ def test_the_curve_is_that_of_one_process(recipe: str, machines: list[Machine], 
     layout = runner.layout(recipe, 2)
     job = Job(tmp_path, machines[:2], *exact, *layout.strategy, recipe=recipe)
     processes = [job.start(machine) for machine in job.machines]
-    wanted = undisturbed(tmp_path, 1, *exact, *runner.layout(recipe, 1).strategy, recipe=recipe)
+    wanted = reference(tmp_path, 1, *exact, *runner.layout(recipe, 1).strategy, recipe=recipe)
     assert job.wait_ended(*processes) == [0, 0], str(job)
     assert "2 processes on 2 hosts (first: machine0)" in job.output(machines[0])
-    assert not job.output(machines[1]), "rank 0 speaks for all"
+    assert not job.output(machines[1]), "only rank 0 prints"
     check_curve(job.run, wanted, rel=1e-9)
     check_each_once(job.notes("read"), readers=layout.size // layout.dp_size)
 
@@ -225,11 +217,11 @@ def test_the_curve_is_that_of_one_process(recipe: str, machines: list[Machine], 
 
 
 def test_link_down(machines: list[Machine], tmp_path: Path) -> None:
-    """For a moment: the run goes on. For good: both sides say so and end; the same commands go on later."""
+    """For a moment: the run continues. For good: both sides report it and exit; the same commands continue the run."""
     job = Job(tmp_path, machines[:2], *EXACT, "--hang-timeout", str(HANG_S))
     job.hold(4, 7)
     processes = [job.start(machine) for machine in job.machines]
-    wanted = undisturbed(tmp_path, 2, *EXACT)
+    wanted = reference(tmp_path, 2, *EXACT)
     job.wait_done(4, 2)
     machines[1].link("down")
     job.release(4)
@@ -261,12 +253,12 @@ def test_link_down(machines: list[Machine], tmp_path: Path) -> None:
 
 
 def test_link_down_and_restarts(machines: list[Machine], tmp_path: Path) -> None:
-    """The side that has the rendezvous goes on alone, with more passes and the same steps; the other ends."""
+    """The side that has the rendezvous continues alone, with more micro-batches a step; the other one exits."""
     flags = (*ANY_NUMBER, "--hang-timeout", str(HANG_S))
     job = Job(tmp_path, machines[:2], *flags, NNODES="1:2", MAX_RESTARTS="1")
     job.hold(4)
     stays, goes = (job.start(machine) for machine in job.machines)
-    wanted = undisturbed(tmp_path, 1, *flags)
+    wanted = reference(tmp_path, 1, *flags)
     job.wait_done(4, 2)
     machines[1].link("down")
     job.release(4)
@@ -275,8 +267,8 @@ def test_link_down_and_restarts(machines: list[Machine], tmp_path: Path) -> None
     assert job.wait_ended(stays) == [0], str(job)
     assert "dead or frozen; last heartbeat of rank 1 (host machine1, " in job.output(machines[0])
     check_each_once(job.notes("read"))
-    passes = {step: len(indices) for step, indices in reads(job.notes("read")).items()}
-    assert [passes[step] for step in (1, STEPS - 1)] == [2 * 2, 3], "2 on each of two ranks, and 3 on one"
+    numbers = {step: len(indices) for step, indices in reads(job.notes("read")).items()}
+    assert [numbers[step] for step in (1, STEPS - 1)] == [2 * 2, 3], "2 on each of two ranks, and 3 on one"
     assert runner.records(job.run, "train/lr") == runner.records(wanted, "train/lr")
 
 
@@ -284,11 +276,11 @@ def test_link_down_and_restarts(machines: list[Machine], tmp_path: Path) -> None
 
 
 def test_two_one_two(machines: list[Machine], tmp_path: Path) -> None:
-    """A machine dies, the other goes on alone, it comes back: as if nothing had happened."""
+    """A machine dies, the other one continues alone, it comes back: as if nothing had happened."""
     job = Job(tmp_path, machines[:2], *EXACT, NNODES="1:2", MAX_RESTARTS="1")
     job.hold(4, 7)
     first, _ = (job.start(machine) for machine in job.machines)
-    wanted = undisturbed(tmp_path, 1, *EXACT)
+    wanted = reference(tmp_path, 1, *EXACT)
     job.wait_done(4, 2)
     machines[1].die()
     job.release(4)
@@ -306,12 +298,12 @@ def test_two_one_two(machines: list[Machine], tmp_path: Path) -> None:
 
 
 def test_machines_die(machines: list[Machine], tmp_path: Path) -> None:
-    """Of three, one: two do not divide the batch, and go on. Then the one where they meet: that is the end."""
+    """Of three, one: two do not divide the batch, and continue. Then the one where they meet: that is the end."""
     flags = ("--global-batch-size", "123", "--micro-batch-size", "41")
     job = Job(tmp_path, machines, *flags, NNODES="2:3", MAX_RESTARTS="3")
     job.hold(4, 7)
     processes = [job.start(machine) for machine in machines]
-    wanted = undisturbed(tmp_path, 1, *flags)
+    wanted = reference(tmp_path, 1, *flags)
     job.wait_done(4, 3)
     machines[2].die()
     job.release(4)
@@ -319,7 +311,7 @@ def test_machines_die(machines: list[Machine], tmp_path: Path) -> None:
     assert "dead or frozen; last heartbeat of rank 2 (host machine2, " in job.output(machines[0])
     assert "2 processes on 2 hosts" in job.output(machines[0])
     steps = reads(job.notes("read"))
-    assert [len(steps[step]) for step in range(1, 8)] == [3, 3, *[4] * 5], "one pass on each of 3, two on each of 2"
+    assert [len(steps[step]) for step in range(1, 8)] == [3, 3, *[4] * 5], "one on each of 3, two on each of 2"
     for step in range(1, 8):
         assert len({index for indices in steps[step] for index in indices}) == 123
     lr = runner.records(job.run, "train/lr")
@@ -332,20 +324,18 @@ def test_machines_die(machines: list[Machine], tmp_path: Path) -> None:
     assert "Traceback" not in job.output(machines[1])
 
 
-MUTANTS = {
-    "": {},
-    "a shard ignores its rank": {'    return mesh.get_local_rank("dp"), mesh.size()\n': "    return 0, mesh.size()\n"},
-    "the position is that of the step before": {"plan.position(step), last)": "plan.position(step - 1), last)"},
-}
+SAME_RANK = {'    return mesh.get_local_rank("dp"), mesh.size()\n': "    return 0, mesh.size()\n"}
+SHIFTED = "the position is that of the step before"  # of inject.MUTANTS
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_what_each_once_would_notice(mutant: str, tmp_path: Path) -> None:
-    """The same bookkeeping on one machine: 2 ranks to step 5, then 1, of a recipe with a defect."""
-    path = runner.mutate(RECIPE, tmp_path, MUTANTS[mutant])
+@pytest.mark.parametrize("mutant", ["", "every rank has dp rank 0", SHIFTED])
+def test_mutants_that_each_once_must_notice(mutant: str, tmp_path: Path) -> None:
+    """The same bookkeeping on one machine: 2 ranks to step 5, then 1, with a defect."""
+    path = runner.mutate(RECIPE, tmp_path, SAME_RANK if mutant == "every rank has dp rank 0" else {})
+    patch = mutant if mutant == SHIFTED else ""
     argv = [*FLAGS, *runner.small(RECIPE), *EXACT, "--out", str(tmp_path / "out"), "--name", "run"]
     for size, more in ((2, ["--stop-after", "5"]), (1, [])):
-        result = runner.spawn(train, [(str(path), str(tmp_path), argv + more)] * size)
+        result = runner.spawn(train, [(str(path), str(tmp_path), argv + more, patch)] * size)
         assert result.ok, str(result)
     notes = notes_in(tmp_path, "read")
     with pytest.raises(AssertionError) if mutant else contextlib.nullcontext():

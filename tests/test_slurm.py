@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.conftest import write_parquet, write_text
 from tests.harness import runner
+from tests.harness.states import same_tensors
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
@@ -69,7 +68,7 @@ def slow(recipe: str, folder: Path) -> Path:
     """A copy of a recipe with a small model, whose steps leave time to meddle: STEP_S seconds."""
     changes = {
         "import contextlib\n": "import contextlib, os, time\nfrom tests.harness import short_resnet\n",
-        "        watching.step(step)\n": "        watching.step(step)\n"
+        "    for step in run.steps(dp_rank):\n": "    for step in run.steps(dp_rank):\n"
         "        time.sleep(float(os.environ.get('STEP_S', '0.2')))\n",
     }
     return runner.mutate(recipe, folder, changes).parent
@@ -122,35 +121,29 @@ class Job:
         return state == "COMPLETED"
 
     def disturb(self, meddle: Callable[[], object]) -> None:
-        """Do something to the running job, and let it go on to its end."""
+        """Do something to the running job, and let it continue to its end."""
         self.wait(lambda: self.steps() >= 5)
         meddle()
         self.wait(lambda: self.starts() == 2)
         self.wait(self.completed)
 
     def check_nothing_lost(self) -> None:
-        left = int(re.search(r"stopped at step (\d+), saved: requeued", self.log())[1])
-        assert f"resuming from step {left} of" in self.log()
+        step = int(re.search(r"stopped at step (\d+), saved: requeued", self.log())[1])
+        assert f"resuming from step {step} of" in self.log()
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        files = sorted((self.run / "checkpoints" / f"step_{STEPS:08d}").glob("*.safetensors"))
-        return {name: tensor for file in files for name, tensor in load_file(file).items()}
-
-
-def check_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    """Bit for bit."""
-    assert found.keys() == wanted.keys()
-    assert wanted
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
+    def check_same(self, reference: Path) -> None:
+        """The last checkpoint is that of another run, bit for bit."""
+        last = f"checkpoints/step_{STEPS:08d}"
+        assert same_tensors(self.run / last, reference / last), self.log()
 
 
 @pytest.fixture(scope="module")
-def undisturbed(cluster: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    job = Job(tmp_path_factory.mktemp("undisturbed"), images, STEP_S="0")
+def reference(cluster: Path, images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the same run, that nothing disturbs."""
+    job = Job(tmp_path_factory.mktemp("reference"), images, STEP_S="0")
     job.wait(job.completed)
     assert job.starts() == 1
-    return job.tensors()
+    return job.run
 
 
 @pytest.mark.parametrize("recipe", runner.ends())
@@ -196,7 +189,7 @@ def test_no_flags(recipe: str, cluster: Path, tmp_path: Path) -> None:
 
 
 def test_file_of_accelerate(cluster: Path, tmp_path: Path) -> None:
-    """It reaches the ranks on every node, and the command that goes on."""
+    """It reaches the ranks on every node, and the command that continues the run."""
     data = ("--data", write_text(tmp_path / "text", 101, 12), *runner.small("accelerate_gpt"))
     flags = (*FLAGS, "--max-steps", "2", *data, "--out", tmp_path, "--name", "run")
     words = ("bash", SLURM, "-N2", "--wait", "recipes/accelerate_gpt", *flags)
@@ -206,7 +199,7 @@ def test_file_of_accelerate(cluster: Path, tmp_path: Path) -> None:
     assert "\nresume   ACCELERATE_CONFIG=configs/cpu.yaml bash " in log.read_text()
 
 
-def test_time_limit(cluster: Path, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+def test_time_limit(cluster: Path, images: Path, tmp_path: Path, reference: Path) -> None:
     """The signal comes before the limit; saved, queued again, and no step is done twice."""
     job = Job(tmp_path, images, "--time=10", "--signal=B:USR1@100", STEP_S="2")
     job.wait(lambda: job.steps() >= 2)
@@ -216,47 +209,45 @@ def test_time_limit(cluster: Path, images: Path, tmp_path: Path, undisturbed: di
     job.wait(job.completed)
     assert job.starts() == 2
     job.check_nothing_lost()
-    check_same(job.tensors(), undisturbed)
+    job.check_same(reference)
 
 
 @pytest.mark.parametrize("batch", [False, True], ids=["to the steps", "to the batch script"])
-def test_signal(batch: bool, cluster: Path, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+def test_signal(batch: bool, cluster: Path, images: Path, tmp_path: Path, reference: Path) -> None:
     job = Job(tmp_path, images)
     job.disturb(lambda: run("scancel", "--signal=USR1", *["--batch"] * batch, job.id))
     job.check_nothing_lost()
-    check_same(job.tensors(), undisturbed)
+    job.check_same(reference)
 
 
-def test_preemption(cluster: Path, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+def test_preemption(cluster: Path, images: Path, tmp_path: Path, reference: Path) -> None:
     """The partition's grace time begins with SIGTERM."""
     job = Job(tmp_path, images)
     job.disturb(lambda: run("sbatch", "-N2", "--exclusive", "-p", "urgent", "--wrap", "sleep 1", cwd=tmp_path))
     job.check_nothing_lost()
-    check_same(job.tensors(), undisturbed)
+    job.check_same(reference)
 
 
-def test_queued_again_by_the_operator(
-    cluster: Path, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
-) -> None:
+def test_queued_again_by_the_operator(cluster: Path, images: Path, tmp_path: Path, reference: Path) -> None:
     """Slurm ends the job at once."""
     job = Job(tmp_path, images)
     job.disturb(lambda: run("scontrol", "requeue", job.id))
-    check_same(job.tensors(), undisturbed)
+    job.check_same(reference)
 
 
-def test_node_lost(cluster: Path, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+def test_node_lost(cluster: Path, images: Path, tmp_path: Path, reference: Path) -> None:
     """Slurm queues the job again when a node's daemon no longer answers; here it comes back."""
     job = Job(tmp_path, images, STEP_S="2")
 
     def kill_daemon() -> None:
         os.kill(int((cluster / "slurmd-n2.pid").read_text()), signal.SIGKILL)
         job.wait(lambda: job.state() not in ("RUNNING", "COMPLETING"))
-        # On a cluster, where a job begins again two minutes later, nothing of the first start is left by then.
+        # On a cluster, where a job begins again two minutes later, nothing of the first start is running by then.
         job.wait(lambda: call("pgrep", "-f", rf"slurmstepd: \[{job.id}\.").returncode == 1)
         run("slurmd", "-N", "n2")
 
     job.disturb(kill_daemon)
-    check_same(job.tensors(), undisturbed)
+    job.check_same(reference)
 
 
 def ranks_of(job: Job) -> list[int]:
@@ -282,16 +273,14 @@ def test_rank_killed(cluster: Path, images: Path, tmp_path: Path) -> None:
     assert job.starts() == 1
 
 
-def test_rank_killed_and_started_again(
-    cluster: Path, images: Path, tmp_path: Path, undisturbed: dict[str, torch.Tensor]
-) -> None:
+def test_rank_killed_and_started_again(cluster: Path, images: Path, tmp_path: Path, reference: Path) -> None:
     job = Job(tmp_path, images, MAX_RESTARTS="1")
     job.wait(lambda: job.steps() >= SAVE_EVERY + 2)
     os.kill(ranks_of(job)[-1], signal.SIGKILL)
     job.wait(job.completed)
     assert job.starts() == 1
     assert f"resuming from step {SAVE_EVERY} of" in job.log()
-    check_same(job.tensors(), undisturbed)
+    job.check_same(reference)
 
 
 def test_cancelled_is_not_queued_again(cluster: Path, images: Path, tmp_path: Path) -> None:
@@ -305,17 +294,17 @@ def test_cancelled_is_not_queued_again(cluster: Path, images: Path, tmp_path: Pa
 
 
 def test_crash_loop_stops(cluster: Path, images: Path, tmp_path: Path) -> None:
-    """Asked to leave again and again, without a step of progress in between."""
+    """Asked to stop again and again, without a step of progress in between."""
     job = Job(tmp_path, images, flags=("--deadline", "0.0001"), MAX_REQUEUES="2")
     job.wait(lambda: job.starts() == 2)
-    left = re.search(r"stopped at step (\d+), saved", job.log())[1]
-    (tmp_path / f".slurm-{job.id}.starts").write_text(f"{left}\n{int(left) + 1}\n")  # the next gets to left + 1, too
+    step = re.search(r"stopped at step (\d+), saved", job.log())[1]
+    (tmp_path / f".slurm-{job.id}.starts").write_text(f"{step}\n{int(step) + 1}\n")  # the next gets to step + 1, too
     job.wait(lambda: job.state() == "FAILED")
-    assert f"2 starts in a row have stopped at step {int(left) + 1}, so the job is not requeued" in job.log()
+    assert f"2 starts in a row have stopped at step {int(step) + 1}, so the job is not requeued" in job.log()
     assert job.starts() == 2
 
 
-def test_done_although_asked_to_leave(cluster: Path, images: Path, tmp_path: Path) -> None:
+def test_done_although_asked_to_stop(cluster: Path, images: Path, tmp_path: Path) -> None:
     """In its last step: there is nothing to be queued again for."""
     job = Job(tmp_path, images, flags=("--deadline", "0.0001", "--max-steps", "1"))
     job.wait(job.completed)
@@ -332,8 +321,8 @@ def test_task_of_an_array(cluster: Path, images: Path, tmp_path: Path) -> None:
 
     def tasks() -> dict[str, tuple[str, str]]:
         """Number in the array, and state, by number of the job."""
-        told = call("scontrol", "show", "job", array, "--oneliner").stdout
-        found = re.findall(r"^JobId=(\d+) ArrayJobId=\d+ ArrayTaskId=(\d+) .* JobState=(\w+)", told, re.MULTILINE)
+        shown = call("scontrol", "show", "job", array, "--oneliner").stdout
+        found = re.findall(r"^JobId=(\d+) ArrayJobId=\d+ ArrayTaskId=(\d+) .* JobState=(\w+)", shown, re.MULTILINE)
         return {job: (task, state) for job, task, state in found}
 
     def log(job: str) -> str:
@@ -348,7 +337,7 @@ def test_task_of_an_array(cluster: Path, images: Path, tmp_path: Path) -> None:
     wait(lambda: len(tasks()) == 2 and all("loss" in log(job) for job in tasks()))
     (other,) = tasks().keys() - {array}
     run("scancel", "--signal=USR1", f"{array}_{tasks()[array][0]}")
-    wait(lambda: "queued again" in log(array) and tasks()[array][1] == "PENDING")
+    wait(lambda: "requeued" in log(array) and tasks()[array][1] == "PENDING")
     wait(lambda: tasks()[other][1] == "COMPLETED")
     assert log(other).count(", start ") == 1
     assert "stopped at step" not in log(other)

@@ -87,7 +87,8 @@ def convolutions(shape: tuple[int, ...], width: int, batch_norm: bool) -> nn.Seq
     for size, kernel, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
         layer = nn.Conv2d(channels, size, kernel, stride, bias=not batch_norm)
         layers += normalised(layer, size, nn.BatchNorm2d if batch_norm else None, nn.ReLU())
-        channels, side = size, (side - kernel) // stride + 1
+        channels = size
+        side = (side - kernel) // stride + 1
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side**2, width), nn.ReLU())
 
 

@@ -98,8 +98,10 @@ class Environments:
 
         # Reset by hand: an automatic reset would take the place of a step, which would belong to no episode.
         self._vector = SyncVectorEnv([iter(made).__next__] * len(made), autoreset_mode=AutoresetMode.DISABLED)
-        self._space, num = made[0].action_space, len(index)
-        self.index, self._keys = index, keys
+        self._space = made[0].action_space
+        num = len(index)
+        self.index = index
+        self._keys = keys
         self.continuous = bool(self._space.shape)
         self.num_outputs = int(self._space.shape[0] if self.continuous else self._space.n)
         self._episodes = np.zeros(num, int)

@@ -16,7 +16,7 @@ stages, of all gradients over the pipelines, of the norm over the stages.
 Measured: val/loss 1.773 nats a byte after 200 steps and 88 s of training, 2 processes, AMD EPYC, 2 cores, bfloat16,
 gloo, torch 2.15.0, 2026-11-21 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
 
-Base: recipes/ddp_gpt. Open: 0 1 3 4
+Base: recipes/ddp_gpt. Open: 0 1 3
 """
 
 import copy

@@ -264,9 +264,13 @@ def main() -> None:
     model = make_model(args, envs)
     # Refuses a checkpoint of another model or environment before any of them is played.
     found = checkpoint.find(run_dir.choose(args.out, args.name), args.resume, model, seed=args.seed, env=args.env)
-    division = sampler.Division(samples, args.global_batch_size, dp_size)
     plan = sampler.make_plan(
-        division, 0, run_seed=args.seed, epochs=0, max_steps=args.max_steps, progress=found.progress
+        sampler.Division(samples, args.global_batch_size, dp_size),
+        0,
+        run_seed=args.seed,
+        epochs=0,
+        max_steps=args.max_steps,
+        progress=found.progress,
     )
     model = parallelize(args, model, mesh, world.device)
     if args.compile:

@@ -148,7 +148,8 @@ def slice_matrices(model: Any, tp: DeviceMesh) -> None:
     Shoeybi et al. 2019 (https://arxiv.org/abs/1909.08053); what lies between the pairs works on a part of each
     sequence, as in Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198).
     """
-    colwise, rowwise = parallel.ColwiseParallel(), parallel.RowwiseParallel(output_layouts=Shard(1))
+    colwise = parallel.ColwiseParallel()
+    rowwise = parallel.RowwiseParallel(output_layouts=Shard(1))
     gather = parallel.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())  # (B, T, C)
     plan = {
         "embed": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),

@@ -1,9 +1,10 @@
-"""The matrix: which cells there are, which of them a plain `pytest` runs, and the record that the table is made of.
+"""The matrix: which fault cases there are, which of them a plain `pytest` runs, and the record for the table.
 
-A test of the matrix takes `cell` and is marked `fault("what happens")`. It runs for every recipe with `pytest -m
+A test of the matrix takes `case` and is marked `fault("what happens")`. It runs for every recipe with `pytest -m
 faults`; a plain `pytest` runs it for the recipe with the most world sizes, and for all if it is `core=True`.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import runner
-from tests.harness.fault_case import Cell
+from tests.harness.fault_case import FaultCase, Row
 
 FOLDER = Path(__file__).parent
 # Of several, one with buffers: faults can spoil those as well.
@@ -21,41 +22,42 @@ WIDEST = max(runner.RECIPES, key=lambda recipe: (len(runner.world_sizes(recipe))
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(name, core=False, least=1): a row of the matrix; `least` ranks it needs")
+    config.addinivalue_line("markers", "waits(fault, flag='', meanwhile=None): begun beside others, as it mostly waits")
     config.addinivalue_line("markers", "rest: a row that only the whole matrix has")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "cell" in metafunc.fixturenames:
-        metafunc.parametrize("cell", runner.RECIPES, indirect=True)
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", runner.RECIPES, indirect=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     everything = "faults" in config.option.markexpr
-    left_out = []
+    deselected = []
     for item in [item for item in items if item.path.is_relative_to(FOLDER)]:
         item.add_marker("faults")
         fault = item.get_closest_marker("fault")
         if fault and not everything:
-            world = fault.kwargs.get("core") or item.callspec.params["cell"] == WIDEST
+            world = fault.kwargs.get("core") or item.callspec.params["case"] == WIDEST
             if not world or item.get_closest_marker("rest"):
-                left_out.append(item)
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+                deselected.append(item)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def reference_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a recipe's training without a fault, made when it is first asked for; to be read only."""
     made: dict[str, Path] = {}
 
     def make(recipe: str) -> Path:
         if recipe not in made:
-            cell = Cell(recipe, tmp_path_factory.mktemp(recipe), num_ranks(recipe), lambda: made[recipe])
-            result = cell.start()
+            case = FaultCase(recipe, tmp_path_factory.mktemp(recipe), num_ranks(recipe), lambda: made[recipe])
+            result = case.start()
             assert result.ok, str(result)
-            made[recipe] = cell.run
+            made[recipe] = case.run_dir
         return made[recipe]
 
     return make
@@ -66,9 +68,9 @@ def num_ranks(recipe: str) -> int:
 
 
 @pytest.fixture
-def cell(request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Callable[[str], Path]) -> Cell:
+def case(request: pytest.FixtureRequest, tmp_path: Path, reference_run: Callable[[str], Path]) -> FaultCase:
     recipe = request.param
-    made = Cell(recipe, tmp_path, num_ranks(recipe), lambda: undisturbed(recipe))
+    made = FaultCase(recipe, tmp_path, num_ranks(recipe), lambda: reference_run(recipe))
     least = request.node.get_closest_marker("fault").kwargs.get("least", 1)
     if made.size < least:
         pytest.skip(f"not applicable: it needs {least} ranks, and this recipe is one process")
@@ -77,7 +79,7 @@ def cell(request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Callable[[
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Add the row of a cell to the file that FAULTS_RECORD names."""
+    """Add the row of a fault case to the file that FAULTS_RECORD names."""
     report = yield
     fault = item.get_closest_marker("fault")
     if fault and "FAULTS_RECORD" in os.environ and (call.when == "call" or (call.when == "setup" and call.excinfo)):
@@ -86,19 +88,19 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def _record(item: pytest.Item, fault: str, report: pytest.TestReport) -> None:
-    recipe = item.callspec.params["cell"]
-    cell = item.funcargs.get("cell") or Cell(recipe, Path(), num_ranks(recipe), Path, runs=0)
-    row = {"fault": fault, "recipe": recipe, "ranks": cell.size, "runs": cell.runs, "passes": 0}
-    row |= {"steps_lost": cell.steps_lost, "notice_s": cell.notice_s, "recover_s": cell.recover_s}
+    recipe = item.callspec.params["case"]
+    case = item.funcargs.get("case")
+    found = dataclasses.replace(case.row if case else Row(runs=0))
     if report.passed:
-        row["passes"] = cell.runs if cell.passes is None else cell.passes
-        message = cell.message
+        found.passes = found.runs if found.passes is None else found.passes
     elif report.skipped and not hasattr(report, "wasxfail"):
-        row["runs"] = 0
-        message = str(report.longrepr[2]).removeprefix("Skipped: ")
+        found.runs = found.passes = 0
+        found.message = str(report.longrepr[2]).removeprefix("Skipped: ")
     else:
         crash = getattr(report.longrepr, "reprcrash", None)
-        message = f"fails: {getattr(report, 'wasxfail', '') or (crash.message if crash else report.longrepr)}"
-    row["message"] = message.replace(str(item.funcargs.get("tmp_path", "RUN")), "RUN")
+        found.passes = 0
+        found.message = f"fails: {getattr(report, 'wasxfail', '') or (crash.message if crash else report.longrepr)}"
+    found.message = found.message.replace(str(item.funcargs.get("tmp_path", "RUN")), "RUN")
+    row = {"fault": fault, "recipe": recipe, "ranks": case.size if case else num_ranks(recipe)}
     with Path(os.environ["FAULTS_RECORD"]).open("a") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write(json.dumps(row | dataclasses.asdict(found)) + "\n")

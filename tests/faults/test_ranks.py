@@ -1,18 +1,20 @@
-"""A rank that dies, raises, hangs or leaves is named on every rank, in time, and the run goes on from where it was."""
+"""A rank that dies, raises, hangs or exits early is named on every rank, in time, and the run continues."""
 
-import dataclasses
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from common import manifest, ranks
-from common.watch import GONE_S
+from common import manifest
+from common.watch import DEAD_S
 
-from tests.harness import runner
-from tests.harness.fault_case import Cell, checkpoints, events_in, wait_for
+from tests.faults.conftest import num_ranks
+from tests.harness import inject, runner
+from tests.harness.fault_case import TIMEOUT_S, FaultCase, checkpoints, events_in, find_line, wait_for
 
 BUSY_S = 1.0  # what a machine that does other things as well may add
 HANG_S, PROMPT_S = 3 + 2 + BUSY_S, 2 + BUSY_S  # --hang-timeout, and what finding out may take
@@ -25,171 +27,221 @@ PHASES = {
 }
 
 
-Hang = Callable[[str, Cell], runner.Result]
-HANGS = {  # ranks that it needs, and the fault
-    "SIGSTOP": (2, ("update", "signal later", -1, 4, "SIGSTOP")),
-    "data": (1, ("reading", "sleep", -1, 4)),
-    "collectives": (2, ("end of a step", "barrier", -1, 3)),
-}
-
-
 def who(rank: int, step: int) -> str:
     return rf"rank {rank} \(host \S+, pid \d+, step {step}\)"
 
 
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every rank leave by itself, which is what is tested."""
-    monkeypatch.setattr(ranks, "GRACE_S", 5.0)
+@pytest.fixture(scope="module", autouse=True)
+def _patient() -> Iterator[None]:
+    """Let every rank exit by itself, which the tests check."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "GRACE_S", 5.0)
+        yield
 
 
 def end_frozen(file: Path) -> None:
-    """Kill the frozen rank once another has left."""
-    wait_for(lambda: any(event["event"] == "left" for event in events_in(file)))
-    os.kill(next(event["pid"] for event in events_in(file) if event["event"] == "fault"), signal.SIGKILL)
+    """Kill the frozen rank once another one has exited."""
+    wait_for(lambda: any(event["event"] == "exited" for event in events_in(file)))
+    frozen = [event["pid"] for event in events_in(file) if event["event"] == "fault"][-1]
+    os.kill(frozen, signal.SIGKILL)
+
+
+# --- runs that mostly wait, beside each other -------------------------------------------------------------
+
+
+BESIDE = 6  # runs of at most two ranks each
+GATE_S = 60.0  # to start that many
+Meanwhile = Callable[[Path], None]
+
+
+def cases_that_wait(items: Sequence[pytest.Item], make: Callable[[str], FaultCase]) -> Iterator[tuple[str, FaultCase]]:
+    """The tests with the mark `waits` that apply to their recipe, each with a case of its own."""
+    for item in items:
+        waits, fault = item.get_closest_marker("waits"), item.get_closest_marker("fault")
+        if waits:
+            case = make(item.callspec.params["case"])
+            flag = waits.kwargs.get("flag")
+            if case.size >= fault.kwargs.get("least", 1) and (not flag or runner.has_flag(case.recipe, flag)):
+                yield item.nodeid, case
+
+
+def start_behind_gate(case: FaultCase, fault: inject.Fault, gate: threading.Barrier, after: Meanwhile) -> runner.Result:
+    """Start a run that waits after its first step until all have done theirs: then no start disturbs a clock."""
+    opened = case.folder / "opened"
+
+    def meanwhile(file: Path) -> None:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            wait_for(lambda: sum(event["event"] == "fault" for event in events_in(file)) == case.size, GATE_S)
+            gate.wait(GATE_S)
+        opened.touch()
+        after(file)
+
+    waits = [("end of a step", "wait for", rank, 1, str(opened)) for rank in range(case.size)]
+    return case.start(faults=[*waits, fault], meanwhile=meanwhile, timeout_s=TIMEOUT_S + GATE_S)
 
 
 @pytest.fixture(scope="module")
-def hang() -> Hang:
-    """Runs that hang, all of a recipe at once: most of the time they wait."""
-    begun: dict[str, dict[str, tuple[Cell, Future]]] = {}
+def runs_that_wait(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, reference_run: Callable[[str], Path]
+) -> Callable[[pytest.Item], tuple[FaultCase, Future[runner.Result]]]:
+    """Begins the next BESIDE of them where one is asked for that has not begun."""
 
-    def result_of(what: str, cell: Cell) -> runner.Result:
-        if cell.recipe not in begun:
-            cell.whole()
-            pool = ThreadPoolExecutor(len(HANGS))
-            begun[cell.recipe] = {}
-            for name, (least, fault) in HANGS.items():
-                one = dataclasses.replace(cell, folder=cell.folder / name.lower())
-                if cell.size >= least and (name != "data" or runner.has_flag(cell.recipe, "--data")):
-                    one.folder.mkdir()
-                    after = end_frozen if name == "SIGSTOP" else None
-                    begun[cell.recipe][name] = (one, pool.submit(one.start, faults=[fault], meanwhile=after))
-            pool.shutdown()
-        one, result = begun[cell.recipe][what]
-        vars(cell).update(vars(one))
-        return result.result()
+    def make(recipe: str) -> FaultCase:
+        return FaultCase(recipe, tmp_path_factory.mktemp(recipe), num_ranks(recipe), lambda: reference_run(recipe))
 
-    return result_of
+    faults = {item.nodeid: item.get_closest_marker("waits") for item in request.session.items}
+    waiting = dict(cases_that_wait(request.session.items, make))
+    begun: dict[str, tuple[FaultCase, Future[runner.Result]]] = {}
+
+    def begin(item: pytest.Item) -> tuple[FaultCase, Future[runner.Result]]:
+        if item.nodeid not in begun:
+            names = [item.nodeid, *(name for name in waiting if name not in begun and name != item.nodeid)][:BESIDE]
+            for name in names:
+                waiting[name].reference()
+            gate, pool = threading.Barrier(len(names)), ThreadPoolExecutor(len(names))
+            for name in names:
+                after = faults[name].kwargs.get("meanwhile", lambda _: None)
+                future = pool.submit(start_behind_gate, waiting[name], faults[name].args[0], gate, after)
+                begun[name] = waiting[name], future
+            pool.shutdown(wait=False)
+        return begun[item.nodeid]
+
+    return begin
+
+
+@pytest.fixture
+def result(
+    case: FaultCase,
+    request: pytest.FixtureRequest,
+    runs_that_wait: Callable[[pytest.Item], tuple[FaultCase, Future[runner.Result]]],
+) -> runner.Result:
+    """What came of the run with the fault of the mark `waits`, whose case `case` becomes."""
+    if flag := request.node.get_closest_marker("waits").kwargs.get("flag"):
+        case.skip_without(flag)
+    begun, future = runs_that_wait(request.node)
+    outcome = future.result()
+    case.take_over(begun)
+    return outcome
 
 
 @pytest.mark.fault("rank: SIGKILL in mid-step", core=True)
-def test_killed(cell: Cell) -> None:
-    last = cell.size - 1
-    result = cell.start(faults=[("update", "signal later", -1, 4, "SIGKILL")])
+@pytest.mark.waits(("update", "signal later", -1, 4, "SIGKILL"))
+def test_killed(result: runner.Result, case: FaultCase) -> None:
+    last = case.size - 1
     finding = f"dead or frozen; last heartbeat of {who(last, 4)}: optimizer"
     assert result.codes[last] == -signal.SIGKILL, str(result)
-    if cell.size > 1:
-        cell.check_named(result, PROMPT_S + GONE_S, finding, culprits=[last])
-    again = cell.resume()
-    cell.message = cell.message or cell.line(again.outputs[0], "resuming from step 2 of")
-    assert cell.steps_lost == 1
+    if case.size > 1:
+        case.check_named(result, PROMPT_S + DEAD_S, finding, culprits=[last])
+    again = case.resume_and_check()
+    case.row.message = case.row.message or find_line(again.outputs[0], "resuming from step 2 of")
+    assert case.row.steps_lost == 1
 
 
 @pytest.mark.fault("rank: SIGKILL in mid-step, MAX_RESTARTS=1")
-def test_killed_and_restarted(cell: Cell) -> None:
-    code, out = cell.launch(faults=[("update", "signal", -1, 4, "SIGKILL")], MAX_RESTARTS="1")
+def test_killed_and_restarted(case: FaultCase) -> None:
+    code, out = case.launch(faults=[("update", "signal", -1, 4, "SIGKILL")], MAX_RESTARTS="1")
     assert code == 0, out
-    cell.count_lost(cell.done())
-    cell.say(out, r"resuming from step 2 of")
-    assert cell.steps_lost == 1
-    cell.check_exact()
+    case.record_cost(case.steps_done())
+    case.record_message(out, r"resuming from step 2 of")
+    assert case.row.steps_lost == 1
+    case.check_same_as_reference()
 
 
 @pytest.mark.fault("rank: raises, {phase}")
 @pytest.mark.parametrize("phase", [pytest.param(one, marks=[pytest.mark.rest] * (one != "backward")) for one in PHASES])
-def test_raises(phase: str, cell: Cell) -> None:
+def test_raises(phase: str, case: FaultCase) -> None:
     if phase == "data":
-        cell.needs("--data")
-    check_raises(cell, cell.size - 1, phase)
+        case.skip_without("--data")
+    check_raises(case, case.size - 1, phase)
 
 
 @pytest.mark.rest
 @pytest.mark.fault("rank: raises, rank 0, which keeps the store", least=2)
-def test_rank_0_raises(cell: Cell) -> None:
-    check_raises(cell, 0, "backward")
+def test_rank_0_raises(case: FaultCase) -> None:
+    check_raises(case, 0, "backward")
 
 
-def check_raises(cell: Cell, rank: int, phase: str) -> None:
-    result = cell.start("--eval-every", "1", faults=[(PHASES[phase], "raise", rank, 4)])
+def check_raises(case: FaultCase, rank: int, phase: str) -> None:
+    result = case.start("--eval-every", "1", faults=[(PHASES[phase], "raise", rank, 4)])
     what = "ArithmeticError: a fault that was put in"
-    cell.check_named(result, PROMPT_S, f"{who(rank, 4)} failed in {phase}", what, r'inject\.py", line \d+, in _raise')
-    cell.resume("--eval-every", "1", exact=False)
-    assert cell.steps_lost in (1, 2)
+    case.check_named(result, PROMPT_S, f"{who(rank, 4)} failed in {phase}", what, r'inject\.py", line \d+, in _raise')
+    case.resume_and_check("--eval-every", "1", exact=False)
+    assert case.row.steps_lost in (1, 2)
 
 
 @pytest.mark.fault("rank: hangs, SIGSTOP", least=2)
-def test_frozen(hang: Hang, cell: Cell) -> None:
-    result, last = hang("SIGSTOP", cell), cell.size - 1
+@pytest.mark.waits(("update", "signal later", -1, 4, "SIGSTOP"), meanwhile=end_frozen)
+def test_frozen(result: runner.Result, case: FaultCase) -> None:
+    last = case.size - 1
     finding = f"dead or frozen; last heartbeat of {who(last, 4)}: optimizer"
-    cell.check_named(result, HANG_S, finding, culprits=[last])
-    cell.resume()
+    case.check_named(result, HANG_S, finding, culprits=[last])
+    case.resume_and_check()
 
 
 @pytest.mark.fault("rank: hangs, in the data")
-def test_sleeps_in_the_data(hang: Hang, cell: Cell) -> None:
-    cell.needs("--data")
-    result, last = hang("data", cell), cell.size - 1
+@pytest.mark.waits(("reading", "sleep", -1, 4), flag="--data")
+def test_sleeps_in_the_data(result: runner.Result, case: FaultCase) -> None:
+    last = case.size - 1
     finding = f"no progress for 3 s: {who(last, 4)}: data"
-    cell.check_named(result, HANG_S, finding, r'data\.py", line \d+, in __next__')
-    if cell.size > 1:
-        cell.check_named(result, HANG_S, r"ranks \[0\] are waiting for it")
-    cell.say(result.outputs[0], finding)
-    cell.resume()
+    case.check_named(result, HANG_S, finding, r'data\.py", line \d+, in __getitem__')
+    if case.size > 1:
+        case.check_named(result, HANG_S, r"ranks \[0\] are waiting for it")
+    case.record_message(result.outputs[0], finding)
+    case.resume_and_check()
 
 
 @pytest.mark.fault("rank: mismatched collectives", least=2)
-def test_mismatched_collectives(hang: Hang, cell: Cell) -> None:
-    result = hang("collectives", cell)
-    cell.check_named(
+@pytest.mark.waits(("end of a step", "barrier", -1, 3))
+def test_mismatched_collectives(result: runner.Result, case: FaultCase) -> None:
+    case.check_named(
         result,
         HANG_S,
         "no progress for 3 s: all ranks are waiting for each other",
         rf"{who(0, 3)}: .*waiting in gloo:all_?reduce",
-        rf"{who(cell.size - 1, 3)}: .*waiting in gloo:barrier",
+        rf"{who(case.size - 1, 3)}: .*waiting in gloo:barrier",
     )
-    assert len([*cell.run.glob("logs/flight_recorder_*.json")]) == cell.size
-    cell.resume()
+    assert len([*case.run_dir.glob("logs/flight_recorder_*.json")]) == case.size
+    case.resume_and_check()
 
 
-@pytest.mark.fault("rank: leaves early, with exit code 0", least=2)
-def test_leaves_early(cell: Cell) -> None:
-    last = cell.size - 1
-    result = cell.start(faults=[("end of a step", "exit", -1, 3)])
+@pytest.mark.fault("rank: exits early, with exit code 0", least=2)
+@pytest.mark.waits(("end of a step", "exit", -1, 3))
+def test_exits_early(result: runner.Result, case: FaultCase) -> None:
+    last = case.size - 1
     assert result.codes[last] == 0
-    cell.check_named(result, PROMPT_S, f"{who(last, 3)} exited before the training was done", culprits=[last])
-    cell.resume()
+    case.check_named(result, PROMPT_S, f"{who(last, 3)} exited before the training was done", culprits=[last])
+    case.resume_and_check()
 
 
 @pytest.mark.fault("rank: crash loop of one rank, MAX_RESTARTS=2")
-def test_crash_loop(cell: Cell) -> None:
+def test_crash_loop(case: FaultCase) -> None:
     """Of one, because each start of a rank takes seconds of a core."""
-    cell.begin(2)
+    case.copy_reference(until=2)
     faults = [("end of a step", "raise", -1, 3)]
-    code, out = cell.launch(faults=faults, size=1, MAX_RESTARTS="2")
+    code, out = case.launch(faults=faults, size=1, MAX_RESTARTS="2")
     assert code == 1, out
-    assert [event["event"] for event in cell.events].count("fault") == 3
-    cell.say(out, r"^rank \d \(pid \d+\) failed first")
-    assert list(checkpoints(cell.run)) == [2]
-    assert not manifest.verify(checkpoints(cell.run)[2])[1]
-    cell.resume()
+    assert [event["event"] for event in case.events].count("fault") == 3
+    case.record_message(out, r"^rank \d \(pid \d+\) failed first")
+    assert list(checkpoints(case.run_dir)) == [2]
+    assert not manifest.verify(checkpoints(case.run_dir)[2])[1]
+    case.resume_and_check()
 
 
 @pytest.mark.rest
 @pytest.mark.fault("rank: hangs, SIGSTOP of rank 0 under torchrun", least=2)
-def test_rank_0_is_frozen(cell: Cell) -> None:
+def test_rank_0_is_frozen(case: FaultCase) -> None:
     """The one that writes to the terminal, and keeps the store: the launcher speaks for it, once it is killed."""
     faults = [("update", "signal later", 0, 4, "SIGSTOP")]
-    code, out = cell.launch(faults=faults, meanwhile=lambda _, file: end_frozen(file))
+    code, out = case.launch(faults=faults, meanwhile=lambda _, file: end_frozen(file))
     assert code, out
-    cell.say(out, f"dead or frozen; last heartbeat of {who(0, 4)}|gets no answer from the store: its host")
-    cell.notice_s = max(event["time"] for event in cell.events if event["event"] == "named") - cell.fault_time()
-    assert cell.notice_s < HANG_S
-    cell.resume()
+    case.record_message(out, f"dead or frozen; last heartbeat of {who(0, 4)}|gets no answer from the store: its host")
+    case.row.notice_s = max(event["time"] for event in case.events if event["event"] == "named") - case.fault_time()
+    assert case.row.notice_s < HANG_S
+    case.resume_and_check()
 
 
 @pytest.mark.fault("rank: mutant, nobody watches", least=2)
-def test_mutant_without_watch(cell: Cell) -> None:
-    result = cell.start(faults=[("update", "signal", -1, 4, "SIGKILL")], mutant="nobody watches")
+def test_mutant_without_watch(case: FaultCase) -> None:
+    result = case.start(faults=[("update", "signal", -1, 4, "SIGKILL")], mutant="nobody watches")
     assert "dead or frozen" not in str(result)
-    cell.message = "nobody is named"
+    case.row.message = "nobody is named"

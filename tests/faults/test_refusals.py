@@ -1,6 +1,5 @@
 """What must not be touched or run is not: another job's folder, what anybody can write to, and any pickle."""
 
-import dataclasses
 import json
 import pickle
 import shutil
@@ -14,51 +13,48 @@ import pytest
 import torch
 
 from tests.harness import runner
-from tests.harness.fault_case import Cell, checkpoints, events_in, wait_for
+from tests.harness.fault_case import FaultCase, checkpoints, events_in, wait_for
 
 
 @pytest.mark.fault("refused: two jobs in one run's folder")
-def test_two_jobs(cell: Cell) -> None:
+def test_two_jobs(case: FaultCase) -> None:
     """The second is refused, the first does not notice."""
-    other = dataclasses.replace(cell, attempts=10)
+    other = FaultCase(case.recipe, case.folder, case.size, case.reference)
     refusals: list[runner.Result] = []
-    told = cell.folder / "told"
+    refused = case.folder / "refused"
 
     def start_another(events: Path) -> None:
         try:
             wait_for(lambda: any(event["event"] == "fault" for event in events_in(events)))
             refusals.append(other.start())
         finally:
-            told.touch()
+            refused.touch()
 
-    result = cell.start(faults=[("end of a step", "wait for", -1, 2, str(told))], meanwhile=start_another)
+    result = case.start(faults=[("end of a step", "wait for", -1, 2, str(refused))], meanwhile=start_another)
     assert result.ok, str(result)
-    first = next(event["pid"] for event in cell.events if event["rank"] == 0)
-    assert refusals[0].codes[0] == 2, str(refusals[0])
-    assert "Traceback" not in str(refusals[0]), str(refusals[0])
-    cell.say(
-        refusals[0].outputs[0], rf"error: --name run: .* is in use by process {first} on \S+; wait until it ends, or"
+    first = next(event["pid"] for event in case.events if event["rank"] == 0)
+    case.check_refused(
+        refusals[0], rf"error: --name run: .* is in use by process {first} on \S+; wait until it ends, or"
     )
-    cell.check_exact()
+    case.check_same_as_reference()
 
 
 @pytest.mark.fault("refused: {what} that others can write to")
 @pytest.mark.parametrize("what", ["a checkpoint", "a folder of checkpoints"])
-def test_open_to_others(what: str, cell: Cell) -> None:
-    cell.begin(2)
-    folder = checkpoints(cell.run)[2]
+def test_open_to_others(what: str, case: FaultCase) -> None:
+    case.copy_reference(until=2)
+    folder = checkpoints(case.run_dir)[2]
     folder = folder if what == "a checkpoint" else folder.parent
     folder.chmod(0o777)
-    result = cell.start()
-    refused(cell, result, f"{folder} is writable by every user, so its checkpoints are not trusted: chmod o-w")
+    result = case.start()
+    check_refused_at_once(
+        case, result, f"{folder} is writable by every user, so its checkpoints are not trusted: chmod o-w"
+    )
 
 
-def refused(cell: Cell, result: runner.Result, pattern: str) -> None:
-    assert result.codes[0] == 2, str(result)
-    assert all(result.codes), str(result)
-    assert "Traceback" not in str(result), str(result)
-    cell.say(result.outputs[0], pattern)
-    assert not cell.done()
+def check_refused_at_once(case: FaultCase, result: runner.Result, pattern: str) -> None:
+    case.check_refused(result, pattern)
+    assert not case.steps_done()
 
 
 # --- pickles ----------------------------------------------------------------------------------------------
@@ -115,66 +111,66 @@ def canary(tmp_path: Path) -> Path:
 
 @pytest.mark.fault("refused: malicious pickle, --data folder of {kind}")
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.rest) for kind in MORE_KINDS)])
-def test_pickle_as_data(kind: str, canary: Path, cell: Cell) -> None:
-    cell.needs("--data")
-    folder = plant(cell.folder / "data", canary, kind)
-    result = cell.start("--data", str(folder))
-    refused(cell, result, rf"error: --data {folder}")
+def test_pickle_as_data(kind: str, canary: Path, case: FaultCase) -> None:
+    case.skip_without("--data")
+    folder = plant(case.folder / "data", canary, kind)
+    result = case.start("--data", str(folder))
+    check_refused_at_once(case, result, rf"error: --data {folder}")
     assert not canary.exists()
 
 
 @pytest.mark.fault("refused: malicious pickle, --resume of a {what}")
 @pytest.mark.parametrize("what", ["file", "folder", "run"])
-def test_pickle_to_resume(what: str, canary: Path, cell: Cell) -> None:
-    folder = plant(cell.folder / "evil", canary, *KINDS)
+def test_pickle_to_resume(what: str, canary: Path, case: FaultCase) -> None:
+    folder = plant(case.folder / "evil", canary, *KINDS)
     path = {"file": folder / "train.pt", "folder": folder, "run": folder}[what]
     if what == "run":
         step = plant(folder / "checkpoints" / "step_00000002", canary, *KINDS)
         shutil.copy(step / "train.pkl", step / ".metadata")  # where torch.distributed.checkpoint keeps a pickle
         shutil.copy(step / "train.pkl", step / "MANIFEST.json")
-    result = cell.start("--resume", str(path))
-    refused(cell, result, "error: .*(no checkpoint there|every checkpoint is damaged)")
+    result = case.start("--resume", str(path))
+    check_refused_at_once(case, result, "error: .*(no checkpoint there|every checkpoint is damaged)")
     assert not canary.exists()
 
 
 @pytest.mark.fault("refused: malicious pickle, {flag}")
 @pytest.mark.parametrize("flag", ["--config", "--out", "--out --name", "--data"])
-def test_pickle_as_a_file(flag: str, canary: Path, cell: Cell) -> None:
+def test_pickle_as_a_file(flag: str, canary: Path, case: FaultCase) -> None:
     if flag == "--data":
-        cell.needs(flag)
-    file = plant(cell.folder / "evil", canary, "pkl") / "train.pkl"
+        case.skip_without(flag)
+    file = plant(case.folder / "evil", canary, "pkl") / "train.pkl"
     if flag == "--out --name":
-        result = cell.start("--out", str(file.parent), "--name", file.name)
-        refused(cell, result, f"error: --out {file.parent}: {file} cannot be written to")
+        result = case.start("--out", str(file.parent), "--name", file.name)
+        check_refused_at_once(case, result, f"error: --out {file.parent}: {file} cannot be written to")
     else:
-        result = cell.start(flag, str(file))
-        refused(cell, result, f"error: {flag} {file}")
+        result = case.start(flag, str(file))
+        check_refused_at_once(case, result, f"error: {flag} {file}")
     assert not canary.exists()
 
 
 @pytest.mark.fault("refused: malicious pickles beside the files of a run")
-def test_pickles_in_a_run(canary: Path, cell: Cell) -> None:
-    """They are not looked at, and the run goes on exactly."""
-    cell.begin(2)
-    step = checkpoints(cell.run)[2]
-    for folder in (cell.run, cell.run / "logs", step.parent, step):
+def test_pickles_in_a_run(canary: Path, case: FaultCase) -> None:
+    """They are not looked at, and the run continues exactly."""
+    case.copy_reference(until=2)
+    step = checkpoints(case.run_dir)[2]
+    for folder in (case.run_dir, case.run_dir / "logs", step.parent, step):
         plant(folder, canary, *KINDS)
     for path in (step / ".metadata", step.parent / "latest", step.parent / "step_00000009"):
         path.write_bytes(pickle.dumps(Bomb(canary)))
-    result = cell.start()
+    result = case.start()
     assert result.ok, str(result)
-    cell.say(result.outputs[0], "resuming from step 2 of")
-    cell.check_exact()
+    case.record_message(result.outputs[0], "resuming from step 2 of")
+    case.check_same_as_reference()
     assert not canary.exists()
 
 
 @pytest.mark.fault("refused: malicious pickle as the config.json of a run")
-def test_pickle_as_config_of_a_run(canary: Path, cell: Cell) -> None:
-    cell.begin(2)
-    assert json.loads((cell.run / "config.json").read_text())
-    (cell.run / "config.json").write_bytes(pickle.dumps(Bomb(canary)))
-    result = cell.start()
+def test_pickle_as_config_of_a_run(canary: Path, case: FaultCase) -> None:
+    case.copy_reference(until=2)
+    assert json.loads((case.run_dir / "config.json").read_text())
+    (case.run_dir / "config.json").write_bytes(pickle.dumps(Bomb(canary)))
+    result = case.start()
     assert not canary.exists()
     assert result.ok, str(result)
-    cell.say(result.outputs[0], r"warning: .*config\.json")
-    cell.check_exact()
+    case.record_message(result.outputs[0], r"warning: .*config\.json")
+    case.check_same_as_reference()

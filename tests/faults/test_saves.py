@@ -1,4 +1,4 @@
-"""Killed at any point of a save, or without room on the disk, a run goes on from a checkpoint that is whole."""
+"""Killed at any point of a save, or without room on the disk, a run resuming from a checkpoint that is whole."""
 
 import contextlib
 import os
@@ -12,10 +12,10 @@ import pytest
 from common import manifest
 
 from tests.harness import inject
-from tests.harness.fault_case import STEPS, Cell, checkpoints, same_tensors, temporaries
+from tests.harness.fault_case import STEPS, FaultCase, checkpoints, temporaries
 
 HOW = ["synchronous", pytest.param("asynchronous", marks=pytest.mark.rest)]
-KILLS = {  # point -> which rank, how, from which step the run goes on
+KILLS = {  # point -> which rank, how, from which step the run continues
     "before the data": (-1, "signal", 2),
     "between the files": (-1, "signal later", 2),
     "in a file": (0, "die in a file", 2),
@@ -34,19 +34,19 @@ def flags_for(how: str) -> tuple[str, ...]:
 @pytest.mark.fault("save: SIGKILL {point}, {how}")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("point", KILLS)
-def test_killed(point: str, how: str, cell: Cell) -> None:
+def test_killed(point: str, how: str, case: FaultCase) -> None:
     rank, action, expected = KILLS[point]
-    more = str(cell.run) if action.startswith("die") else "SIGKILL"
-    cell.begin(2)
+    more = str(case.run_dir) if action.startswith("die") else "SIGKILL"
+    case.copy_reference(until=2)
     keep = ("--keep", "1") if point == "during retention" else ()
-    result = cell.start(*flags_for(how), *keep, faults=[(point, action, rank, 4, more)])
+    result = case.start(*flags_for(how), *keep, faults=[(point, action, rank, 4, more)])
     assert -9 in result.codes, str(result)
-    done = cell.done()
-    assert all(not manifest.verify(path)[1] for step, path in checkpoints(cell.run).items() if step == expected)
-    result = cell.resume(*flags_for(how))
-    cell.say(result.outputs[0], f"resuming from step {expected} of")
-    assert cell.steps_lost == done - expected
-    assert not temporaries(cell.run)
+    done = case.steps_done()
+    assert all(not manifest.verify(path)[1] for step, path in checkpoints(case.run_dir).items() if step == expected)
+    result = case.resume_and_check(*flags_for(how))
+    case.record_message(result.outputs[0], f"resuming from step {expected} of")
+    assert case.row.steps_lost == done - expected
+    assert not temporaries(case.run_dir)
 
 
 # --- the disk ---------------------------------------------------------------------------------------------
@@ -78,17 +78,17 @@ def mounted(place: Path, options: str) -> Iterator[None]:
 
 
 @pytest.fixture
-def disk(what: str, cell: Cell) -> Iterator[Path]:
-    """A small disk of its own below the runs of a cell, or, to be read-only, below checkpoints/; step 2 is saved."""
+def disk(what: str, case: FaultCase) -> Iterator[Path]:
+    """A small disk of its own below the runs of a case, or, to be read-only, below checkpoints/; step 2 is saved."""
     options = DISKS[what].options
     if options:
-        with mounted(cell.out, options):
-            cell.begin(2)
-            yield cell.out
+        with mounted(case.out, options):
+            case.copy_reference(until=2)
+            yield case.out
         return
-    cell.begin(2)
-    place = cell.run / "checkpoints"
-    kept = place.rename(cell.folder / "kept")
+    case.copy_reference(until=2)
+    place = case.run_dir / "checkpoints"
+    kept = place.rename(case.folder / "kept")
     with mounted(place, SMALL):
         shutil.copytree(kept, place, dirs_exist_ok=True)
         yield place
@@ -102,7 +102,7 @@ class Disk(NamedTuple):
     step: int
     breaks: Sequence[str]  # how, and how it is mended: actions of inject.py
     mended: Sequence[str]
-    said: str
+    message: str  # what the run prints of it
 
 
 DISKS = {
@@ -124,45 +124,43 @@ def fault_of(what: str, place: Path) -> inject.Fault:
 @pytest.mark.fault("disk: {what} for a while, {how}")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("what", DISKS)
-def test_disk_for_a_while(what: str, how: str, disk: Path, cell: Cell) -> None:
-    """The save that fails warns, and the training goes on to a last save that does not."""
+def test_disk_for_a_while(what: str, how: str, disk: Path, case: FaultCase) -> None:
+    """The save that fails warns, and the training continues to a last save that succeeds."""
     action, *more = DISKS[what].mended
     pause = ("end of a step", "sleep a little", 0, 5)  # until a save beside the training has failed
     mended = ("end of a step", action, 0, 5, str(disk), *more)
-    result = cell.start(*flags_for(how), faults=[fault_of(what, disk), pause, mended])
+    result = case.start(*flags_for(how), faults=[fault_of(what, disk), pause, mended])
     assert result.ok, str(result)
     assert "Traceback" not in str(result), str(result)
-    cell.say(result.outputs[0], f"warning: no checkpoint of step 4: .*{DISKS[what].said}.*; training continues")
-    assert list(checkpoints(cell.run)) == [2, 6]
-    assert not temporaries(cell.run)
-    whole = checkpoints(cell.whole())
-    assert all(same_tensors(checkpoints(cell.run)[step], whole[step]) for step in (2, 6))
+    case.record_message(
+        result.outputs[0], f"warning: no checkpoint of step 4: .*{DISKS[what].message}.*; training continues"
+    )
+    assert list(checkpoints(case.run_dir)) == [2, 6]
+    assert not temporaries(case.run_dir)
+    case.check_same_checkpoints(2, 6)
 
 
 @pytest.mark.fault("disk: {what} to the end, {how}")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("what", [pytest.param(one, marks=[pytest.mark.rest] * (one != "full")) for one in DISKS])
-def test_disk_to_the_end(what: str, how: str, disk: Path, cell: Cell) -> None:
-    """The last save must succeed; once there is room, the run goes on from the checkpoint before."""
-    result = cell.start(*flags_for(how), faults=[fault_of(what, disk)])
-    assert result.codes[0] == 2, str(result)
-    assert all(result.codes), str(result)
-    assert "Traceback" not in result.outputs[0], str(result)
-    cell.say(result.outputs[0], f"error: the last checkpoint was not saved: .*{DISKS[what].said}")
-    assert list(checkpoints(cell.run)) == [2]
-    assert not manifest.verify(checkpoints(cell.run)[2])[1]
+def test_disk_to_the_end(what: str, how: str, disk: Path, case: FaultCase) -> None:
+    """The last save must succeed; once there is room, the run resuming from the checkpoint before."""
+    result = case.start(*flags_for(how), faults=[fault_of(what, disk)])
+    case.check_refused(result, f"error: the last checkpoint was not saved: .*{DISKS[what].message}")
+    assert list(checkpoints(case.run_dir)) == [2]
+    assert not manifest.verify(checkpoints(case.run_dir)[2])[1]
     action, *more = DISKS[what].mended
     inject.ACTIONS[action](str(disk), *more)
-    cell.resume(*flags_for(how))
-    assert cell.steps_lost == STEPS - 2
-    assert not temporaries(cell.run)
+    case.resume_and_check(*flags_for(how))
+    assert case.row.steps_lost == STEPS - 2
+    assert not temporaries(case.run_dir)
 
 
 @pytest.mark.fault("disk: the run's folder is removed")
-def test_removed(cell: Cell) -> None:
-    """What is saved from then on is there, and is enough to go on."""
-    result = cell.start(faults=[("end of a step", "remove", 0, 3, str(cell.run))])
+def test_removed(case: FaultCase) -> None:
+    """What is saved from then on is there, and is enough to continue."""
+    result = case.start(faults=[("end of a step", "remove", 0, 3, str(case.run_dir))])
     assert result.ok, str(result)
-    cell.say(result.outputs[0], "done     step 6 of 6")
-    assert list(checkpoints(cell.run)) == [4, 6]
-    assert all(same_tensors(path, checkpoints(cell.whole())[step]) for step, path in checkpoints(cell.run).items())
+    case.record_message(result.outputs[0], "done     step 6 of 6")
+    assert list(checkpoints(case.run_dir)) == [4, 6]
+    case.check_same_checkpoints(4, 6)

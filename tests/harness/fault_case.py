@@ -1,4 +1,4 @@
-"""One cell of the fault matrix: a recipe, a fault, and what came of it."""
+"""One case of the fault matrix: a recipe, a fault, and what came of it."""
 
 import contextlib
 import json
@@ -9,16 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from common import exits
 
 from tests.harness import inject, runner
+from tests.harness.states import same_tensors
 
 STEPS, SAVE_EVERY, BATCH = 6, 2, 24  # an epoch is inject.EPOCH_STEPS steps
 FLAGS = {
@@ -56,69 +57,74 @@ def temporaries(run: Path) -> list[str]:
     return [path.name for path in run.glob("checkpoints/*") if "tmp" in path.name]
 
 
-def tensors(checkpoint: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """All of a checkpoint, by file and name."""
-    return {path.name: load_file(path) for path in sorted(checkpoint.glob("*.safetensors"))}
-
-
-def same_tensors(one: Path, other: Path, but: str = "nothing.") -> bool:
-    """Whether two checkpoints of the same number of ranks hold the same names and bits, `but` for a prefix."""
-    ours, theirs = tensors(one), tensors(other)
-    assert ours, f"{one} has no files"
-    names = [
-        [(file, name) for file in files for name in files[file] if not name.startswith(but)] for files in (ours, theirs)
-    ]
-    return names[0] == names[1] and all(torch.equal(ours[file][name], theirs[file][name]) for file, name in names[0])
-
-
 def events_in(file: Path) -> list[dict[str, Any]]:
     """What has happened in a run so far."""
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def find_line(text: str, pattern: str) -> str:
+    """The first line that holds a pattern; there must be one."""
+    found = next((line.strip() for line in text.splitlines() if re.search(pattern, line)), None)
+    assert found is not None, f"'{pattern}' is not in:\n{text}"
+    return found
+
+
 @dataclass
-class Cell:
-    """Runs a recipe with faults in it, and keeps what its row of the table says.
+class Row:
+    """What the table shows of a fault case.
 
     Attributes:
-        recipe: whose train.py runs.
-        folder: for the runs of this cell; the one that the fault hits is `run`.
-        size: ranks.
-        whole: gives the folder of the same training without a fault, made once for each recipe.
         runs: how often the fault was tried.
-        passes: how often it went as expected; all, if the test passes and does not say otherwise.
+        passes: how often it went as expected; all, if the test passes and sets nothing else.
         steps_lost: steps that had been done, and were done again.
-        notice_s: from the fault until the last of the other ranks had named it and left.
-        recover_s: from the command that goes on until its first step was done.
+        notice_s: from the fault until the last of the other ranks had named it.
+        recover_s: from the command that continues the run until its first step was done.
         message: what a person reads of the fault.
     """
 
-    recipe: str
-    folder: Path
-    size: int
-    whole: Callable[[], Path]
     runs: int = 1
     passes: int | None = None
     steps_lost: int | None = None
     notice_s: float | None = None
     recover_s: float | None = None
     message: str = ""
-    events: list[dict[str, Any]] = field(default_factory=list)
-    began: float = 0.0
-    attempts: int = 0
 
-    def needs(self, flag: str) -> None:
-        """Leave a test out that is about what the recipe does not have."""
+
+@dataclass
+class FaultCase:
+    """One recipe and one fault: runs the recipe with the fault in it, compares, and fills in the table's row.
+
+    Attributes:
+        recipe: whose train.py runs.
+        folder: for the runs of this case; the one that the fault hits is `run_dir`.
+        size: ranks.
+        reference: returns the folder of the same training without a fault, made once for each recipe.
+        row: what has come of it so far.
+        events: what inject.py has noted in the last run.
+    """
+
+    recipe: str
+    folder: Path
+    size: int
+    reference: Callable[[], Path]
+    row: Row = field(default_factory=Row)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    _began: float = 0.0
+
+    # --- what it is about ---
+
+    def skip_without(self, flag: str) -> None:
+        """Skip a test that is about a flag which the recipe does not have."""
         if not runner.has_flag(self.recipe, flag):
             pytest.skip(f"not applicable: this recipe has no {flag}")
 
     @property
     def out(self) -> Path:
-        """Where the runs of this cell go."""
+        """Where the runs of this case are."""
         return self.folder / "out"
 
     @property
-    def run(self) -> Path:
+    def run_dir(self) -> Path:
         """Folder of the run that the fault hits."""
         return self.out / "run"
 
@@ -127,10 +133,12 @@ class Cell:
         """What runs."""
         return runner.ROOT / "recipes" / self.recipe / "train.py"
 
-    def begin(self, step: int) -> None:
-        """Lay the run down as it is after `step`, with the checkpoints until then."""
-        shutil.copytree(self.whole(), self.run)
-        for later in [path for number, path in checkpoints(self.run).items() if number > step]:
+    # --- running ---
+
+    def copy_reference(self, until: int) -> None:
+        """Make the run's folder as the reference run had it after a step, with the checkpoints until then."""
+        shutil.copytree(self.reference(), self.run_dir)
+        for later in [path for step, path in checkpoints(self.run_dir).items() if step > until]:
             shutil.rmtree(later)
 
     def start(
@@ -141,101 +149,20 @@ class Cell:
         name: str = "run",
         mutant: str = "",
         meanwhile: Callable[[Path], None] | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> runner.Result:
         """Run with faults on real ranks; what happened when is in `events`, whose file `meanwhile` gets."""
-        events = self._new_events()
+        file = self._new_events_file()
         size = size or self.size
         argv = [*flags_of(self.recipe, size), "--out", str(self.out), "--name", name, *flags]
-        one = (str(self.train_py), argv, faults, str(events), mutant)
-        self.began = time.time()
-        meddle = (lambda _: meanwhile(events)) if meanwhile else None
-        result = runner.spawn(inject.run, [one] * size, TIMEOUT_S, meddle)
-        self.read(events)
-        for *_, action, rank, _step in (fault[:4] for fault in faults):
-            came = [event for event in self.events if event["event"] == "fault"]
-            assert came, f"'{action}' on rank {rank} was not put in:\n{result}"
-        return result
-
-    def _new_events(self) -> Path:
-        self.attempts += 1
-        return self.folder / f"events_{self.attempts}.jsonl"
-
-    def read(self, file: Path) -> None:
-        """Take over what has happened in a run."""
+        one = (str(self.train_py), argv, faults, str(file), mutant)
+        self._began = time.time()
+        meddle = (lambda _: meanwhile(file)) if meanwhile else None
+        result = runner.spawn(inject.run, [one] * size, timeout_s, meddle)
         self.events = events_in(file)
-
-    def restarted(self) -> float:
-        """When torchrun started the ranks of the last run again; infinity if it did not."""
-        starts = [event for event in self.events if event["event"] == "start"]
-        again = [event["time"] for i, event in enumerate(starts) if event["rank"] in {e["rank"] for e in starts[:i]}]
-        return min(again, default=float("inf"))
-
-    def done(self) -> int:
-        """Steps that all ranks of the last run had done when they ended for the first time."""
-        last = {event["rank"]: 0 for event in self.events}
-        last |= {e["rank"]: e["step"] for e in self.events if e["event"] == "done" and e["time"] < self.restarted()}
-        return min(last.values(), default=0)
-
-    def resume(self, *flags: str, exact: bool = True) -> runner.Result:
-        """The same command again: it goes on to the end, and the training is the one without a fault."""
-        before = self.done()
-        result = self.start(*flags)
-        assert result.ok, str(result)
-        self.count_lost(before)
-        if exact:
-            self.check_exact()
+        came = {event["action"] for event in self.events if event["event"] == "fault"}
+        assert came == {fault[1] for fault in faults}, f"only {came} of the faults came:\n{result}"
         return result
-
-    def count_lost(self, before: int) -> None:
-        """Fill in what going on has cost, after `before` steps had been done."""
-        since, came = self.began, 0.0
-        if self.restarted() < float("inf"):
-            since, came = self.fault_time(), self.restarted()
-        again = [event for event in self.events if event["event"] == "done" and event["time"] > came]
-        self.steps_lost = max(0, before - again[0]["step"] + 1) if again else 0
-        self.recover_s = again[0]["time"] - since if again else None
-
-    def check_exact(self) -> None:
-        """Every loss, and every bit of the last checkpoint, is that of the training without a fault."""
-        whole = self.whole()
-        for tag in CURVES:
-            assert runner.records(self.run, tag) == runner.records(whole, tag), tag
-        assert same_tensors(checkpoints(self.run)[STEPS], checkpoints(whole)[STEPS])
-
-    def fault_time(self) -> float:
-        """When the last fault of the last run happened."""
-        return max(event["time"] for event in self.events if event["event"] == "fault")
-
-    def output(self, result: runner.Result, rank: int) -> str:
-        """What a rank has said: rank 0 on the terminal, the others in their log."""
-        log = self.run / "logs" / f"rank_{rank:05d}.log"
-        return result.outputs[0] if rank == 0 else log.read_text()
-
-    def check_named(self, result: runner.Result, within_s: float, *patterns: str, culprits: Sequence[int] = ()) -> None:
-        """Every other rank, so also the terminal, names the fault in time, and none has ended with 0."""
-        others = [rank for rank in range(self.size) if rank not in culprits]
-        for rank in others:
-            for pattern in patterns:
-                assert re.search(pattern, self.output(result, rank)), (
-                    f"rank {rank} lacks {pattern}\n{self.output(result, rank)}"
-                )
-            assert result.codes[rank], str(result)
-        named = {event["rank"]: event["time"] for event in reversed(self.events) if event["event"] == "named"}
-        left = {event["rank"] for event in self.events if event["event"] == "left"}
-        assert {*others} <= left & {*named}, f"only ranks {left} have left by themselves\n{result}"
-        self.notice_s = max(named[rank] for rank in others) - self.fault_time()
-        self.say(result.outputs[others[0]], patterns[0])
-        assert self.notice_s < within_s, f"{self.notice_s:.1f} s\n{result}"
-
-    def line(self, text: str, pattern: str) -> str:
-        """The first line that holds a pattern; there must be one."""
-        found = next((line.strip() for line in text.splitlines() if re.search(pattern, line)), None)
-        assert found is not None, f"'{pattern}' is not in:\n{text}"
-        return found
-
-    def say(self, text: str, pattern: str) -> None:
-        """Keep that line: what a person reads of the fault."""
-        self.message = self.line(text, pattern)
 
     def launch(
         self,
@@ -251,10 +178,10 @@ class Cell:
         `options` are torchrun's; `meanwhile` gets the launcher and the file of events. Returns the exit code and
         everything that was printed.
         """
-        events, output = self._new_events(), self.folder / "output"
+        file, output = self._new_events_file(), self.folder / "output"
         folder = self.folder / self.recipe
         folder.mkdir(exist_ok=True)
-        call = f"inject.run({str(self.train_py)!r}, sys.argv[1:], {[*faults]!r}, {str(events)!r})"
+        call = f"inject.run({str(self.train_py)!r}, sys.argv[1:], {[*faults]!r}, {str(file)!r})"
         folder.joinpath("train.py").write_text(f"import sys\nfrom tests.harness import inject\n\n{call}\n")
         size = size or self.size
         argv = [*flags_of(self.recipe, size), "--out", str(self.out), "--name", "run", *flags]
@@ -262,28 +189,133 @@ class Cell:
             **{"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             **{"NPROC_PER_NODE": str(size), **environ},
         }
-        self.began = time.time()
-        with output.open("w") as file:
+        self._began = time.time()
+        with output.open("w") as printed:
             process = subprocess.Popen(
                 ["bash", str(runner.ROOT / "launch" / "torchrun.sh"), *options, str(folder), *argv],
                 cwd=runner.ROOT,
                 env=os.environ | variables,
-                stdout=file,
-                stderr=file,
+                stdout=printed,
+                stderr=printed,
                 text=True,
             )
         try:
-            meanwhile(process, events)
+            meanwhile(process, file)
             process.wait(LAUNCH_S)
         except subprocess.TimeoutExpired:
             process.kill()
         finally:
             process.wait()
-            self.read(events)
+            self.events = events_in(file)
             for pid in {event["pid"] for event in self.events}:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         return process.returncode, output.read_text()
+
+    def resume_and_check(self, *flags: str, exact: bool = True) -> runner.Result:
+        """The same command again: it continues to the end, at the cost that is recorded; see `record_cost`.
+
+        Unless `exact` is false, the training must be the reference.
+        """
+        before = self.steps_done()
+        result = self.start(*flags)
+        assert result.ok, str(result)
+        self.record_cost(before)
+        if exact:
+            self.check_same_as_reference()
+        return result
+
+    def take_over(self, other: "FaultCase") -> None:
+        """Become another case of the same recipe, with its folder, its events and its row."""
+        vars(self).update(vars(other))
+
+    def _new_events_file(self) -> Path:
+        return self.folder / f"events-{uuid.uuid4().hex}.jsonl"
+
+    # --- what has happened ---
+
+    def times(self, event: str) -> list[float]:
+        """When this happened on any rank in the last run."""
+        return [one["time"] for one in self.events if one["event"] == event]
+
+    def fault_time(self) -> float:
+        """When the last fault of the last run happened."""
+        return max(self.times("fault"))
+
+    def restart_time(self) -> float:
+        """When torchrun started the ranks of the last run again; infinity if it did not."""
+        starts = [event for event in self.events if event["event"] == "start"]
+        again = [event["time"] for i, event in enumerate(starts) if event["rank"] in {e["rank"] for e in starts[:i]}]
+        return min(again, default=float("inf"))
+
+    def steps_done(self) -> int:
+        """Steps that all ranks of the last run had done when they ended for the first time."""
+        last = {event["rank"]: 0 for event in self.events}
+        until = self.restart_time()
+        last |= {e["rank"]: e["step"] for e in self.events if e["event"] == "done" and e["time"] < until}
+        return min(last.values(), default=0)
+
+    def output(self, result: runner.Result, rank: int) -> str:
+        """What a rank has printed: rank 0 on the terminal, the others in their log."""
+        log = self.run_dir / "logs" / f"rank_{rank:05d}.log"
+        return result.outputs[0] if rank == 0 else log.read_text()
+
+    # --- checks, and what they record in the row ---
+
+    def check_same_as_reference(self) -> None:
+        """Every loss, and every bit of the last checkpoint, is that of the training without a fault."""
+        self.check_same_curves(*CURVES)
+        self.check_same_checkpoints(STEPS)
+
+    def check_same_curves(self, *tags: str) -> None:
+        """What is recorded under these tags is what the reference has recorded."""
+        for tag in tags:
+            assert runner.records(self.run_dir, tag) == runner.records(self.reference(), tag), tag
+
+    def check_same_checkpoints(self, *steps: int) -> None:
+        """The checkpoints of these steps are the reference's, bit for bit."""
+        ours, wanted = checkpoints(self.run_dir), checkpoints(self.reference())
+        for step in steps:
+            assert same_tensors(ours[step], wanted[step]), step
+
+    def check_refused(self, result: runner.Result, pattern: str) -> None:
+        """All ranks have ended without a traceback, rank 0 as for a refusal, whose line is recorded."""
+        assert result.codes[0] == exits.USAGE_ERROR, str(result)
+        assert all(result.codes), str(result)
+        assert "Traceback" not in str(result), str(result)
+        self.record_message(result.outputs[0], pattern)
+
+    def check_named(self, result: runner.Result, within_s: float, *patterns: str, culprits: Sequence[int] = ()) -> None:
+        """Every other rank, so also the terminal, names the fault in time, and none has ended with 0.
+
+        Records how long that took, and the first rank's line that holds the first of the patterns.
+        """
+        others = [rank for rank in range(self.size) if rank not in culprits]
+        for rank in others:
+            for pattern in patterns:
+                assert re.search(pattern, self.output(result, rank)), (
+                    f"rank {rank} lacks {pattern}\n{self.output(result, rank)}"
+                )
+            assert result.codes[rank], str(result)
+        named = {event["rank"]: event["time"] for event in reversed(self.events) if event["event"] == "named"}
+        exited = {event["rank"] for event in self.events if event["event"] == "exited"}
+        assert {*others} <= exited & {*named}, f"only ranks {exited} have exited by themselves\n{result}"
+        self.row.notice_s = max(named[rank] for rank in others) - self.fault_time()
+        self.record_message(result.outputs[others[0]], patterns[0])
+        assert self.row.notice_s < within_s, f"{self.row.notice_s:.1f} s\n{result}"
+
+    def record_cost(self, before: int) -> None:
+        """Record which steps were done again, of `before` that had been done, and how long it took to do the next."""
+        since, came = self._began, 0.0
+        if self.restart_time() < float("inf"):
+            since, came = self.fault_time(), self.restart_time()
+        again = [event for event in self.events if event["event"] == "done" and event["time"] > came]
+        self.row.steps_lost = max(0, before - again[0]["step"] + 1) if again else 0
+        self.row.recover_s = again[0]["time"] - since if again else None
+
+    def record_message(self, text: str, pattern: str) -> None:
+        """Record the first line that holds a pattern; there must be one."""
+        self.row.message = find_line(text, pattern)
 
 
 def wait_for(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:

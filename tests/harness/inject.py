@@ -2,6 +2,33 @@
 
 A fault is (point, action, rank, step) and what the action needs: when `rank` comes to `point` for the first time
 in `step` or later, it does `action`. Rank -1 is the last one. Points and actions are named in POINTS and ACTIONS.
+
+Who renames one of these renames it here as well; a patch of a name that is not there fails every fault test:
+
+    patched                                  what for
+    common.process_group.start               point "at the start"
+    common.watch.Watch(...)                  point "before the first step"
+    common.watch.Watch.step                  the step that this rank is in
+    common.data.Loader(reader, ...)          point "reading": a reader around the reader
+    common.stop.Stop.after                   point "end of a step"; note "done"
+    common.manifest.seal, write              points "before the digests", "before the manifest"
+    common.guard.FiniteGuard(model, ...)     the parameters that the action "drift" may change
+    common.watch.Watch._exit                 note "named": this rank prints the finding about another one
+    common.watch.Watch._let_others_read      note "named": this rank has printed its own error
+    common.flops.count_sample, peak_flops    no measurement
+    common.sampler.make_plan                 short epochs
+    common.workloads.resnet.make_resnet      a small network
+    common.workloads.text.stdlib_documents   a small text
+    nn.Module.eval                           point "evaluation"
+    torch.autograd.backward                  point "backward"; the action "spoil"
+    torch's hook before an optimizer's step  point "update"
+    dcp.save                                 point "before the data"
+    dcp.HuggingFaceStorageWriter.write_data  points "between the files", "in a file"
+    Path.rename                              points "before the rename", "after the rename"
+    shutil.rmtree                            point "during retention"
+    os._exit                                 note "exited"
+
+MUTANTS patch what a proof must notice, each next to its name.
 """
 
 import atexit
@@ -27,12 +54,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import data, flops, guard, keymap, manifest, sampler, saver, stop, watch, world
+from common import data, flops, guard, keymap, manifest, process_group, sampler, saver, stop, watch
 from common.workloads import resnet, text
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tests.harness import damage
 
 Fault = tuple[Any, ...]
 POINTS = (
@@ -41,10 +70,10 @@ POINTS = (
     *("before the rename", "after the rename", "during retention"),
 )
 EPOCH_STEPS = 3  # every epoch ends with the last sample of a step, so that a run can be stopped at the very edge
-WAIT_S = 15.0
+WAIT_S = 90.0  # at most, for a test
 
 
-class _Here:
+class _Self:
     """What this rank is doing, and what is still to happen to it."""
 
     pid = rank = step = 0
@@ -57,12 +86,12 @@ class _Here:
 
 def run(path: str, argv: Sequence[str], faults: Sequence[Fault], events: str, mutant: str = "") -> None:
     """Run a recipe in this process with these faults; what happens when is appended to the file `events`."""
-    _Here.pid, _Here.rank = os.getpid(), int(os.environ.get("RANK", "0"))
-    _Here.events = Path(events)
+    _Self.pid, _Self.rank = os.getpid(), int(os.environ.get("RANK", "0"))
+    _Self.events = Path(events)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     # A fault does not come again in the processes that torchrun starts in the place of those that died of it.
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    _Here.due = [one for one in faults if one[2] % size == _Here.rank and (not again or one[1] == "raise")]
+    _Self.due = [one for one in faults if one[2] % size == _Self.rank and (not again or one[1] == "raise")]
     assert all(point in POINTS and action in ACTIONS for point, action, *_ in faults)
     note("start")
     _shrink()
@@ -73,104 +102,123 @@ def run(path: str, argv: Sequence[str], faults: Sequence[Fault], events: str, mu
     try:
         runpy.run_path(path, run_name="__main__")
     finally:
-        atexit._run_exitfuncs()  # multiprocessing, which runs the ranks of a test, leaves without
+        atexit._run_exitfuncs()  # multiprocessing, which runs the ranks of a test, exits without them
 
 
-def note(event: str) -> None:
+def note(event: str, **more: str) -> None:
     """Write down what happens here and now; a line so short is appended whole."""
-    line = {"event": event, "rank": _Here.rank, "pid": _Here.pid, "step": _Here.step, "time": time.time()}
-    with _Here.events.open("a") as file:
+    line = {"event": event, "rank": _Self.rank, "pid": _Self.pid, "step": _Self.step, "time": time.time()} | more
+    with _Self.events.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def _reach(point: str) -> None:
-    if os.getpid() != _Here.pid:  # a loader worker
+    if os.getpid() != _Self.pid:  # a loader worker
         return
-    for fault in [one for one in _Here.due if one[0] == point and one[3] <= _Here.step]:
-        _Here.due.remove(fault)
-        note("fault")
+    for fault in [one for one in _Self.due if one[0] == point and one[3] <= _Self.step]:
+        _Self.due.remove(fault)
+        note("fault", action=fault[1])
         ACTIONS[fault[1]](*fault[4:])
 
 
 # --- points -----------------------------------------------------------------------------------------------
 
 
-def _before(owner: Any, name: str, point: str, applies: Callable[..., bool] = lambda *_: True) -> None:
+def _replace(owner: Any, name: str, by: Callable[..., Any]) -> None:
+    assert callable(getattr(owner, name))
+    setattr(owner, name, by)
+
+
+def _before(owner: Any, name: str, then: Callable[..., object]) -> None:
+    """Call `then` with the same arguments first."""
     real = getattr(owner, name)
 
     @functools.wraps(real)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        if applies(*args):
-            _reach(point)
+        then(*args, **kwargs)
         return real(*args, **kwargs)
 
     setattr(owner, name, patched)
 
 
-def _before_note(owner: Any, name: str, event: str) -> None:
-    real = getattr(owner, name)
-
-    def patched(*args: Any) -> Any:
-        note(event)
-        return real(*args)
-
-    setattr(owner, name, patched)
-
-
-def _after(owner: Any, name: str, then: Callable[..., None]) -> None:
+def _after(owner: Any, name: str, then: Callable[..., object]) -> None:
+    """Call `then` with the same arguments afterwards."""
     real = getattr(owner, name)
 
     @functools.wraps(real)
     def patched(*args: Any, **kwargs: Any) -> Any:
         result = real(*args, **kwargs)
-        then(*args)
+        then(*args, **kwargs)
         return result
 
     setattr(owner, name, patched)
 
 
+def _reaches(point: str) -> Callable[..., None]:
+    return lambda *_, **__: _reach(point)
+
+
+def _notes(event: str) -> Callable[..., None]:
+    return lambda *_, **__: note(event)
+
+
+class _Reader:
+    """A data set whose reading is a point."""
+
+    def __init__(self, reader: data.BatchReader) -> None:
+        self.reader = reader
+
+    def read(self, *request: Any) -> Any:
+        _reach("reading")
+        return self.reader.read(*request)
+
+
+def _is_checkpoint(path: Any) -> bool:
+    return re.fullmatch(r"step_\d{8}", Path(path).name) is not None
+
+
 def _patch(drifts: bool) -> None:
-    def begin(_: watch.Watch, step: int) -> None:
-        _Here.step = step
+    def begin_step(_: watch.Watch, step: int) -> None:
+        _Self.step = step
 
     def keep_shared(_: guard.FiniteGuard, model: nn.Module, *__: Any) -> None:
-        _Here.shared = _shared(model)
+        _Self.shared = _shared(model)
 
-    def done(_: stop.Stop, step: int) -> None:
-        note("done")
+    def reach_if_checkpoint(point: str) -> Callable[..., None]:
+        """Of the last argument: what is renamed to it, or removed."""
+        return lambda *args, **_: _reach(point) if _is_checkpoint(args[-1]) else None
 
-    def is_checkpoint(path: Any, *_: Any) -> bool:
-        return re.fullmatch(r"step_\d{8}", Path(path).name) is not None
-
-    _after(watch.Watch, "step", begin)
+    _after(watch.Watch, "step", begin_step)
     if drifts:
         _after(guard.FiniteGuard, "__init__", keep_shared)
-    _before(world, "start", "at the start")
-    _before(watch.Watch, "__init__", "before the first step")
-    _before(data._Reads, "__getitem__", "reading")
-    _before(nn.Module, "eval", "evaluation")
-    _before(stop.Stop, "after", "end of a step")
-    _after(stop.Stop, "after", done)
-    register_optimizer_step_pre_hook(lambda *_: _reach("update"))
+    _before(process_group, "start", _reaches("at the start"))
+    _before(watch.Watch, "__init__", _reaches("before the first step"))
+    _patch_reading()
     _patch_backward()
-    _before(dcp, "save", "before the data")
-    _before(dcp.HuggingFaceStorageWriter, "write_data", "between the files")
-    _after(dcp.HuggingFaceStorageWriter, "write_data", lambda *_: _reach("in a file"))
-    _before(manifest, "seal", "before the digests")
-    _before(manifest, "write", "before the manifest")
-    _before(Path, "rename", "before the rename", lambda _, target: is_checkpoint(target))
-    _after(Path, "rename", lambda _, target: is_checkpoint(target) and _reach("after the rename"))
-    _before(shutil, "rmtree", "during retention", is_checkpoint)
-    _before_note(watch.Watch, "_exit", "named")
-    _before_note(watch.Watch, "_let_others_read", "named")  # which comes after a rank has told its own error
-    real_exit = os._exit
+    _before(nn.Module, "eval", _reaches("evaluation"))
+    _before(stop.Stop, "after", _reaches("end of a step"))
+    _after(stop.Stop, "after", _notes("done"))
+    register_optimizer_step_pre_hook(_reaches("update"))
+    _before(dcp, "save", _reaches("before the data"))
+    _before(dcp.HuggingFaceStorageWriter, "write_data", _reaches("between the files"))
+    _after(dcp.HuggingFaceStorageWriter, "write_data", _reaches("in a file"))
+    _before(manifest, "seal", _reaches("before the digests"))
+    _before(manifest, "write", _reaches("before the manifest"))
+    _before(Path, "rename", reach_if_checkpoint("before the rename"))
+    _after(Path, "rename", reach_if_checkpoint("after the rename"))
+    _before(shutil, "rmtree", reach_if_checkpoint("during retention"))
+    _before(watch.Watch, "_exit", _notes("named"))
+    _before(watch.Watch, "_let_others_read", _notes("named"))  # which comes after a rank has printed its own error
+    _before(os, "_exit", lambda _: note("exited") if os.getpid() == _Self.pid else None)  # and no loader worker
 
-    def leave(code: int) -> None:
-        if os.getpid() == _Here.pid:
-            note("left")
-        real_exit(code)
 
-    os._exit = leave  # type: ignore[assignment]
+def _patch_reading() -> None:
+    real = data.Loader.__init__
+
+    def init(self: data.Loader, reader: data.BatchReader, *args: Any, **kwargs: Any) -> None:
+        real(self, _Reader(reader), *args, **kwargs)  # type: ignore[arg-type]
+
+    data.Loader.__init__ = init  # type: ignore[method-assign]
 
 
 def _patch_backward() -> None:
@@ -178,8 +226,8 @@ def _patch_backward() -> None:
 
     def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
         _reach("backward")
-        if _Here.spoilt:
-            _Here.spoilt = False
+        if _Self.spoilt:
+            _Self.spoilt = False
             several = [tensors] if isinstance(tensors, torch.Tensor) else tensors
             grad_tensors = [torch.full_like(tensor, float("nan")) for tensor in several]
         real(tensors, grad_tensors, *args, **kwargs)
@@ -216,7 +264,7 @@ def _mix_collectives() -> None:
 
 
 def _spoil() -> None:
-    _Here.spoilt = True
+    _Self.spoilt = True
 
 
 def _shared(model: nn.Module) -> list[nn.Parameter]:
@@ -237,10 +285,10 @@ def _shared(model: nn.Module) -> list[nn.Parameter]:
 
 def _drift() -> None:
     """The smallest change of one number of one parameter that should be the same elsewhere."""
-    if not _Here.shared:
+    if not _Self.shared:
         note("nothing shared")
         return
-    parameter = _Here.shared[0].data
+    parameter = _Self.shared[0].data
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     first = (0,) * local.ndim
     local[first] = torch.nextafter(local[first], torch.tensor(float("inf"), dtype=local.dtype))
@@ -292,7 +340,7 @@ def _remount(folder: str, options: str) -> None:
 def _die_in_a_file(run: str) -> None:
     """As if the process died while it writes."""
     for file in Path(run, "checkpoints").glob("step_*.tmp-*/*.safetensors"):
-        os.truncate(file, file.stat().st_size // 2)
+        damage.truncate(file, file.stat().st_size // 2)
     _send("SIGKILL")
 
 
@@ -340,45 +388,49 @@ def _few_documents() -> dict[str, bytes]:
 
 def _shrink() -> None:
     """A small model, a small text and epochs of three steps: the faults are the same, the waiting is not."""
-    resnet.make_resnet = _tiny_resnet  # a language model's size is a matter of flags
-    text.stdlib_documents = _few_documents
-    flops.peak_flops = flops.count_flops = lambda *_: 1e12  # measuring them takes longer than the training
+    _replace(resnet, "make_resnet", _tiny_resnet)  # a language model's size is a matter of flags
+    _replace(text, "stdlib_documents", _few_documents)
+    # Measuring them takes longer than the training.
+    _replace(flops, "peak_flops", lambda *_: 1e12)
+    _replace(flops, "count_sample", lambda loss, model, train: flops.Sample(1e12, train.sample_units))
     real = sampler.make_plan
 
-    def make_plan(num_samples: int, *args: Any, **kwargs: Any) -> sampler.Plan:
-        global_batch_size = args[3]
-        return real(min(num_samples, EPOCH_STEPS * global_batch_size), *args, **kwargs)
+    def make_plan(division: sampler.Division, num_samples: int, **kwargs: Any) -> sampler.Plan:
+        return real(division, min(num_samples, EPOCH_STEPS * division.global_batch_size), **kwargs)
 
-    sampler.make_plan = make_plan
+    _replace(sampler, "make_plan", make_plan)
 
 
 # --- mutants: what a proof must notice --------------------------------------------------------------------
 
 
 def _trust_everything() -> None:
-    manifest.verify = lambda path, *_: (json.loads((path / manifest.NAME).read_text()), "")
+    _replace(manifest, "verify", lambda path, *_: (json.loads((path / manifest.NAME).read_text()), ""))
 
 
 def _compare_nothing() -> None:
-    guard.check_replicas = lambda *_: None
+    _replace(guard, "check_replicas", lambda *_: None)
 
 
 def _watch_nothing() -> None:
-    watch.Watch._watch = watch.Watch._watch_store = lambda _: None
-    watch.Watch.report = lambda *_: None
+    for name in ("_watch", "_watch_store", "report"):
+        _replace(watch.Watch, name, lambda *_: None)
 
 
 def _shift_position() -> None:
     real = saver.Saver.save
-    saver.Saver.save = lambda self, step, tensors, samples, last: real(
-        self, step, tensors, samples - samples // step, last
+    _replace(
+        saver.Saver,
+        "save",
+        lambda self, step, tensors, samples, last: real(self, step, tensors, samples - samples // step, last),
     )
 
 
 def _skip_nothing() -> None:
-    guard.FiniteGuard.skip_if_not_finite = lambda self, grad_norm: setattr(
-        self._optimizer, "found_inf", torch.zeros(())
-    )
+    def make_update(self: guard.FiniteGuard, grad_norm: torch.Tensor) -> None:
+        self._optimizer.found_inf = torch.zeros(())
+
+    _replace(guard.FiniteGuard, "skip_if_not_finite", make_update)
 
 
 MUTANTS = {

@@ -58,7 +58,7 @@ class Machine:
         ip("-n", self.space, "qdisc", "add", "dev", "eth0", "root", *limit, tool="tc")
 
     def bytes_sent(self) -> int:
-        """What has left it so far: what its port of the switch has received."""
+        """What it has sent so far: what its port of the switch has received."""
         counters = ip("netns", "exec", self.switch, "cat", f"/sys/class/net/port{self.number}/statistics/rx_bytes")
         return int(counters)
 

@@ -1,12 +1,14 @@
-"""Checkpoints to test with: every type and layout that a recipe saves, and ways to damage them."""
+"""Checkpoints to test with, of every type and layout that a recipe saves; and whether two of them hold the same."""
 
 from pathlib import Path
 
 import torch
 from common import checkpoint, saver
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.harness import runner
+from tests.harness.damage import flip_bit, flip_data  # noqa: F401
 
 RECIPE = runner.ROOT / "recipes" / "some_recipe" / "train.py"  # only its name matters
 
@@ -81,12 +83,22 @@ def find_step(run_dir: Path, resume: str = "") -> int:
     return step
 
 
-def flip_bit(file: Path, bit: int) -> None:
-    content = bytearray(file.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    file.write_bytes(content)
-
-
 def damage(run_dir: Path, step: int) -> None:
-    file = max(checkpoint.folder(run_dir, step).glob("*.safetensors"))
-    flip_bit(file, 8 * file.stat().st_size - 1)
+    flip_data(checkpoint.folder(run_dir, step))
+
+
+def tensors(path: Path, but: str = "nothing.") -> dict[tuple[str, str], torch.Tensor]:
+    """All that a checkpoint holds by file and name, without the names that begin with `but`."""
+    return {
+        (file.name, name): tensor
+        for file in sorted(path.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+        if not name.startswith(but)
+    }
+
+
+def same_tensors(one: Path, other: Path, but: str = "nothing.") -> bool:
+    """Whether two checkpoints of the same number of ranks hold the same names and bits; see `tensors`."""
+    ours, theirs = tensors(one, but), tensors(other, but)
+    assert ours, f"{one} holds nothing"
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

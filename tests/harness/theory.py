@@ -1,4 +1,4 @@
-"""What each strategy should hold and send by the textbook; benchmarks/strategies.py compares, for a model of its size."""
+"""What each strategy should hold and send by the textbook, for a model as benchmarks/strategies.py measures it."""
 
 import functools
 import itertools
