@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import random
 import re
 import runpy
 import shutil
@@ -24,6 +23,7 @@ from PIL import Image
 
 from tests.conftest import write_image_folder, write_parquet
 from tests.harness import module, runner
+from tests.harness.damage import flip_data
 
 SECONDS = 12.0  # a rank that alone has found a fault waits 5 s for rank 0 to tell it first
 DDP = "ddp_resnet"
@@ -435,7 +435,7 @@ def test_more_processes_than_gpus(out: Path) -> None:
 
 
 def test_dp_resnet_in_two_processes(out: Path) -> None:
-    refused("dp_resnet", out, [], "one process, not 2", "recipes/ddp_resnet", "NPROC_PER_NODE=1", size=2)
+    refused("dp_resnet", out, [], "needs 1 process, not 2", "recipes/ddp_resnet", "NPROC_PER_NODE=1", size=2)
 
 
 @pytest.mark.parametrize(
@@ -539,13 +539,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, small_digits: Path) -> Pat
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of that run to damage; its files are links until `overwrite` replaces one."""
+    """A copy of that run to damage; its files are links until `damage.overwrite` replaces one."""
     return shutil.copytree(trained, tmp_path / "out" / "run", copy_function=os.link)
-
-
-def overwrite(path: Path, content: bytes) -> None:
-    path.unlink()
-    path.write_bytes(content)
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
@@ -554,21 +549,13 @@ def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
     return {str(path): (fact.st_ino, fact.st_size, fact.st_mtime_ns) for path, fact in facts.items()}
 
 
-def flip_bit(checkpoint: Path) -> str:
-    path = max(checkpoint.glob("*.safetensors"))
-    content = bytearray(path.read_bytes())
-    content[random.Random(0).randrange(len(content))] ^= 1 << 5
-    overwrite(path, bytes(content))
-    return f"{path.name} has changed since it was written"
-
-
 def again(run: Path, data: Path, *flags: str, size: int = 1) -> runner.Result:
     where = ("--data", str(data), "--out", str(run.parent), "--name", run.name)
     return runner.run_recipe(DDP, size, *where, *TWO_STEPS, *flags)
 
 
 def test_every_checkpoint_damaged(run: Path, small_digits: Path) -> None:
-    faults = [flip_bit(run / "checkpoints" / f"step_0000000{step}") for step in (1, 2)]
+    faults = [flip_data(run / "checkpoints" / f"step_0000000{step}") for step in (1, 2)]
     before = listing(run)
     assert_refused(
         again(run, small_digits, size=2), "every checkpoint is damaged", *faults, "step_00000001", "step_00000002"
@@ -578,7 +565,7 @@ def test_every_checkpoint_damaged(run: Path, small_digits: Path) -> None:
 
 def test_resume_from_a_damaged_checkpoint(run: Path, out: Path, small_digits: Path) -> None:
     """One that was named by its path: no other is taken in its place."""
-    fault = flip_bit(run / "checkpoints" / "step_00000002")
+    fault = flip_data(run / "checkpoints" / "step_00000002")
     before = listing(run)
     flags = ("--name", "new", "--resume", str(run / "checkpoints" / "step_00000002"))
     assert_refused(again(run, small_digits, *flags), fault)
@@ -590,7 +577,7 @@ def test_resume_from_a_damaged_checkpoint(run: Path, out: Path, small_digits: Pa
 def test_damaged_checkpoint_takes_no_place(run: Path, small_digits: Path) -> None:
     """With --keep 1 the one that stays is the whole one that was just written, not a newer damaged one."""
     (run / "checkpoints" / "step_00000002").rename(run / "checkpoints" / "step_00000009")
-    flip_bit(run / "checkpoints" / "step_00000009")
+    flip_data(run / "checkpoints" / "step_00000009")
     flags = ("--max-steps", "9", "--stop-after", "2", "--keep", "1", "--save-every", "1")
     result = again(run, small_digits, *flags)
     assert result.ok, str(result)
