@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from common import UserError, ranks, seed
+from common import UserError, seed
 from common.workloads import actor_critic, environments
 from torch import nn
 from torch.nn import functional as F
