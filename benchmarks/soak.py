@@ -19,10 +19,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
 from tests.harness import pages
+from tests.harness.damage import flip_random_bit
 from tests.harness.runner import ROOT
+from tests.harness.states import same_tensors
 
 RECIPE, RANKS = "recipes/ddp_resnet", 2
 PAUSE_S = 20.0
@@ -59,16 +59,6 @@ def newest_step(run: Path) -> int:
         return 0  # not there yet, or just being rewritten
 
 
-def flip_bit(run: Path, chance: random.Random) -> None:
-    """Change one bit of the newest checkpoint."""
-    file = max(run.glob("checkpoints/step_????????/*.safetensors"))
-    with file.open("r+b") as handle:
-        handle.seek(chance.randrange(file.stat().st_size))
-        byte = handle.read(1)[0] ^ 1 << chance.randrange(8)
-        handle.seek(-1, os.SEEK_CUR)
-        handle.write(bytes([byte]))
-
-
 def inject(fault: str, launcher: subprocess.Popen[bytes], run: Path, chance: random.Random) -> None:
     """Do it to a random rank, or to all."""
     pids = rank_pids(launcher)
@@ -86,7 +76,7 @@ def inject(fault: str, launcher: subprocess.Popen[bytes], run: Path, chance: ran
         for pid in [launcher.pid, *pids]:
             os.kill(pid, signal.SIGKILL)
         if fault == "power cut and a bit flipped":
-            flip_bit(run, chance)
+            flip_random_bit(max(run.glob("checkpoints/step_????????/*.safetensors")), chance)
 
 
 FAULTS = [
@@ -105,12 +95,6 @@ def wait_for_progress(launcher: subprocess.Popen[bytes], run: Path, beyond: int)
             return True
         time.sleep(0.05)
     return False
-
-
-def final_tensors(run: Path, steps: int) -> dict[str, torch.Tensor]:
-    """Everything in the last checkpoint."""
-    files = sorted((run / "checkpoints" / f"step_{steps:08d}").glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def main() -> None:
@@ -152,8 +136,8 @@ def main() -> None:
             time.sleep(0.1)
         wall_s = time.monotonic() - began
         assert launcher.returncode == 0, (out / "soak.log").read_text()
-        calm, soaked = final_tensors(out / "calm", steps), final_tensors(run, steps)
-        equal = calm.keys() == soaked.keys() and all(torch.equal(calm[name], soaked[name]) for name in calm)
+        last = f"checkpoints/step_{steps:08d}"
+        equal = same_tensors(out / "calm" / last, run / last)
     counts = ", ".join(f"{count} x {fault}" for fault, count in sorted(done.items()))
     verdict = "equal to the fault-free run's, bit for bit" if equal else "DIFFERENT from the fault-free run's"
     rows = {

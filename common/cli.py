@@ -106,7 +106,7 @@ def _parse(args_type: type[Args], argv: list[str] | None) -> Args:
     before.add_argument("--config", type=Path)
     known, given = before.parse_known_args(argv)
     flags = [*_read_config(args_type, known.config), *given] if known.config else given
-    description = f"{args_type.__doc__} --config PATH starts from a run's config.json."
+    description = f"{args_type.__doc__} --config PATH takes flags from a run's config.json; others override them."
     try:
         args = tyro.cli(args_type, args=flags, description=description, config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as refusal:

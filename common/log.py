@@ -69,8 +69,9 @@ class Run:
 
         for change in run_dir.write_config(path, recipe, args, world):
             ranks.print0(change)
-        units = "".join(f", {number:,} {unit} each" for unit, number in sample.units.items())
-        ranks.print0(f"{world}\n{plan}{units}; {str(dtype).removeprefix('torch.')}")
+        details = "".join(f", {number:,} {unit} each" for unit, number in sample.units.items())
+        details += f"; {str(dtype).removeprefix('torch.')}"
+        ranks.print0(f"{world}\n{plan}{details if plan.first_step < plan.max_steps else ''}")
         self._records = run_dir.open_records(path, plan.first_step)
         (path / STOPPED).unlink(missing_ok=True)
         self._tensorboard = SummaryWriter(str(path), purge_step=plan.first_step + 1)

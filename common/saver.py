@@ -188,6 +188,8 @@ class Saver:
 def _explain(error: BaseException, run_dir: Path) -> str:
     """The cause of a failed save in one line, with the free space: torch and safetensors wrap it in many."""
     text = str(error).strip() or type(error).__name__
+    if isinstance(error, dist.DistError) or "gloo" in text:  # the cause is not a disk; `watch` names the rank
+        return "the connection to another rank was lost"
     place = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     space, entries = shutil.disk_usage(place).free, os.statvfs(place).f_favail
     full = any(sign in text for sign in ("No space left", "Errno 28", "os error 28", "unexpected pos"))

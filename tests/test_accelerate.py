@@ -65,7 +65,42 @@ def believe_in_deepspeed() -> None:
     accelerator.DeepSpeedPlugin = object
 
 
-STAND_INS = {"GPUs": believe_in_gpus, "DeepSpeed": believe_in_deepspeed}
+def register_tracker() -> None:
+    """A tracker of one's own, which needs no account: one line of JSON for each call."""
+    from accelerate.tracking import GeneralTracker, on_main_process, register_tracker_class
+
+    class Lines(GeneralTracker):
+        name = "lines"
+        requires_logging_directory = False
+        tracker = None
+
+        def __init__(self, run_name: str) -> None:
+            super().__init__()
+
+        def _write(self, *line: Any) -> None:
+            with Path(os.environ["LINES"]).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+        @on_main_process
+        def start(self) -> None:
+            self._write("start")
+
+        @on_main_process
+        def store_init_configuration(self, values: dict) -> None:
+            self._write("flags", values)
+
+        @on_main_process
+        def log(self, values: dict, step: int | None = None, **_: Any) -> None:
+            self._write(step, {name: float(value) for name, value in values.items()})
+
+        @on_main_process
+        def finish(self) -> None:
+            self._write("finish")
+
+    register_tracker_class(Lines)
+
+
+STAND_INS = {"GPUs": believe_in_gpus, "DeepSpeed": believe_in_deepspeed, "tracker": register_tracker}
 
 
 def run(
@@ -101,7 +136,7 @@ def sharding(config: Path, size: int, **more: str) -> dict[str, str | None]:
 
 # --- what else would come of it ---------------------------------------------------------------------------
 
-SPLIT = "tp_size x cp_size x sp_size is 2, not 1: use recipes/tensor_gpt, or a shorter --seq-len"
+SPLIT = "tp x cp x sp size is 2, not 1: use recipes/tensor_gpt, or a shorter --seq-len"
 # Of a file: what the environment then holds, and the refusal.
 REFUSED: dict[str, tuple[dict[str, str], str]] = {
     "another precision": (
@@ -431,6 +466,35 @@ def test_mutant_whose_optimizer_is_wrapped(small_text: Path, tmp_path: Path) -> 
         assert result.ok, str(result)
         norms = runner.records(out / "run", "train/grad_norm")
         assert [math.isfinite(norms[step]) for step in (1, 2, 3, 4)] == [True, False, finite, finite]
+
+
+# --- a tracker, which docs/accelerate-traps.md shows how to add -------------------------------------------
+
+
+def test_tracker_of_the_docs(small_text: Path, tmp_path: Path) -> None:
+    """The page's lines send what the log shows to a tracker: once, from rank 0."""
+    page = (runner.ROOT / "docs" / "accelerate-traps.md").read_text().partition("## Add a tracker")[2]
+    one, two, *in_loop, last = page.split("```python\n")[1].split("```")[0].splitlines()
+    loop = "for step in run.steps(dp_rank): ..."
+    logs = "run.log_train(step, sums, grad_norm=grad_norm, data_wait_s=batches.wait_s, lr=lr)"
+    changes: mutants.Changes = {
+        "make_accelerator": {
+            'Accelerator(cpu=world.device.type == "cpu", kwargs_handlers=[ddp])': (
+                'Accelerator(cpu=world.device.type == "cpu", kwargs_handlers=[ddp], log_with="lines")'
+            )
+        },
+        "main": {
+            loop: "\n".join((one, two, loop)),
+            logs: "\n".join((logs, *in_loop)),
+            "run.finish()": f"{last}\nrun.finish()",
+        },
+    }
+    file = tmp_path / "lines.jsonl"
+    how: dict[str, Any] = {"recipe": mutants.mutate(HUGGING, tmp_path, changes), "variables": {"LINES": str(file)}}
+    losses, *_ = trained(2, tmp_path, small_text, "--dtype", "float64", "--stop-after", "3", stand_in="tracker", **how)
+    first, flags, *lines, end = [json.loads(line) for line in file.read_text().splitlines()]
+    assert (first, flags[0], flags[1]["stop_after"], end) == (["start"], "flags", 3, ["finish"])
+    assert {step: values["loss"] for step, values in lines} == losses
 
 
 def test_commands_of_the_docstring() -> None:

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import random
 import re
 import runpy
 import shutil
@@ -24,6 +23,7 @@ from PIL import Image
 
 from tests.conftest import write_image_folder, write_parquet
 from tests.harness import module, runner
+from tests.harness.damage import flip_data
 
 SECONDS = 12.0  # a rank that alone has found a fault waits 5 s for rank 0 to tell it first
 DDP = "ddp_resnet"
@@ -190,7 +190,7 @@ def test_last_batch_too_small(recipe: str, out: Path, small_data: dict[str, Path
     flags = ["--data", str(small_data[runner.workload(recipe)]), *runner.small(recipe), *layout.flags]
     flags += ["--epochs", "1", "--max-steps", "0", "--global-batch-size", "36"]  # 469 = 13 * 36 + 1
     flags += layout.micro_batches(36)
-    refused(recipe, out, flags, "has 1 of 469 samples", "use --max-steps 13 to drop it", size=layout.size)
+    refused(recipe, out, flags, "has 1 of 469 samples", "use --max-steps 13 to drop that step", size=layout.size)
 
 
 @pytest.mark.parametrize("micro", [[], ["--micro-batch-size", "1"]])
@@ -198,7 +198,7 @@ def test_one_sample_per_micro_batch(micro: list[str], out: Path, small_digits: P
     """BatchNorm cannot train on one sample, whichever flag asks for that."""
     batch = "4" if micro else "2"
     flags = ["--data", str(small_digits), "--max-steps", "2", "--global-batch-size", batch, *micro]
-    refused(DDP, out, flags, f"--global-batch-size {batch} gives a rank 1 samples")
+    refused(DDP, out, flags, f"--global-batch-size {batch} gives a rank only 1 of the 2 samples")
 
 
 def test_one_sample_in_a_micro_batch_of_the_last_step(out: Path, tmp_path: Path) -> None:
@@ -224,44 +224,44 @@ BAD_SIZES_OF_A_FAMILY = {
 }
 # Of a strategy: every recipe that has the flags is asked.
 BAD_SIZES = {
-    "tp and ranks": (4, ["--tp", "3"], ["--tp 3 does not divide the number of ranks, 4"]),
-    "tp and heads": (2, ["--tp", "2", "--num-heads", "3"], ["--tp 2 does not divide --num-heads, 3"]),
-    "tp and kv heads": (2, ["--tp", "2", "--num-kv-heads", "1"], ["--tp 2 does not divide --num-kv-heads, 1"]),
-    "tp and mlp": (2, ["--tp", "2", "--mlp-width", "45"], ["--tp 2 does not divide --mlp-width, 45"]),
+    "tp and ranks": (4, ["--tp", "3"], ["--tp 3 must divide the number of ranks (4)"]),
+    "tp and heads": (2, ["--tp", "2", "--num-heads", "3"], ["--tp 2 must divide --num-heads (3)"]),
+    "tp and kv heads": (2, ["--tp", "2", "--num-kv-heads", "1"], ["--tp 2 must divide --num-kv-heads (1)"]),
+    "tp and mlp": (2, ["--tp", "2", "--mlp-width", "45"], ["--tp 2 must divide --mlp-width (45)"]),
     "tp and default mlp": (
         3,
         ["--tp", "3", "--num-heads", "3", "--width", "48", "--seq-len", "48"],
-        ["--tp 3 does not divide --mlp-width, 128"],
+        ["--tp 3 must divide --mlp-width (128)"],
     ),
-    "tp and sequence": (2, ["--tp", "2", "--seq-len", "15"], ["--tp 2 does not divide --seq-len, 15"]),
-    "dp_replicate": (4, ["--dp-replicate", "3"], ["--dp-replicate 3 does not divide the number of ranks, 4"]),
-    "pp and ranks": (4, ["--pp", "3"], ["--pp 3 does not divide the number of ranks, 4"]),
+    "tp and sequence": (2, ["--tp", "2", "--seq-len", "15"], ["--tp 2 must divide --seq-len (15)"]),
+    "dp_replicate": (4, ["--dp-replicate", "3"], ["--dp-replicate 3 must divide the number of ranks (4)"]),
+    "pp and ranks": (4, ["--pp", "3"], ["--pp 3 must divide the number of ranks (4)"]),
     "pp and batch": (4, ["--pp", "2", "--global-batch-size", "1"], ["--global-batch-size 1 does not divide by 2"]),
     "fewer micro-batches than stages": (
         2,
         ["--pp", "2", "--micro-batch-size", "0"],
-        ["32 samples (1 micro-batch of 32 on 1 dp rank)", "--schedule 1F1B needs 2 or more"],
+        ["--micro-batch-size 0 makes 1 a step, and --schedule 1F1B needs 2 or more"],
     ),
     "micro-batches and ranks": (
         2,
         ["--pp", "2", "--global-batch-size", "12", "--schedule", "Interleaved1F1B"],
-        ["12 samples (3 micro-batches of 4 on 1 dp rank)", "--schedule Interleaved1F1B needs a multiple of --pp 2"],
+        ["--micro-batch-size 4 makes 3 a step, and --schedule Interleaved1F1B needs a multiple of --pp 2"],
     ),
     "micro-batches in both directions": (
         2,
         ["--pp", "2", "--micro-batch-size", "16", "--schedule", "DualPipeV"],
-        ["32 samples (2 micro-batches of 16 on 1 dp rank)", "--schedule DualPipeV needs 4 or more"],
+        ["--micro-batch-size 16 makes 2 a step, and --schedule DualPipeV needs 4 or more"],
     ),
     "one rank, two stages": (
         1,
         ["--pp", "1", "--schedule", "InterleavedZeroBubble"],
-        ["--pp 1 and --num-layers 4 are too few: --schedule InterleavedZeroBubble has 2 on each"],
+        ["--schedule InterleavedZeroBubble needs --pp 2 or more, and", "not --pp 1 and --num-layers 4"],
     ),
     **{
         f"layers, {name}": (
             2,
             ["--schedule", name, "--pp", "2", "--num-layers", str(2 * stages - 1)],
-            [f"--num-layers {2 * stages - 1} are too few: --schedule {name} has {stages} on each"],
+            [f"--schedule {name} needs", f"({stages} a rank), not --pp 2 and --num-layers {2 * stages - 1}"],
         )
         for name, stages in {
             **{"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2},
@@ -431,11 +431,11 @@ def test_hub_without_a_network(network: str, out: Path) -> None:
 
 def test_more_processes_than_gpus(out: Path) -> None:
     result = run_where([Where(gpus=1)] * 2, "--out", str(out))
-    assert_refused(result, "2 processes were started", "1 GPU:", "NPROC_PER_NODE=1")
+    assert_refused(result, "2 processes were started", "1 GPU, and", "NPROC_PER_NODE=1")
 
 
 def test_dp_resnet_in_two_processes(out: Path) -> None:
-    refused("dp_resnet", out, [], "one process, not 2", "recipes/ddp_resnet", "NPROC_PER_NODE=1", size=2)
+    refused("dp_resnet", out, [], "needs 1 process, not 2", "recipes/ddp_resnet", "NPROC_PER_NODE=1", size=2)
 
 
 @pytest.mark.parametrize(
@@ -539,13 +539,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, small_digits: Path) -> Pat
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of that run to damage; its files are links until `overwrite` replaces one."""
+    """A copy of that run to damage; its files are links until `damage.overwrite` replaces one."""
     return shutil.copytree(trained, tmp_path / "out" / "run", copy_function=os.link)
-
-
-def overwrite(path: Path, content: bytes) -> None:
-    path.unlink()
-    path.write_bytes(content)
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
@@ -554,21 +549,13 @@ def listing(folder: Path) -> dict[str, tuple[int, int, int]]:
     return {str(path): (fact.st_ino, fact.st_size, fact.st_mtime_ns) for path, fact in facts.items()}
 
 
-def flip_bit(checkpoint: Path) -> str:
-    path = max(checkpoint.glob("*.safetensors"))
-    content = bytearray(path.read_bytes())
-    content[random.Random(0).randrange(len(content))] ^= 1 << 5
-    overwrite(path, bytes(content))
-    return f"{path.name} has changed since it was written"
-
-
 def again(run: Path, data: Path, *flags: str, size: int = 1) -> runner.Result:
     where = ("--data", str(data), "--out", str(run.parent), "--name", run.name)
     return runner.run_recipe(DDP, size, *where, *TWO_STEPS, *flags)
 
 
 def test_every_checkpoint_damaged(run: Path, small_digits: Path) -> None:
-    faults = [flip_bit(run / "checkpoints" / f"step_0000000{step}") for step in (1, 2)]
+    faults = [flip_data(run / "checkpoints" / f"step_0000000{step}") for step in (1, 2)]
     before = listing(run)
     assert_refused(
         again(run, small_digits, size=2), "every checkpoint is damaged", *faults, "step_00000001", "step_00000002"
@@ -578,7 +565,7 @@ def test_every_checkpoint_damaged(run: Path, small_digits: Path) -> None:
 
 def test_resume_from_a_damaged_checkpoint(run: Path, out: Path, small_digits: Path) -> None:
     """One that was named by its path: no other is taken in its place."""
-    fault = flip_bit(run / "checkpoints" / "step_00000002")
+    fault = flip_data(run / "checkpoints" / "step_00000002")
     before = listing(run)
     flags = ("--name", "new", "--resume", str(run / "checkpoints" / "step_00000002"))
     assert_refused(again(run, small_digits, *flags), fault)
@@ -590,7 +577,7 @@ def test_resume_from_a_damaged_checkpoint(run: Path, out: Path, small_digits: Pa
 def test_damaged_checkpoint_takes_no_place(run: Path, small_digits: Path) -> None:
     """With --keep 1 the one that stays is the whole one that was just written, not a newer damaged one."""
     (run / "checkpoints" / "step_00000002").rename(run / "checkpoints" / "step_00000009")
-    flip_bit(run / "checkpoints" / "step_00000009")
+    flip_data(run / "checkpoints" / "step_00000009")
     flags = ("--max-steps", "9", "--stop-after", "2", "--keep", "1", "--save-every", "1")
     result = again(run, small_digits, *flags)
     assert result.ok, str(result)

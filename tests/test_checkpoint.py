@@ -14,13 +14,13 @@ import torch.distributed as dist
 from common import UserError, checkpoint, manifest
 
 from tests.harness import runner
+from tests.harness.damage import flip_bit
 from tests.harness.states import (
     bits,
     blank,
     check_equal,
     damage,
     find_step,
-    flip_bit,
     loaded,
     make_saver,
     make_state,

@@ -14,6 +14,7 @@ from common.workloads import gpt, images, text
 from common.workloads.resnet import make_resnet
 from torch.nn import functional as F
 
+from tests.conftest import each_recipe
 from tests.harness import mutants, runner, short_resnet  # noqa: F401 (--model resnet6)
 
 # One epoch of 469 samples: 19 steps of 24, in two micro-batches each, and a last one of 13, which divides by none of
@@ -143,6 +144,7 @@ def curves(
     rate = ("--lr", str(2 * RATES[runner.workload(layout.recipe)]))
     flags = (*runner.small(layout.recipe), *rate, *layout.flags, *layout.micro_batches(MICRO_BATCH), *sync, *flags)
     where = ("--out", str(out), "--name", "run")
+    target = target or runner.run_unmeasured
     result = runner.run_recipe(mutant or layout.recipe, layout.size, *FLAGS, *where, *flags, target=target)
     assert result.ok, str(result)
     return [runner.records(out / "run", tag) for tag in ("train/loss", "train/grad_norm", "val/loss")]
@@ -157,17 +159,22 @@ def worst(found: dict[int, float], wanted: list[float], steps: int = STEPS) -> f
 def ways() -> Iterator[Any]:
     """Every layout of every recipe; where the embedding and the output layer can lie on different ranks, also as one.
 
-    A plain `pytest` runs all but the many of pipelines, of which it runs each schedule once, and each number of ranks.
-    tests/test_ppo.py has the recipe that trains on no data set.
+    A plain `pytest` runs all of one recipe of each workload, and of the others those on two and four ranks; of
+    pipelines each schedule on two ranks, and the first one of each shape on four. tests/test_ppo.py has the recipe that
+    trains on no data set.
     """
     for layout in (layout for recipe in runner.SUPERVISED for layout in runner.layouts(recipe)):
-        default = layout == runner.layout(layout.recipe, layout.size)
-        for tied in [(), (True,)] if "--pp" in layout.flags else [()]:
-            both_ends = layout.size == 2 and "ZBVZeroBubble" in layout.flags  # on one rank
-            core = "--pp" not in layout.flags or default or (layout.size == 2 and not tied) or both_ends
-            yield pytest.param(
-                layout, tied, id=f"{layout}{'-tied' * len(tied)}", marks=() if core else pytest.mark.layouts
-            )
+        pipeline = "--pp" in layout.flags
+        first = not pipeline or runner.choices(layout.recipe, "--schedule")[0] in layout.flags
+        for tied in [(), (True,)] if pipeline else [()]:
+            core = layout.size in (2, 4) or runner.stands_for_workload(layout.recipe)
+            if pipeline:
+                both_ends = "ZBVZeroBubble" in layout.flags  # of a tied embedding, on one rank
+                core = (layout.size == 2 and (not tied or first or both_ends)) or (
+                    layout.size == 4 and first and not tied
+                )
+            rest = pytest.mark.layouts if pipeline else pytest.mark.all_recipes
+            yield pytest.param(layout, tied, id=f"{layout}{'-tied' * len(tied)}", marks=() if core else rest)
 
 
 @pytest.mark.parametrize(("layout", "tied"), list(ways()))
@@ -191,7 +198,7 @@ COARSE = {"bfloat16": 0.02}
 
 
 @pytest.mark.parametrize("dtype", COARSE)
-@pytest.mark.parametrize("recipe", runner.SUPERVISED)
+@pytest.mark.parametrize("recipe", each_recipe(runner.SUPERVISED))
 def test_coarser(recipe: str, dtype: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
     folder = small_data[runner.workload(recipe)]
     layout = runner.layout(recipe, 2)
@@ -221,11 +228,13 @@ def test_variant(variant: str, plain: dict, small_data: dict[str, Path], tmp_pat
 
 
 def pairs() -> Iterator[Any]:
-    """The layouts on two ranks, or on the most that there can be; of one recipe the first in every run of the tests."""
+    """The layouts on two ranks, or on the most that there can be; a plain `pytest` has one of each workload."""
     for layout in (layout for recipe in runner.SUPERVISED for layout in runner.layouts(recipe)):
         first = runner.layout(layout.recipe, 2)
         if layout.size == first.size and layout.dp_size == first.dp_size:
-            yield pytest.param(layout, id=str(layout), marks=() if layout == first else pytest.mark.layouts)
+            rest = pytest.mark.all_recipes if layout == first else pytest.mark.layouts
+            core = layout == first and runner.stands_for_workload(layout.recipe)
+            yield pytest.param(layout, id=str(layout), marks=() if core else rest)
 
 
 @pytest.mark.parametrize("layout", list(pairs()))
@@ -239,7 +248,7 @@ def test_compiled(layout: runner.Layout, plain: dict, small_data: dict[str, Path
     assert worst(found[1], wanted.norms, steps=3) < 1e-9
 
 
-@pytest.mark.parametrize("recipe", [name for name in runner.RECIPES if name.endswith("_resnet")])
+@pytest.mark.parametrize("recipe", each_recipe([name for name in runner.RECIPES if runner.workload(name) == "resnet"]))
 def test_default_model(recipe: str, plain: dict, small_digits: Path, tmp_path: Path) -> None:
     """The tests above train a small network; here is the one that people get, for a few steps."""
     losses, norms, _ = plain_curve(plain, recipe, "float32", small_digits, "resnet18", 4)

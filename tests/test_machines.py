@@ -17,7 +17,7 @@ import pytest
 from common import flops
 
 from tests.conftest import write_text
-from tests.harness import inject, runner, short_resnet  # noqa: F401 (--model resnet6)
+from tests.harness import inject, mutants, runner, short_resnet  # noqa: F401 (--model resnet6)
 from tests.harness.fault_case import checkpoints
 from tests.harness.machines import Machine, joined
 from tests.harness.states import same_tensors
@@ -324,14 +324,14 @@ def test_machines_die(machines: list[Machine], tmp_path: Path) -> None:
     assert "Traceback" not in job.output(machines[1])
 
 
-SAME_RANK = {'    return mesh.get_local_rank("dp"), mesh.size()\n': "    return 0, mesh.size()\n"}
+SAME_RANK = {"dp_coordinates": {"mesh.get_local_rank('dp')": "0"}}
 SHIFTED = "the position is that of the step before"  # of inject.MUTANTS
 
 
 @pytest.mark.parametrize("mutant", ["", "every rank has dp rank 0", SHIFTED])
 def test_mutants_that_each_once_must_notice(mutant: str, tmp_path: Path) -> None:
     """The same bookkeeping on one machine: 2 ranks to step 5, then 1, with a defect."""
-    path = runner.mutate(RECIPE, tmp_path, SAME_RANK if mutant == "every rank has dp rank 0" else {})
+    path = mutants.mutate(RECIPE, tmp_path, SAME_RANK if mutant == "every rank has dp rank 0" else {})
     patch = mutant if mutant == SHIFTED else ""
     argv = [*FLAGS, *runner.small(RECIPE), *EXACT, "--out", str(tmp_path / "out"), "--name", "run"]
     for size, more in ((2, ["--stop-after", "5"]), (1, [])):

@@ -1,7 +1,9 @@
 """The parts of docs/ that commands write, and what every page promises: links that lead somewhere, flags that exist."""
 
 import ast
+import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,15 +74,39 @@ def test_rows_of_some_recipes_are_replaced(tmp_path: Path) -> None:
 
 
 def test_same_fault_run_twice() -> None:
-    """The larger figure, and the message of the run that failed."""
+    """The larger figure, and the message of the run that failed, without what is of this machine."""
+    folder = "/tmp/pytest-of-somebody/pytest-78/ddp_gpt1"
     measured = {"ranks": 2, "runs": 1, "passes": 1, "steps_lost": 1, "notice_s": None, "recover_s": 0.26}
     good = {"fault": "disk: full", "recipe": "ddp_gpt", "message": "well\nand more", **measured}
-    bad = good | {"passes": 0, "recover_s": 0.1, "message": f"fails: process 7 on {table.platform.node()}"}
+    bad = good | {
+        "passes": 0,
+        "recover_s": 0.1,
+        "message": f"fails: process 7 on {table.platform.node()}, {folder}/out",
+    }
     merged = table.merge([good, bad])
     assert merged == row("disk: full", "ddp_gpt") | {
         **{"runs": "2", "passes": "1", "steps_lost": "1", "recover_s": "0.3"},
-        "message": "fails: process N on H",
+        "message": "fails: process N on H, RUN/out",
     }
+
+
+def test_page_stays_if_pytest_does_not_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in the middle, it has recorded some rows, and the others would be lost."""
+    row = {"fault": "disk: full", "recipe": "ddp_gpt", "ranks": 2, "message": ""}
+    row |= {"runs": 1, "passes": 1, "steps_lost": None, "notice_s": None, "recover_s": None}
+
+    def run(codes: list[int]) -> list[table.Row]:
+        def ended(*_: object, env: dict[str, str], **__: object) -> subprocess.CompletedProcess[str]:
+            with Path(env["FAULTS_RECORD"]).open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            return subprocess.CompletedProcess([], codes.pop(0))
+
+        monkeypatch.setattr(table.subprocess, "run", ended)
+        return table.run(["ddp_gpt"], len(codes))
+
+    assert [found["runs"] for found in run([0, 1])] == ["2"]
+    with pytest.raises(SystemExit, match="pytest ended with code -9 before the last fault"):
+        run([0, -9])
 
 
 def test_page_of_faults_is_that_of_its_file() -> None:

@@ -10,11 +10,10 @@ from itertools import pairwise, permutations
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.conftest import each_recipe, write_parquet, write_text
 from tests.harness import mutants, runner
+from tests.harness.states import same_tensors
 
 # 101 samples in batches of 40: epochs end within steps 3 and 6.
 STEPS = 6
@@ -71,17 +70,6 @@ def eval_metric(recipe: str) -> str:
     return "val/loss" if recipe in runner.SUPERVISED else "val/return"
 
 
-def same_tensors(one: Path, other: Path) -> bool:
-    """Whether two checkpoints of the same number of ranks hold the same names and bits."""
-    files = [sorted((out / f"checkpoints/step_{STEPS:08d}").glob("*.safetensors")) for out in (one, other)]
-    assert files[0], "a checkpoint has files"
-    for left, right in zip(*files, strict=True):
-        ours, theirs = load_file(left), load_file(right)
-        if ours.keys() != theirs.keys() or not all(torch.equal(ours[name], theirs[name]) for name in ours):
-            return False
-    return True
-
-
 @pytest.mark.parametrize("recipe", each_recipe())
 def test_same_ranks_bitwise(recipe: str, reference: Reference, tiny: Tiny, tmp_path: Path) -> None:
     world_size = runner.world_sizes(recipe, most=2)[-1]
@@ -92,10 +80,11 @@ def test_same_ranks_bitwise(recipe: str, reference: Reference, tiny: Tiny, tmp_p
     parts[eval_metric(recipe)] = {STEPS: parts[eval_metric(recipe)][STEPS]}
     assert parts == curves
     assert list(curves["train/loss"]) == list(range(1, STEPS + 1))
-    assert same_tensors(tmp_path / "parts", out)
+    last = f"checkpoints/step_{STEPS:08d}"
+    assert same_tensors(tmp_path / "parts" / last, out / last)
 
 
-@pytest.mark.parametrize("recipe", [name for name in runner.RECIPES if len(runner.world_sizes(name)) > 1])
+@pytest.mark.parametrize("recipe", each_recipe([name for name in runner.RECIPES if len(runner.world_sizes(name)) > 1]))
 def test_other_ranks(recipe: str, reference: Reference, tiny: Tiny, tmp_path: Path) -> None:
     flags = ("--dtype", "float64")
     _, curves = reference(recipe, 2, "float64")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import write_parquet, write_text
-from tests.harness import runner
+from tests.harness import mutants, runner
 from tests.harness.states import same_tensors
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -66,12 +66,12 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def slow(recipe: str, folder: Path) -> Path:
     """A copy of a recipe with a small model, whose steps leave time to meddle: STEP_S seconds."""
+    trains = "sums, grad_norm = train_step(args, model, optimizer, run.finite, batches, dp_size)"
     changes = {
-        "import contextlib\n": "import contextlib, os, time\nfrom tests.harness import short_resnet\n",
-        "    for step in run.steps(dp_rank):\n": "    for step in run.steps(dp_rank):\n"
-        "        time.sleep(float(os.environ.get('STEP_S', '0.2')))\n",
+        "": {"import contextlib": "import contextlib, os, time\nfrom tests.harness import short_resnet"},
+        "main": {trains: f"time.sleep(float(os.environ.get('STEP_S', '0.2'))); {trains}"},
     }
-    return runner.mutate(recipe, folder, changes).parent
+    return mutants.mutate(recipe, folder, changes).parent
 
 
 class Job:

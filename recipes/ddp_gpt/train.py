@@ -46,44 +46,42 @@ from common.workloads import gpt, text
 class Args:
     """Train a small GPT on text."""
 
-    out: str = f"runs/{Path(__file__).parent.name}"  # folder for runs
-    name: str = ""  # name of this run, by default date and time; the same name again continues the run
-    resume: str = ""  # continue from this run or checkpoint, of any recipe with the same model
+    out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
+    name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
+    resume: str = ""  # start from this run or checkpoint, of any recipe with the same model
     data: str = "stdlib"  # "stdlib" (built in: Python's own text), a folder, or a data set of the Hugging Face hub
-    seed: cli.Seed = 0  # decides initial weights and order of samples
-    workers: cli.NonNegativeInt = 0  # loader processes per rank; a set that fits in memory needs none
+    seed: cli.Seed = 0  # seed of initial weights and order of samples
+    workers: cli.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
-    epochs: cli.PositiveInt = 1  # length of the training, if max_steps is 0
-    max_steps: cli.NonNegativeInt = 200  # length of the training in optimizer steps
-    stop_after: cli.NonNegativeInt = 0  # stop, saved, once this step is done; 0 for never
-    deadline: cli.NonNegativeFloat = 0.0  # stop, saved, after this many minutes; 0 for never
-    log_every: cli.PositiveInt = 10  # steps between lines of the log
-    eval_every: cli.NonNegativeInt = 100  # steps between evaluations; 0 for once an epoch
-    save_every: cli.NonNegativeInt = 100  # steps between checkpoints; 0 for once an epoch
+    epochs: cli.PositiveInt = 1  # length of the training in epochs, if max_steps is 0
+    max_steps: cli.NonNegativeInt = 200  # length of the training in optimizer steps; 0 for epochs
+    stop_after: cli.NonNegativeInt = 0  # save and stop after this step; 0 for never
+    deadline: cli.NonNegativeFloat = 0.0  # save and stop after this many minutes; 0 for never
+    log_every: cli.PositiveInt = 10  # steps between log lines
+    eval_every: cli.NonNegativeInt = 100  # steps between evaluations; 0 for once per epoch
+    save_every: cli.NonNegativeInt = 100  # steps between checkpoints; 0 for once per epoch
     keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
     async_save: bool = False  # write checkpoints while the training continues
     check_every: cli.NonNegativeInt = 100  # steps between comparisons of the replicas; 0 for never
-    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because their gradient is not finite
-    hang_timeout: cli.Timeout = (
-        300.0  # seconds without progress after which the hanging rank is named and the run stops
-    )
+    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
+    hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
     global_batch_size: cli.PositiveInt = 32  # sequences per optimizer step, over all ranks
-    micro_batch_size: cli.NonNegativeInt = 0  # most sequences of a forward pass on a rank; 0 for one micro-batch a step
+    micro_batch_size: cli.NonNegativeInt = 0  # most sequences of a rank's forward pass; 0 for one micro-batch per step
     lr: cli.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
-    lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr is meant for
-    weight_decay: cli.NonNegativeFloat = 0.1  # on matrices, not on norms
+    lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr was chosen for
+    weight_decay: cli.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
     warmup_steps: cli.NonNegativeInt = 20  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
-    dtype: str = "auto"  # auto (bfloat16 where the hardware has it), float32, bfloat16 or float64
+    dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16 or float64
     compile: bool = False  # torch.compile the model
-    seq_len: cli.PositiveInt = 128  # tokens of a sequence
-    tokenizer: str = ""  # a Hugging Face tokenizer.json; "" for bytes
+    seq_len: cli.PositiveInt = 128  # tokens in a sequence
+    tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
     num_layers: cli.PositiveInt = 4  # transformer blocks
-    num_heads: cli.PositiveInt = 4  # heads of the queries
-    num_kv_heads: cli.NonNegativeInt = 0  # heads of keys and values; 0 for as many
-    width: cli.PositiveInt = 192  # of the residual stream
-    mlp_width: cli.NonNegativeInt = 0  # of the hidden layer in each MLP; 0 for 8/3 of the width, rounded up to 64
-    tied: bool = False  # let the output layer be the embedding
+    num_heads: cli.PositiveInt = 4  # query heads
+    num_kv_heads: cli.NonNegativeInt = 0  # key and value heads; 0 for num_heads
+    width: cli.PositiveInt = 192  # width of the residual stream
+    mlp_width: cli.NonNegativeInt = 0  # hidden units of each MLP; 0 for 8/3 of width, rounded up to a multiple of 64
+    tied: bool = False  # share the embedding's weights with the output layer
 
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
@@ -112,7 +110,7 @@ def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
 
 
 def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
-    """Sums over one rank's micro-batch, of which "loss" carries the gradient."""
+    """Sums over one rank's micro-batch; the backward pass starts from "loss"."""
     dtype = precision.compute_dtype(args.dtype, batch.inputs.device)
     with precision.autocast(batch.inputs.device, dtype):
         losses = model(batch.inputs, batch.targets)  # (b,), the mean over each sequence
@@ -128,7 +126,7 @@ def make_mesh(args: Args, world: World) -> DeviceMesh:
 
 
 def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
-    """Which part of each batch this rank reads, of how many."""
+    """Index of the part of each batch that this rank reads, and number of parts."""
     return mesh.get_local_rank("dp"), mesh.size()
 
 
@@ -145,7 +143,7 @@ def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], dp_s
     for batch in batches:
         with contextlib.nullcontext() if batch.last else model.no_sync():
             batch_sums = forward(args, model, batch)
-            # The mean over the samples of the whole step; DDP averages over dp_size ranks, which this undoes.
+            # The mean over the samples of the whole step: `dp_size` cancels DDP's mean over the ranks.
             (batch_sums["loss"] * (dp_size / batch.step_samples)).backward()
         sums = metrics.add(sums, batch_sums)
     return sums
@@ -193,23 +191,23 @@ def evaluate(args: Args, model: Any, batches: data.Loader) -> metrics.Sums:
 
 @exits.entry
 def main() -> None:
-    """Train from the newest checkpoint, or from the start, to the end."""
+    """Train to the end, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
-    # Compares flags and code over the ranks: those that differ would train together unnoticed.
+    # Compares flags and code over the ranks, because nothing else would notice a rank with others.
     world = process_group.start(args.backend, flag=dataclasses.asdict(args), code=run_dir.code_digests(__file__))
     mesh = make_mesh(args, world)
     dp_rank, dp_size = dp_coordinates(mesh)
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
     train, validation = make_data(args)
     model = make_model(args, train)
-    # Refuses a checkpoint of another model before this one takes memory. Optional: seed and data, which it compares.
+    # Refuses a checkpoint of another model before this one takes memory. Optional: the comparison of seed and data.
     found = checkpoint.find(
         run_dir.choose(args.out, args.name), args.resume, model, seed=args.seed, data=train.digest()
     )
     plan = sampler.make_plan(
         division, len(train), run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
     )
-    # Optional: without it, neither MFU nor tokens per second are shown.
+    # Optional: without it, the log shows neither MFU nor tokens per second.
     sample = flops.count_sample(lambda plain, batch: forward(args, plain, batch)["loss"], model, train)
     model = parallelize(args, model, mesh, world.device)
     if args.compile:

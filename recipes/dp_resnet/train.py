@@ -1,16 +1,16 @@
 """Train a ResNet with nn.DataParallel: one process, all GPUs of one machine. The baseline to beat.
 
 One process holds the model on its first GPU. Each forward pass copies the model to the other GPUs, splits
-the batch between them and gathers the outputs; each backward pass adds the copies' gradients up on the first.
+the batch between them and gathers the outputs. Each backward pass adds up the copies' gradients on the first GPU.
 
     what               first GPU             other GPUs
-    parameters         all                   a copy, made anew in each pass
+    parameters         all                   a copy, new in each forward pass
     gradients          all, summed           of their part, sent to the first
     optimizer state    all                   none
     batch              an equal part         an equal part
 
-One step sends, through one Python process: the parameters from the first GPU to each other one, the inputs
-out, the outputs back, and the gradients back. No process group carries any of it.
+One step sends, through one Python process: the parameters and inputs from the first GPU to the others, and the
+outputs and gradients back. None of it goes through a process group.
 
     python recipes/dp_resnet/train.py                            # one process, all GPUs, or the CPU
     CUDA_VISIBLE_DEVICES=0,1 python recipes/dp_resnet/train.py   # two GPUs
@@ -47,40 +47,38 @@ from common.workloads import images, resnet
 class Args:
     """Train a residual network on labelled images."""
 
-    out: str = f"runs/{Path(__file__).parent.name}"  # folder for runs
-    name: str = ""  # name of this run, by default date and time; the same name again continues the run
-    resume: str = ""  # continue from this run or checkpoint, of any recipe with the same model
+    out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
+    name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
+    resume: str = ""  # start from this run or checkpoint, of any recipe with the same model
     data: str = "digits"  # "digits" (built in), a folder, or a data set of the Hugging Face hub
-    seed: cli.Seed = 0  # decides initial weights, order of samples and augmentation
-    workers: cli.NonNegativeInt = 0  # loader processes per rank; a set that fits in memory needs none
+    seed: cli.Seed = 0  # seed of initial weights, order of samples and augmentation
+    workers: cli.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
-    epochs: cli.PositiveInt = 18  # length of the training, if max_steps is 0
-    max_steps: cli.NonNegativeInt = 0  # length of the training in optimizer steps
-    stop_after: cli.NonNegativeInt = 0  # stop, saved, once this step is done; 0 for never
-    deadline: cli.NonNegativeFloat = 0.0  # stop, saved, after this many minutes; 0 for never
-    log_every: cli.PositiveInt = 10  # steps between lines of the log
-    eval_every: cli.NonNegativeInt = 0  # steps between evaluations; 0 for once an epoch
-    save_every: cli.NonNegativeInt = 0  # steps between checkpoints; 0 for once an epoch
+    epochs: cli.PositiveInt = 18  # length of the training in epochs, if max_steps is 0
+    max_steps: cli.NonNegativeInt = 0  # length of the training in optimizer steps; 0 for epochs
+    stop_after: cli.NonNegativeInt = 0  # save and stop after this step; 0 for never
+    deadline: cli.NonNegativeFloat = 0.0  # save and stop after this many minutes; 0 for never
+    log_every: cli.PositiveInt = 10  # steps between log lines
+    eval_every: cli.NonNegativeInt = 0  # steps between evaluations; 0 for once per epoch
+    save_every: cli.NonNegativeInt = 0  # steps between checkpoints; 0 for once per epoch
     keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
     async_save: bool = False  # write checkpoints while the training continues
     check_every: cli.NonNegativeInt = 100  # steps between comparisons of the replicas; 0 for never
-    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because their gradient is not finite
-    hang_timeout: cli.Timeout = (
-        300.0  # seconds without progress after which the hanging rank is named and the run stops
-    )
+    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
+    hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
     global_batch_size: cli.PositiveInt = 128  # samples per optimizer step, over all ranks
-    micro_batch_size: cli.NonNegativeInt = 0  # most samples of a forward pass on a rank; 0 for one micro-batch a step
+    micro_batch_size: cli.NonNegativeInt = 0  # most samples of a rank's forward pass; 0 for one micro-batch per step
     lr: cli.NonNegativeFloat = 0.2  # peak learning rate at lr_reference_batch samples per step, scaled linearly
-    lr_reference_batch: cli.PositiveInt = 256  # samples per step that lr is meant for
-    weight_decay: cli.NonNegativeFloat = 5e-4  # on weights, not on norms and biases
+    lr_reference_batch: cli.PositiveInt = 256  # samples per step that lr was chosen for
+    weight_decay: cli.NonNegativeFloat = 5e-4  # weight decay of weights; none on norms and biases
     warmup_steps: cli.NonNegativeInt = 30  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 0.0  # clip the global gradient norm to this; 0 for never
-    dtype: str = "auto"  # auto (bfloat16 where the hardware has it), float32, bfloat16 or float64
+    dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16 or float64
     compile: bool = False  # torch.compile the model
     model: str = "resnet18"  # a residual network of torchvision
-    momentum: cli.Fraction = 0.9  # of SGD
-    label_smoothing: cli.Fraction = 0.1  # share of the target that is spread over all classes
-    flip: bool = False  # mirror half of the images: for photographs, not for digits
+    momentum: cli.Fraction = 0.9  # momentum of SGD
+    label_smoothing: cli.Fraction = 0.1  # share of the target probability that is spread over all classes
+    flip: bool = False  # mirror half of the training images; for photographs, not for digits
 
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
@@ -109,7 +107,7 @@ def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
 
 
 def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
-    """Sums over one rank's micro-batch, of which "loss" carries the gradient."""
+    """Sums over one rank's micro-batch; the backward pass starts from "loss"."""
     dtype = precision.compute_dtype(args.dtype, batch.inputs.device)
     param_dtype = precision.param_dtype(dtype)
     pixels = batch.inputs.to(param_dtype, memory_format=torch.channels_last)  # (b, C, H, W), read and sent as bytes
@@ -129,12 +127,12 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
 def make_mesh(args: Args, world: World) -> DeviceMesh:
     """The ranks and their axes."""
     if world.size > 1:
-        raise UserError(f"nn.DataParallel is one process, not {world.size}: NPROC_PER_NODE=1, or recipes/ddp_resnet")
+        raise UserError(f"nn.DataParallel needs 1 process, not {world.size}: NPROC_PER_NODE=1, or recipes/ddp_resnet")
     return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp",))
 
 
 def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
-    """Which part of each batch this rank reads, of how many."""
+    """Index of the part of each batch that this rank reads, and number of parts."""
     return mesh.get_local_rank("dp"), mesh.size()
 
 
@@ -199,23 +197,23 @@ def evaluate(args: Args, model: Any, batches: data.Loader) -> metrics.Sums:
 
 @exits.entry
 def main() -> None:
-    """Train from the newest checkpoint, or from the start, to the end."""
+    """Train to the end, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
-    # Compares flags and code over the ranks: those that differ would train together unnoticed.
+    # Compares flags and code over the ranks, because nothing else would notice a rank with others.
     world = process_group.start(args.backend, flag=dataclasses.asdict(args), code=run_dir.code_digests(__file__))
     mesh = make_mesh(args, world)
     dp_rank, dp_size = dp_coordinates(mesh)
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
     train, validation = make_data(args)
     model = make_model(args, train)
-    # Refuses a checkpoint of another model before this one takes memory. Optional: seed and data, which it compares.
+    # Refuses a checkpoint of another model before this one takes memory. Optional: the comparison of seed and data.
     found = checkpoint.find(
         run_dir.choose(args.out, args.name), args.resume, model, seed=args.seed, data=train.digest()
     )
     plan = sampler.make_plan(
         division, len(train), run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
     )
-    # Optional: without it, neither MFU nor tokens per second are shown.
+    # Optional: without it, the log shows neither MFU nor tokens per second.
     sample = flops.count_sample(lambda plain, batch: forward(args, plain, batch)["loss"], model, train)
     model = parallelize(args, model, mesh, world.device)
     if args.compile:

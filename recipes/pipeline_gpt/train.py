@@ -1,13 +1,13 @@
-"""Train a GPT that is too deep for one device: its layers are dealt out in stages, and microbatches flow through them.
+"""Train a GPT that is too deep for one device: ranks hold stages of layers, and micro-batches flow through them.
 
     what                          each rank
-    parameters                    its own layers, in one stage, or in two (interleaved, zero-bubble)
+    parameters                    its own layers, in one stage, or in two (all but GPipe and 1F1B)
     gradients, optimizer state    of its own layers
-    batch                         an equal part for the --pp ranks of a pipeline, in --num-microbatches parts
+    batch                         each pipeline: an equal part, in micro-batches of --micro-batch-size
 
---schedule decides who computes what when, and who has to wait. Between neighbours goes the stream (microbatch x length
-x width) of each microbatch, and its gradient back. Then come all-reduces: of a tied embedding's gradient over its two
-stages, of all gradients over the pipelines, of the norm over the stages.
+--schedule decides when each rank computes which stage, and so how long ranks wait. Neighbours send each other every
+micro-batch's activations (samples x length x width), and their gradient back. Then all-reduces follow: a tied
+embedding's gradient over its two stages, all gradients over the pipelines, the norm over the stages.
 
     bash launch/torchrun.sh recipes/pipeline_gpt                                         # 2 stages
     NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/pipeline_gpt --pp 2                 # 2 pipelines of 2
@@ -47,45 +47,43 @@ from common.workloads import gpt, text
 class Args:
     """Train a small GPT on text."""
 
-    out: str = f"runs/{Path(__file__).parent.name}"  # folder for runs
-    name: str = ""  # name of this run, by default date and time; the same name again continues the run
-    resume: str = ""  # continue from this run or checkpoint, of any recipe with the same model
+    out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
+    name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
+    resume: str = ""  # start from this run or checkpoint, of any recipe with the same model
     data: str = "stdlib"  # "stdlib" (built in: Python's own text), a folder, or a data set of the Hugging Face hub
-    seed: cli.Seed = 0  # decides initial weights and order of samples
-    workers: cli.NonNegativeInt = 0  # loader processes per rank; a set that fits in memory needs none
+    seed: cli.Seed = 0  # seed of initial weights and order of samples
+    workers: cli.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
-    epochs: cli.PositiveInt = 1  # length of the training, if max_steps is 0
-    max_steps: cli.NonNegativeInt = 200  # length of the training in optimizer steps
-    stop_after: cli.NonNegativeInt = 0  # stop, saved, once this step is done; 0 for never
-    deadline: cli.NonNegativeFloat = 0.0  # stop, saved, after this many minutes; 0 for never
-    log_every: cli.PositiveInt = 10  # steps between lines of the log
-    eval_every: cli.NonNegativeInt = 100  # steps between evaluations; 0 for once an epoch
-    save_every: cli.NonNegativeInt = 100  # steps between checkpoints; 0 for once an epoch
+    epochs: cli.PositiveInt = 1  # length of the training in epochs, if max_steps is 0
+    max_steps: cli.NonNegativeInt = 200  # length of the training in optimizer steps; 0 for epochs
+    stop_after: cli.NonNegativeInt = 0  # save and stop after this step; 0 for never
+    deadline: cli.NonNegativeFloat = 0.0  # save and stop after this many minutes; 0 for never
+    log_every: cli.PositiveInt = 10  # steps between log lines
+    eval_every: cli.NonNegativeInt = 100  # steps between evaluations; 0 for once per epoch
+    save_every: cli.NonNegativeInt = 100  # steps between checkpoints; 0 for once per epoch
     keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
     async_save: bool = False  # write checkpoints while the training continues
     check_every: cli.NonNegativeInt = 100  # steps between comparisons of the replicas; 0 for never
-    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because their gradient is not finite
-    hang_timeout: cli.Timeout = (
-        300.0  # seconds without progress after which the hanging rank is named and the run stops
-    )
+    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
+    hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
     global_batch_size: cli.PositiveInt = 32  # sequences per optimizer step, over all ranks
-    micro_batch_size: cli.NonNegativeInt = 4  # most sequences of a forward pass on a rank; 0 for one micro-batch a step
+    micro_batch_size: cli.NonNegativeInt = 4  # most sequences of a rank's forward pass; 0 for one micro-batch per step
     lr: cli.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
-    lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr is meant for
-    weight_decay: cli.NonNegativeFloat = 0.1  # on matrices, not on norms
+    lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr was chosen for
+    weight_decay: cli.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
     warmup_steps: cli.NonNegativeInt = 20  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
-    dtype: str = "auto"  # auto (bfloat16 where the hardware has it), float32, bfloat16 or float64
+    dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16 or float64
     compile: bool = False  # torch.compile the model
-    seq_len: cli.PositiveInt = 128  # tokens of a sequence
-    tokenizer: str = ""  # a Hugging Face tokenizer.json; "" for bytes
+    seq_len: cli.PositiveInt = 128  # tokens in a sequence
+    tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
     num_layers: cli.PositiveInt = 4  # transformer blocks
-    num_heads: cli.PositiveInt = 4  # heads of the queries
-    num_kv_heads: cli.NonNegativeInt = 0  # heads of keys and values; 0 for as many
-    width: cli.PositiveInt = 192  # of the residual stream
-    mlp_width: cli.NonNegativeInt = 0  # of the hidden layer in each MLP; 0 for 8/3 of the width, rounded up to 64
-    tied: bool = False  # let the output layer be the embedding
-    pp: cli.PositiveInt = 2  # ranks of a pipeline
+    num_heads: cli.PositiveInt = 4  # query heads
+    num_kv_heads: cli.NonNegativeInt = 0  # key and value heads; 0 for num_heads
+    width: cli.PositiveInt = 192  # width of the residual stream
+    mlp_width: cli.NonNegativeInt = 0  # hidden units of each MLP; 0 for 8/3 of width, rounded up to a multiple of 64
+    tied: bool = False  # share the embedding's weights with the output layer
+    pp: cli.PositiveInt = 2  # ranks of each pipeline
     schedule: Literal["1F1B", "DualPipeV", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"] = (
         "1F1B"
     )
@@ -117,7 +115,7 @@ def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
 
 
 def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
-    """Sums over one rank's micro-batch, of which "loss" carries the gradient."""
+    """Sums over one rank's micro-batch; the backward pass starts from "loss"."""
     dtype = precision.compute_dtype(args.dtype, batch.inputs.device)
     with precision.autocast(batch.inputs.device, dtype):
         losses = model(batch.inputs, batch.targets)  # (b,), the mean over each sequence
@@ -130,7 +128,7 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 def stage_numbers(args: Args, rank: int) -> list[int]:
-    """Stages of a rank of the pipeline: one; or two, to begin sooner; V-shaped, the first rank has both ends.
+    """Stages of a pipeline's rank: one, or two to start sooner; in a V shape, the first rank has both ends.
 
     GPipe (https://arxiv.org/abs/1811.06965): all forward, then all backward. 1F1B (https://arxiv.org/abs/1806.03377):
     backward as soon as it can, to keep less. Interleaved1F1B (https://arxiv.org/abs/2104.04473): half the bubble.
@@ -143,7 +141,7 @@ def stage_numbers(args: Args, rank: int) -> list[int]:
 
 
 class Pipeline(nn.Module):
-    """This rank's stages, under the names that their layers have in the whole model, and who runs them when."""
+    """This rank's stages, with the layers' names in the whole model, and the schedule that runs them."""
 
     stages: nn.ModuleDict  # by number
     ends: tuple[Any, Any]  # the first and the last stage of all; None where another rank has it
@@ -160,7 +158,7 @@ class Pipeline(nn.Module):
 
 
 def make_mesh(args: Args, world: World) -> DeviceMesh:
-    """The ranks and their axes: pipelines, by ranks of a pipeline."""
+    """The ranks and their axes: pipelines, and the ranks of a pipeline."""
     cli.check_divides("--pp", args.pp, {"the number of ranks": world.size})
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, world.size // args.pp)
     if args.schedule in V_SHAPED and torch.__version__ < "2.15":  # 2.11 sends between two stages of one rank, and stops
@@ -170,15 +168,16 @@ def make_mesh(args: Args, world: World) -> DeviceMesh:
     remainder = division.num_micro_batches % args.pp if "Interleaved" in args.schedule else 0
     if division.num_micro_batches < least or remainder:
         wanted = f"{least} or more" if not remainder else f"a multiple of --pp {args.pp}"
-        raise UserError(f"--micro-batch-size divides {division}: --schedule {args.schedule} needs {wanted}")
+        made = f"--micro-batch-size {args.micro_batch_size} makes {division.num_micro_batches} a step"
+        raise UserError(f"{made}, and --schedule {args.schedule} needs {wanted}")
     if args.pp < stages_here or args.num_layers < args.pp * stages_here:
-        few = f"--pp {args.pp} and --num-layers {args.num_layers} are too few"
-        raise UserError(f"{few}: --schedule {args.schedule} has {stages_here} on each of at least {stages_here} ranks")
+        needs = f"--schedule {args.schedule} needs --pp {stages_here} or more, and --num-layers for every stage"
+        raise UserError(f"{needs} ({stages_here} a rank), not --pp {args.pp} and --num-layers {args.num_layers}")
     return init_device_mesh(world.device.type, (world.size // args.pp, args.pp), mesh_dim_names=("dp", "pp"))
 
 
 def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
-    """Which part of each batch this rank reads, of how many: the ranks of a pipeline read the same."""
+    """Index of the part of each batch that this rank reads, and number of parts; one per pipeline."""
     return mesh.get_local_rank("dp"), mesh["dp"].size()
 
 
@@ -218,10 +217,10 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
 
 
 def run_schedule(model: Any, batches: list[data.Batch], run: Callable[..., Any]) -> metrics.Sums:
-    """Send micro-batches through the stages, by the schedule's `step` or `eval`; the last stage has the sums."""
+    """Send micro-batches through the stages by the schedule's `step` or `eval`; only the last stage has the sums."""
     inputs = torch.cat([batch.inputs for batch in batches])
     targets = torch.cat([batch.targets for batch in batches])
-    # A schedule always runs as many micro-batches of one size: filled up with empty sequences, whose loss is 0.
+    # A schedule always runs the same number of micro-batches of one size: pad with empty sequences, whose loss is 0.
     fill = (0, 0, 0, model.division.num_micro_batches * model.division.micro_batch_size - len(inputs))
     losses: list[torch.Tensor] = []
     run(*([F.pad(inputs, fill)] if model.ends[0] else []), target=F.pad(targets, fill, value=-100), losses=losses)
@@ -230,7 +229,7 @@ def run_schedule(model: Any, batches: list[data.Batch], run: Callable[..., Any])
 
 
 def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], dp_size: int) -> metrics.Sums:
-    """Forward and backward passes of a step's micro-batches; then gradients are added up over the pipelines."""
+    """Forward and backward passes of a step's micro-batches; then adds up the gradients over the pipelines."""
     step = list(batches)
     sums = run_schedule(model, step, model.schedule.step)
     if model.tied_group:  # the embedding has a gradient at both ends of the pipeline
@@ -244,7 +243,7 @@ def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], dp_s
 def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metrics.Sums:
     """Forward passes of an evaluation."""
     sums: metrics.Sums = {}
-    # torch's V-shaped schedules cannot do without their backward passes: these run, and their gradients are dropped.
+    # torch's V-shaped schedules always run backward passes; the gradients are dropped.
     backward = args.schedule in V_SHAPED
     while some := list(itertools.islice(batches, model.division.num_micro_batches)):
         with torch.set_grad_enabled(backward):
@@ -256,7 +255,7 @@ def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metri
 
 
 def clip_gradients(args: Args, model: Any) -> torch.Tensor:
-    """Clip to the global gradient norm, (), and return it: over all stages, a tied embedding counts once."""
+    """Clip to the global gradient norm, (), and return it; it is over all stages, and counts a tied embedding once."""
     copied = model.ends[1].embed.weight if model.tied_group and model.ends[1] else None
     square = nn.utils.get_total_norm([p.grad for p in model.parameters() if p is not copied]).square()
     dist.all_reduce(square, group=model.mesh.get_group("pp"))
@@ -293,23 +292,23 @@ def evaluate(args: Args, model: Any, batches: data.Loader) -> metrics.Sums:
 
 @exits.entry
 def main() -> None:
-    """Train from the newest checkpoint, or from the start, to the end."""
+    """Train to the end, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
-    # Compares flags and code over the ranks: those that differ would train together unnoticed.
+    # Compares flags and code over the ranks, because nothing else would notice a rank with others.
     world = process_group.start(args.backend, flag=dataclasses.asdict(args), code=run_dir.code_digests(__file__))
     mesh = make_mesh(args, world)
     dp_rank, dp_size = dp_coordinates(mesh)
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
     train, validation = make_data(args)
     model = make_model(args, train)
-    # Refuses a checkpoint of another model before this one takes memory. Optional: seed and data, which it compares.
+    # Refuses a checkpoint of another model before this one takes memory. Optional: the comparison of seed and data.
     found = checkpoint.find(
         run_dir.choose(args.out, args.name), args.resume, model, seed=args.seed, data=train.digest()
     )
     plan = sampler.make_plan(
         division, len(train), run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
     )
-    # Optional: without it, neither MFU nor tokens per second are shown.
+    # Optional: without it, the log shows neither MFU nor tokens per second.
     sample = flops.count_sample(lambda plain, batch: forward(args, plain, batch)["loss"], model, train)
     model = parallelize(args, model, mesh, world.device)
     if args.compile:

@@ -1,16 +1,17 @@
-"""Train a policy by PPO with DistributedDataParallel and SyncBatchNorm: each rank plays in environments of its own.
+"""Train a policy by PPO with DistributedDataParallel and SyncBatchNorm: each rank steps its own environments.
 
-Every rank holds the whole policy and a part of the environments, and has the samples of each minibatch that come
-from these. Gradients, advantages and BatchNorm's statistics are over all ranks.
+Every rank holds the whole policy and a part of the environments, and contributes their samples to each minibatch.
+Gradients, normalised advantages and BatchNorm's statistics are computed over all ranks.
 
     what               each rank
     parameters         all, a replica; BatchNorm's running statistics as well
     gradients          all, the mean over the ranks
     optimizer state    all, a replica
-    environments       an equal part, and the samples that come from them
+    environments       an equal part, and their samples
 
-One step, or update, sends: two all-reduces of a number for the mean and deviation of the advantages; one all-reduce
-of the gradients per minibatch; one of the epoch's sums, for the stop that all agree on; BatchNorm's, per layer.
+One step, or update, sends: two all-reduces of one number for the mean and deviation of the advantages; one all-reduce
+of the gradients per minibatch; one of an epoch's sums, by which all ranks decide whether to stop the update; three per
+BatchNorm layer and minibatch.
 
     python recipes/syncbn_ppo/train.py                                        # one process
     bash launch/torchrun.sh recipes/syncbn_ppo                                # one per GPU, else 2 on the CPU
@@ -47,46 +48,44 @@ from common.workloads import actor_critic, environments
 class Args:
     """Train a policy in a gymnasium environment."""
 
-    out: str = f"runs/{Path(__file__).parent.name}"  # folder for runs
-    name: str = ""  # name of this run, by default date and time; the same name again continues the run
-    resume: str = ""  # continue from this run or checkpoint
-    env: str = "CartPole-v1"  # id of a gymnasium environment, whose observations are vectors, or an ALE/ game
-    seed: cli.Seed = 0  # decides initial weights, episodes, actions and the order of samples
+    out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
+    name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
+    resume: str = ""  # start from this run or checkpoint
+    env: str = "CartPole-v1"  # id of a gymnasium environment with vectors as observations, or of an ALE/ game
+    seed: cli.Seed = 0  # seed of initial weights, episodes, actions and order of samples
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
     max_steps: cli.PositiveInt = 120  # length of the training in updates
-    stop_after: cli.NonNegativeInt = 0  # stop, saved, once this update is done; 0 for never
-    deadline: cli.NonNegativeFloat = 0.0  # stop, saved, after this many minutes; 0 for never
-    log_every: cli.PositiveInt = 5  # updates between lines of the log
+    stop_after: cli.NonNegativeInt = 0  # save and stop after this update; 0 for never
+    deadline: cli.NonNegativeFloat = 0.0  # save and stop after this many minutes; 0 for never
+    log_every: cli.PositiveInt = 5  # updates between log lines
     eval_every: cli.NonNegativeInt = 20  # updates between evaluations; 0 for one at the end
     save_every: cli.NonNegativeInt = 20  # updates between checkpoints; 0 for one at the end
     keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
     async_save: bool = False  # write checkpoints while the training continues
     check_every: cli.NonNegativeInt = 100  # updates between comparisons of the replicas; 0 for never
-    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because their gradient is not finite
-    hang_timeout: cli.Timeout = (
-        300.0  # seconds without progress after which the hanging rank is named and the run stops
-    )
-    global_batch_size: cli.PositiveInt = 256  # samples per optimizer step, over all ranks: a minibatch
+    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
+    hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
+    global_batch_size: cli.PositiveInt = 256  # samples of a minibatch, over all ranks
     lr: cli.NonNegativeFloat = 1e-3  # peak learning rate of Adam
     warmup_steps: cli.NonNegativeInt = 0  # updates of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 0.5  # clip the global gradient norm to this; 0 for never
-    dtype: Literal["float32", "float64"] = "float32"  # coarser, the ratio of two probabilities would be noise
+    dtype: Literal["float32", "float64"] = "float32"  # bfloat16 is too coarse for the ratio of two probabilities
     compile: bool = False  # torch.compile the model
-    width: cli.PositiveInt = 64  # of the hidden layers
+    width: cli.PositiveInt = 64  # units of a hidden layer
     batch_norm: bool = True  # SyncBatchNorm after each hidden layer
     num_envs: cli.PositiveInt = 8  # environments, over all ranks
     rollout_steps: cli.PositiveInt = 128  # steps of each environment per update
-    update_epochs: cli.PositiveInt = 8  # times that an update goes through its samples
+    update_epochs: cli.PositiveInt = 8  # epochs of an update over its samples
     target_kl: cli.NonNegativeFloat = (
-        0.01  # an epoch whose policy has moved further is the update's last; 0 for no limit
+        0.01  # end the update after an epoch that moves the policy further; 0 for no limit
     )
-    clip: cli.NonNegativeFloat = 0.2  # the ratio of new to old probability counts up to 1 plus or minus this
-    gamma: cli.Fraction = 0.99  # discount of a step
-    gae_lambda: cli.Fraction = 0.95  # weight of longer returns in an advantage
-    value_weight: cli.NonNegativeFloat = 0.5  # of the value function's loss
-    entropy_weight: cli.NonNegativeFloat = 0.01  # of the policy's entropy, which is to be large
+    clip: cli.NonNegativeFloat = 0.2  # clip the ratio of new to old probability to 1 plus or minus this
+    gamma: cli.Fraction = 0.99  # discount per step
+    gae_lambda: cli.Fraction = 0.95  # lambda of generalised advantage estimation
+    value_weight: cli.NonNegativeFloat = 0.5  # weight of the value function's loss
+    entropy_weight: cli.NonNegativeFloat = 0.01  # weight of the policy's entropy, which PPO increases
     eval_episodes: cli.PositiveInt = 100  # greedy episodes of an evaluation, over all ranks
-    film: bool = False  # show one of them in TensorBoard
+    film: bool = False  # show one episode of an evaluation in TensorBoard
 
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
@@ -115,7 +114,7 @@ def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
 
 
 def forward(args: Args, model: nn.Module, batch: Samples) -> metrics.Sums:
-    """Sums over one rank's part of a minibatch, of which "loss" carries the gradient (Schulman et al. 2017, eq. 9)."""
+    """Sums over one rank's part of a minibatch; "loss" is that of PPO (Schulman et al. 2017, eq. 9)."""
     outputs, values = model(batch.observations)
     actions = actor_critic.distribution(outputs, batch.actions.is_floating_point())
     log_ratio = actions.log_prob(batch.actions) - batch.log_probs
@@ -135,7 +134,7 @@ def forward(args: Args, model: nn.Module, batch: Samples) -> metrics.Sums:
 
 def estimate_advantages(args: Args, rewards: Any, values: Any, next_values: Any, done: Any, terminated: Any) -> Any:
     """Generalised advantages (Schulman et al. 2016, https://arxiv.org/abs/1506.02438); everything is (T, n)."""
-    # An episode that the limit of steps cut off counts the value of where it was; one that was over does not.
+    # If the step limit ended an episode, add the value of its last state; if it terminated, add nothing.
     errors = rewards + args.gamma * next_values * ~terminated - values
     advantages = torch.zeros_like(errors)
     last = torch.zeros_like(errors[0])
@@ -153,7 +152,7 @@ def make_mesh(args: Args, world: World) -> DeviceMesh:
 
 
 def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
-    """Which part of the environments this rank has, of how many."""
+    """Index of this rank's part of the environments, and number of parts."""
     return mesh.get_local_rank("dp"), mesh.size()
 
 
@@ -168,7 +167,7 @@ def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh, device: torch.de
 
 
 def normalise(values: torch.Tensor) -> torch.Tensor:
-    """Shift and scale to mean 0 and deviation 1 over all ranks, which hold equally many (all ranks)."""
+    """Normalise to mean 0 and deviation 1 over all ranks, which hold equally many values (all ranks take part)."""
     count = values.numel() * dist.get_world_size()
     dist.all_reduce(total := values.sum())
     centred = values - total / count
@@ -181,7 +180,7 @@ def normalise(values: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def play(args: Args, model: Any, envs: environments.Environments, step: int) -> Samples:
-    """Act for `rollout_steps` in this rank's environments; what is drawn depends on (seed, step, environment) alone."""
+    """Act for `rollout_steps` in this rank's environments; draws depend on (seed, step, environment) alone."""
     policy = model.module  # without gradients there is nothing to send
     times = np.arange(args.rollout_steps) + (step - 1) * args.rollout_steps
     noise = seed.uniform(args.seed, seed.ACTION, times[:, None, None], envs.index[:, None], np.arange(envs.num_outputs))
@@ -190,7 +189,7 @@ def play(args: Args, model: Any, envs: environments.Environments, step: int) -> 
         before = envs.observations
         chosen = policy.act(before, step_noise)
         history.append((before, chosen, *envs.step(chosen)))
-    # From T tuples of arrays (n, ...) to arrays (T, n, ...): what was seen first, what it led to last.
+    # From T tuples of arrays (n, ...) to arrays (T, n, ...): observations before the step first, after it last.
     columns = [np.stack(column) for column in zip(*history, strict=True)]
     observations = policy.inputs(columns[0])
     next_observations = policy.inputs(columns[-1])
@@ -204,7 +203,7 @@ def play(args: Args, model: Any, envs: environments.Environments, step: int) -> 
 
 
 def minibatches(args: Args, rollout: Samples, index: np.ndarray, epoch: int) -> Iterator[Samples]:
-    """This rank's parts of an epoch's minibatches, which are equal: each takes as many steps of every environment."""
+    """This rank's equal parts of an epoch's minibatches; each has as many steps of every environment."""
     keys = seed.mix(args.seed, seed.ORDER, epoch, index, np.arange(args.rollout_steps)[:, None])
     order = torch.from_numpy(keys.argsort(axis=0, kind="stable"))  # (T, n)
     for times in order.split(args.global_batch_size // args.num_envs):
@@ -222,7 +221,7 @@ def train_step(
         epoch_sums: metrics.Sums = {}
         for batch in minibatches(args, rollout, envs.index, (step - 1) * args.update_epochs + epoch):
             batch_sums = forward(args, model, batch)
-            # The mean over the samples of all ranks; DDP averages over the ranks, so each one's part counts that often.
+            # The mean over the samples of all ranks: `dp_size` cancels DDP's mean over the ranks.
             (batch_sums["loss"] * (dist.get_world_size() / args.global_batch_size)).backward()
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf")))
             finite.skip_if_not_finite(norms[-1])
@@ -232,7 +231,7 @@ def train_step(
         sums = metrics.add(sums, epoch_sums)
         if args.target_kl and metrics.means(epoch_sums)["kl"] > args.target_kl:  # of all ranks, so that all stop
             break
-    # Here alone the running statistics change: until now the policy normalised as when it acted.
+    # The running statistics change only here, so that until now the policy was the one that acted.
     with torch.no_grad():
         model.train().module(rollout.observations.flatten(0, 1))
         model.train(False)
@@ -241,7 +240,7 @@ def train_step(
 
 
 def evaluate(args: Args, model: Any, dp_rank: int, dp_size: int) -> metrics.Sums:
-    """This rank's sums over its part of the episodes, in which the likeliest action is taken."""
+    """This rank's sums over its part of the episodes, with the most likely actions."""
     model.eval()
     index = np.array_split(np.arange(args.eval_episodes), dp_size)[dp_rank]
     return environments.play_once(args.env, index, model.module.act, args.seed, seed.HOLD_OUT)
@@ -252,9 +251,9 @@ def evaluate(args: Args, model: Any, dp_rank: int, dp_size: int) -> metrics.Sums
 
 @exits.entry
 def main() -> None:
-    """Train from the newest checkpoint, or from the start, to the end."""
+    """Train to the end, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
-    # Compares flags and code over the ranks: those that differ would train together unnoticed.
+    # Compares flags and code over the ranks, because nothing else would notice a rank with others.
     world = process_group.start(args.backend, flag=dataclasses.asdict(args), code=run_dir.code_digests(__file__))
     mesh = make_mesh(args, world)
     dp_rank, dp_size = dp_coordinates(mesh)
@@ -262,7 +261,7 @@ def main() -> None:
     envs = environments.Environments(args.env, index, args.seed, seed.EPISODE)
     filmed = environments.make(args.env, render_mode="rgb_array") if args.film else None
     model = make_model(args, envs)
-    # Refuses a checkpoint of another model or environment before any of them is played.
+    # Refuses a checkpoint of another model or environment before playing.
     found = checkpoint.find(run_dir.choose(args.out, args.name), args.resume, model, seed=args.seed, env=args.env)
     plan = sampler.make_plan(
         sampler.Division(samples, args.global_batch_size, dp_size),

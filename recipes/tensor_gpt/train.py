@@ -1,15 +1,15 @@
 """Train a GPT whose layers are too wide for one device: tensor parallel, and FSDP2 over the other ranks.
 
-The --tp ranks of a group hold a slice of every matrix, compute on the same sequences, and sum what they get; between
-the matrices each keeps a part of every sequence (sequence parallel), and the loss is taken over sliced logits.
+Each of the --tp ranks of a group holds a slice of every matrix. They compute on the same sequences and sum their
+results. Between the matrices, each keeps a part of every sequence (sequence parallel); logits stay sliced in the loss.
 
     what                          each rank, of N in N / tp groups
     parameters                    1/N of each matrix: a slice (1/tp), split over the groups by FSDP
-    gradients, optimizer state    1/N; but of an accumulated step 1/tp of the gradients, until its last pass
-    batch                         for each group an equal part of its sequences
+    gradients, optimizer state    1/N; with several micro-batches, 1/tp of the gradients until the last one
+    batch                         each group: an equal part of its sequences
 
-In a group each block all-gathers its input twice and reduce-scatters its output twice, forward and again backward:
-a group belongs into one machine. Between the groups goes what fsdp_gpt sends, 1/tp of it.
+Within a group, each block all-gathers its input twice and reduce-scatters its output twice, in the forward pass and
+again in the backward pass, so a group should be within one machine. Groups send each other 1/tp of fsdp_gpt's traffic.
 
     bash launch/torchrun.sh recipes/tensor_gpt                                        # one group of 2
     NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/tensor_gpt --tp 2                # 2 x 2
@@ -48,47 +48,45 @@ from common.workloads import gpt, text
 class Args:
     """Train a small GPT on text."""
 
-    out: str = f"runs/{Path(__file__).parent.name}"  # folder for runs
-    name: str = ""  # name of this run, by default date and time; the same name again continues the run
-    resume: str = ""  # continue from this run or checkpoint, of any recipe with the same model
+    out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
+    name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
+    resume: str = ""  # start from this run or checkpoint, of any recipe with the same model
     data: str = "stdlib"  # "stdlib" (built in: Python's own text), a folder, or a data set of the Hugging Face hub
-    seed: cli.Seed = 0  # decides initial weights and order of samples
-    workers: cli.NonNegativeInt = 0  # loader processes per rank; a set that fits in memory needs none
+    seed: cli.Seed = 0  # seed of initial weights and order of samples
+    workers: cli.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
-    epochs: cli.PositiveInt = 1  # length of the training, if max_steps is 0
-    max_steps: cli.NonNegativeInt = 200  # length of the training in optimizer steps
-    stop_after: cli.NonNegativeInt = 0  # stop, saved, once this step is done; 0 for never
-    deadline: cli.NonNegativeFloat = 0.0  # stop, saved, after this many minutes; 0 for never
-    log_every: cli.PositiveInt = 10  # steps between lines of the log
-    eval_every: cli.NonNegativeInt = 100  # steps between evaluations; 0 for once an epoch
-    save_every: cli.NonNegativeInt = 100  # steps between checkpoints; 0 for once an epoch
+    epochs: cli.PositiveInt = 1  # length of the training in epochs, if max_steps is 0
+    max_steps: cli.NonNegativeInt = 200  # length of the training in optimizer steps; 0 for epochs
+    stop_after: cli.NonNegativeInt = 0  # save and stop after this step; 0 for never
+    deadline: cli.NonNegativeFloat = 0.0  # save and stop after this many minutes; 0 for never
+    log_every: cli.PositiveInt = 10  # steps between log lines
+    eval_every: cli.NonNegativeInt = 100  # steps between evaluations; 0 for once per epoch
+    save_every: cli.NonNegativeInt = 100  # steps between checkpoints; 0 for once per epoch
     keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
     async_save: bool = False  # write checkpoints while the training continues
     check_every: cli.NonNegativeInt = 100  # steps between comparisons of the replicas; 0 for never
-    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because their gradient is not finite
-    hang_timeout: cli.Timeout = (
-        300.0  # seconds without progress after which the hanging rank is named and the run stops
-    )
+    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
+    hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
     global_batch_size: cli.PositiveInt = 32  # sequences per optimizer step, over all ranks
-    micro_batch_size: cli.NonNegativeInt = 0  # most sequences of a forward pass on a rank; 0 for one micro-batch a step
+    micro_batch_size: cli.NonNegativeInt = 0  # most sequences of a rank's forward pass; 0 for one micro-batch per step
     lr: cli.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
-    lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr is meant for
-    weight_decay: cli.NonNegativeFloat = 0.1  # on matrices, not on norms
+    lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr was chosen for
+    weight_decay: cli.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
     warmup_steps: cli.NonNegativeInt = 20  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
-    dtype: str = "auto"  # auto (bfloat16 where the hardware has it), float32, bfloat16 or float64
+    dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16 or float64
     compile: bool = False  # torch.compile the model
-    seq_len: cli.PositiveInt = 128  # tokens of a sequence
-    tokenizer: str = ""  # a Hugging Face tokenizer.json; "" for bytes
+    seq_len: cli.PositiveInt = 128  # tokens in a sequence
+    tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
     num_layers: cli.PositiveInt = 4  # transformer blocks
-    num_heads: cli.PositiveInt = 4  # heads of the queries
-    num_kv_heads: cli.NonNegativeInt = 0  # heads of keys and values; 0 for as many
-    width: cli.PositiveInt = 192  # of the residual stream
-    mlp_width: cli.NonNegativeInt = 0  # of the hidden layer in each MLP; 0 for 8/3 of the width, rounded up to 64
-    tied: bool = False  # let the output layer be the embedding
-    tp: cli.PositiveInt = 2  # ranks that share every matrix
-    reshard_after_forward: bool = True  # give gathered parameters back before the backward pass: less memory
-    recompute: bool = False  # compute each block again in the backward pass, instead of keeping its activations
+    num_heads: cli.PositiveInt = 4  # query heads
+    num_kv_heads: cli.NonNegativeInt = 0  # key and value heads; 0 for num_heads
+    width: cli.PositiveInt = 192  # width of the residual stream
+    mlp_width: cli.NonNegativeInt = 0  # hidden units of each MLP; 0 for 8/3 of width, rounded up to a multiple of 64
+    tied: bool = False  # share the embedding's weights with the output layer
+    tp: cli.PositiveInt = 2  # ranks of each group, which split every matrix
+    reshard_after_forward: bool = True  # free gathered parameters until the backward pass, which saves memory
+    recompute: bool = False  # recompute each block in the backward pass instead of keeping its activations
 
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
@@ -117,7 +115,7 @@ def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
 
 
 def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
-    """Sums over one rank's micro-batch, of which "loss" carries the gradient."""
+    """Sums over one rank's micro-batch; the backward pass starts from "loss"."""
     dtype = precision.compute_dtype(args.dtype, batch.inputs.device)
     with precision.autocast(batch.inputs.device, dtype):
         losses = model(batch.inputs, batch.targets)  # (b,), the mean over each sequence
@@ -128,7 +126,7 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
 
 
 def make_mesh(args: Args, world: World) -> DeviceMesh:
-    """The ranks and their axes: those that share the model by FSDP, by those that share every matrix."""
+    """The ranks and their axes: dp ranks, between which FSDP splits slices, and tp ranks, which slice matrices."""
     shape = gpt.Shape(1, args.num_layers, args.num_heads, args.width, args.num_kv_heads, args.mlp_width)
     sizes = {"--num-heads": args.num_heads, "--num-kv-heads": shape.num_kv_heads, "--mlp-width": shape.mlp_width}
     cli.check_divides("--tp", args.tp, {"the number of ranks": world.size, "--seq-len": args.seq_len} | sizes)
@@ -138,12 +136,12 @@ def make_mesh(args: Args, world: World) -> DeviceMesh:
 
 
 def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
-    """Which part of each batch this rank reads, of how many: those that share the matrices read the same."""
+    """Index of the part of each batch that this rank reads, and number of parts; one per tp group."""
     return mesh.get_local_rank("dp"), mesh["dp"].size()
 
 
 def slice_matrices(model: Any, tp: DeviceMesh) -> None:
-    """Cut the first matrix of each pair by outputs and the second by inputs: nothing is sent between the two.
+    """Slice the first matrix of each pair by outputs and the second by inputs, so nothing is sent between the two.
 
     Shoeybi et al. 2019 (https://arxiv.org/abs/1909.08053); what lies between the pairs works on a part of each
     sequence, as in Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198).
@@ -166,7 +164,7 @@ def slice_matrices(model: Any, tp: DeviceMesh) -> None:
         "norm": parallel.SequenceParallel(),
     }
     parallel.parallelize_module(model, tp, plan if model.head is None else plan | {"head": colwise})
-    # The loss takes logits of the whole sequence, cut by tokens of the vocabulary.
+    # The loss takes logits of the whole sequence, sliced over the vocabulary.
     model.norm.register_forward_hook(lambda module, inputs, output: output.redistribute(placements=[Replicate()]))
     model.register_forward_hook(lambda module, inputs, output: output.to_local().clone())  # FSDP wants no view
 
@@ -195,7 +193,7 @@ def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], dp_s
         model.set_requires_gradient_sync(batch.last)
         with parallel.loss_parallel():
             batch_sums = forward(args, model, batch)
-            # The mean over the samples of the whole step; FSDP averages over dp_size groups, which this undoes.
+            # The mean over the samples of the whole step: `dp_size` cancels FSDP's mean over the groups.
             (batch_sums["loss"] * (dp_size / batch.step_samples)).backward()
         sums = metrics.add(sums, batch_sums)
     return sums
@@ -211,7 +209,7 @@ def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metri
 
 
 def clip_gradients(args: Args, model: Any) -> torch.Tensor:
-    """Clip to the global gradient norm, (), and return it: of all parts of all ranks."""
+    """Clip to the global gradient norm, (), and return it; the norm is over all ranks' parts."""
     norm: Any = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
     return norm.full_tensor()
 
@@ -245,23 +243,23 @@ def evaluate(args: Args, model: Any, batches: data.Loader) -> metrics.Sums:
 
 @exits.entry
 def main() -> None:
-    """Train from the newest checkpoint, or from the start, to the end."""
+    """Train to the end, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
-    # Compares flags and code over the ranks: those that differ would train together unnoticed.
+    # Compares flags and code over the ranks, because nothing else would notice a rank with others.
     world = process_group.start(args.backend, flag=dataclasses.asdict(args), code=run_dir.code_digests(__file__))
     mesh = make_mesh(args, world)
     dp_rank, dp_size = dp_coordinates(mesh)
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
     train, validation = make_data(args)
     model = make_model(args, train)
-    # Refuses a checkpoint of another model before this one takes memory. Optional: seed and data, which it compares.
+    # Refuses a checkpoint of another model before this one takes memory. Optional: the comparison of seed and data.
     found = checkpoint.find(
         run_dir.choose(args.out, args.name), args.resume, model, seed=args.seed, data=train.digest()
     )
     plan = sampler.make_plan(
         division, len(train), run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
     )
-    # Optional: without it, neither MFU nor tokens per second are shown.
+    # Optional: without it, the log shows neither MFU nor tokens per second.
     sample = flops.count_sample(lambda plain, batch: forward(args, plain, batch)["loss"], model, train)
     model = parallelize(args, model, mesh, world.device)
     if args.compile:

@@ -20,6 +20,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.harness import pages
 from tests.harness.runner import RECIPES, ROOT
 
@@ -28,6 +30,7 @@ COLUMNS = ("fault", "recipe", "ranks", "runs", "passes", "steps_lost", "notice_s
 # Of each row of the page: the largest of any recipe.
 SLOWEST = {"steps_lost": "steps lost", "notice_s": "s to notice", "recover_s": "s to recover"}
 Row = dict[str, str]  # by COLUMNS
+FINISHED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 
 
 def main() -> None:
@@ -61,7 +64,11 @@ def run(recipes: Sequence[str], repeats: int) -> list[Row]:
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder, "rows.jsonl")
             command = [sys.executable, "-m", "pytest", "-m", "faults", "tests/faults", "-k", " or ".join(recipes)]
-            subprocess.run(command, cwd=ROOT, env=os.environ | {"FAULTS_RECORD": str(record)}, check=False)
+            code = subprocess.run(
+                command, cwd=ROOT, env=os.environ | {"FAULTS_RECORD": str(record)}, check=False
+            ).returncode
+            if code not in FINISHED:
+                sys.exit(f"pytest ended with code {code} before the last fault: {PAGE.name} stays as it is")
             for line in record.read_text().splitlines():
                 row = json.loads(line)
                 found[row["fault"], row["recipe"]].append(row)
@@ -86,6 +93,7 @@ def merge(several: Sequence[dict[str, Any]]) -> Row:
 def plain(message: str) -> str:
     """The first line, without what is of this machine."""
     line = (message.splitlines() or [""])[0]
+    line = re.sub(r"\S*/pytest-of-\w+/pytest-\d+/[^/\s]+", "RUN", line)
     line = re.sub(r"pid \d+", "pid N", line).replace(f"host {platform.node()}", "host H")
     line = re.sub(rf"process \d+ on {re.escape(platform.node())}", "process N on H", line)
     line = line.replace(f"on {platform.node()}:", "on H:")

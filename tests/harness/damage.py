@@ -59,7 +59,7 @@ def truncate_data(checkpoint: Path) -> str:
     file = data_file(checkpoint)
     size = file.stat().st_size
     truncate(file, size - 1)
-    return f"{file.name} has {size - 1} bytes, not {size}"
+    return f"{file.name} has {size - 1} bytes instead of {size}"
 
 
 def delete_data(checkpoint: Path) -> str:

@@ -35,8 +35,9 @@ SMALLER = {
     ),
 }
 CURVES = ("train/loss", "train/grad_norm", "val/loss", "rl/return", "val/return")
-TIMEOUT_S = 30.0  # for what should take a second or two, on a machine that does other things as well
-LAUNCH_S = 60.0  # with torchrun, whose processes each import torch
+# Nothing is measured by these: they end what would take for ever, on a machine that does ten other things as well.
+TIMEOUT_S = 90.0
+LAUNCH_S = 150.0  # with torchrun, whose processes each import torch
 
 
 def flags_of(recipe: str, size: int) -> list[str]:

@@ -276,7 +276,7 @@ class _Rank:
         return self.process.exitcode or 0
 
 
-_idle: list[_Rank] = []
+_idle: dict[int, _Rank] = {}  # each keeps its number: what DTensor remembers of a layout depends on the rank
 
 
 def rerun(target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_s: float = 120.0) -> Result:
@@ -285,9 +285,9 @@ def rerun(target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_
     `target` must leave the process as it was, but for what `_put_back` knows; a process in which threads or a
     process group are left is not used again.
     """
-    here = [_idle.pop() if _idle else _Rank() for _ in args]
+    here = [_idle.pop(rank, None) or _Rank() for rank in range(len(args))]
     result = _run(here, target, args, timeout_s)
-    _idle.extend(one for one in here if one.ended)
+    _idle.update((rank, one) for rank, one in enumerate(here) if one.ended)
     return result
 
 
@@ -314,7 +314,7 @@ def spawn(
 def end_idle() -> None:
     """End the processes that wait for another training."""
     while _idle:
-        _idle.pop().end()
+        _idle.popitem()[1].end()
 
 
 multiprocessing.util.Finalize(None, end_idle, exitpriority=0)  # before multiprocessing waits for its processes
@@ -402,6 +402,7 @@ class _State:
         import torch
         import torch._functorch.config as functorch
         from accelerate.state import AcceleratorState, GradientState
+        from torch.distributed.tensor import debug
 
         os.environ.clear()
         os.environ.update(self._environ)
@@ -418,6 +419,7 @@ class _State:
         # What Accelerate has found in its environment lives as long as the process.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
+        debug._clear_sharding_prop_cache()
         functorch.donated_buffer = self._donated
         torch._dynamo.reset()
         gc.collect()

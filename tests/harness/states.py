@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.harness import runner
-from tests.harness.damage import flip_bit, flip_data  # noqa: F401
+from tests.harness.damage import flip_data
 
 RECIPE = runner.ROOT / "recipes" / "some_recipe" / "train.py"  # only its name matters
 
