@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conftest import each_recipe
 from tests.harness import mutants, runner
 
 LAUNCHER = runner.ROOT / "launch" / "torchrun.sh"
@@ -27,11 +28,7 @@ TAGS = {
     *("train/loss", "train/lr", "train/grad_norm"),
     *("perf/samples_per_s", "perf/memory_gib", "perf/data_wait_s"),
 }
-FIGURE = {
-    "resnet": "val/top1",
-    "gpt": "val/bits_per_byte",
-    "ppo": "val/return",
-}  # what a workload is skip_if_not_finited by
+EVAL_METRIC = {"resnet": "val/top1", "gpt": "val/bits_per_byte", "ppo": "val/return"}  # of each workload
 LAUNCH_VARIABLES = {
     *("NPROC_PER_NODE", "MAX_RESTARTS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"),
     *("PYTHONPATH", "LAUNCHED_AS", "STAGE_DIR", "STAGED_DATA", "ACCELERATE_CONFIG"),
@@ -92,7 +89,7 @@ def assert_trained(run: Path, world_size: int) -> None:
     assert json.loads((run / "config.json").read_text())["world_size"] == world_size
 
 
-@pytest.mark.parametrize("recipe", runner.RECIPES)
+@pytest.mark.parametrize("recipe", each_recipe())
 def test_copied_recipe(recipe: str, small_data: dict[str, Path], tmp_path: Path) -> None:
     """`cp -r recipes/X my_project; cp -r common my_project/` is a project of its own, launched from anywhere."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -117,7 +114,7 @@ def test_copied_recipe(recipe: str, small_data: dict[str, Path], tmp_path: Path)
     assert_trained(run, world_size)
     for line in (
         "done     step 2 of 2 in ",
-        f"best     {FIGURE[workload]} ",
+        f"best     {EVAL_METRIC[workload]} ",
         f"files    {run}\n",
         "plot     tensorboard ",
     ):
@@ -131,7 +128,7 @@ def test_copied_recipe(recipe: str, small_data: dict[str, Path], tmp_path: Path)
     events = EventAccumulator(str(run))
     events.Reload()
     more = {"val/loss", "perf/mfu"} if supervised else {"rl/return", "rl/length"}
-    assert set(events.Tags()["scalars"]) >= TAGS | more | {FIGURE[workload]}
+    assert set(events.Tags()["scalars"]) >= TAGS | more | {EVAL_METRIC[workload]}
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
     logs = [path.name for path in sorted(run.glob("logs/*"))]
     assert logs == [f"rank_{rank:05d}.log" for rank in range(1, world_size)]
@@ -139,7 +136,7 @@ def test_copied_recipe(recipe: str, small_data: dict[str, Path], tmp_path: Path)
     config = ("--config", str(run / "config.json"), "--out", str(tmp_path / "again"), "--name", "second")
     repeated = runner.run_recipe(recipe, world_size, *config)
     assert repeated.ok, str(repeated)
-    for tag in ("train/loss", "train/grad_norm", FIGURE[workload]):
+    for tag in ("train/loss", "train/grad_norm", EVAL_METRIC[workload]):
         assert runner.records(tmp_path / "again" / "second", tag) == runner.records(run, tag), tag
 
     digest = hashlib.sha256((copy / "common" / "__init__.py").read_bytes()).hexdigest()

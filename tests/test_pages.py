@@ -109,6 +109,11 @@ def test_page_stays_if_pytest_does_not_finish(monkeypatch: pytest.MonkeyPatch) -
         run([0, -9])
 
 
+def test_only_the_recipes_that_are_named_run() -> None:
+    assert table.selection([]) == ""
+    assert table.selection(["dp_resnet", "ddp_gpt"]) == "(dp_resnet and not ddp_resnet) or (ddp_gpt)"
+
+
 def test_page_of_faults_is_that_of_its_file() -> None:
     """The page was not edited where figures are, nor the file without the page."""
     page = table.PAGE.read_text()

@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from common import UserError, ranks, seed
+from common import UserError, seed
 from common.workloads import actor_critic, environments
 from torch import nn
 from torch.nn import functional as F
@@ -339,7 +339,7 @@ def make(recipe: SimpleNamespace, **how: Any) -> tuple[Any, Any, environments.En
     args = recipe.Args(**{"rollout_steps": 64, "num_envs": 4, "global_batch_size": 64, "dtype": "float64"} | how)
     envs = environments.Environments(args.env, np.arange(args.num_envs), args.seed, seed.EPISODE)
     mesh = recipe.make_mesh(args, SimpleNamespace(device=torch.device("cpu"), size=1))
-    model = recipe.parallelize(args, recipe.make_model(args, envs), mesh, torch.device("cpu"), torch.float64)
+    model = recipe.parallelize(args, recipe.make_model(args, envs), mesh, torch.device("cpu"))
     return args, model, envs
 
 
@@ -486,7 +486,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By rank 0, in a message of ours, before anything is written."""
-    monkeypatch.setattr(ranks, "GRACE_S", 0.2)
+    monkeypatch.setattr(runner, "GRACE_S", 0.2)
     flags, hidden, messages = REFUSED[case]
     path = str(runner.ROOT / "recipes" / PPO / "train.py")
     argv = ["--out", str(tmp_path / "out"), *flags]

@@ -9,6 +9,7 @@ import pyarrow.parquet  # noqa: F401
 import pytest  # noqa: F401
 import torch._dynamo
 import torch.distributed.checkpoint
+import torch.distributed.tensor.debug
 import torch.utils.flop_counter
 import torch.utils.tensorboard  # noqa: F401
 import torchvision.transforms.v2.functional  # noqa: F401

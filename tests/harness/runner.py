@@ -209,18 +209,6 @@ def small(recipe: str) -> tuple[str, ...]:
     return SMALL.get(workload(recipe), ())
 
 
-def mutate(recipe: str, folder: Path, changes: Mapping[str, str]) -> Path:
-    """What tests/harness/mutants.py does, by texts."""
-    text = source(recipe)
-    for before, after in changes.items():
-        assert text.count(before) == 1, f"{recipe} has {text.count(before)} times: {before}"
-        text = text.replace(before, after)
-    path = folder / recipe / "train.py"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
 def stands_for_workload(recipe: str) -> bool:
     """Whether it is the first recipe of its workload that runs on several ranks."""
     several = world_sizes(recipe)[-1] > 1
