@@ -5,6 +5,7 @@ A failure here names the part that a new release has changed.
 
 import contextlib
 import re
+import runpy
 import sys
 import tomllib
 import traceback
@@ -291,3 +292,20 @@ def test_accelerate_without_its_reader_of_config_files(monkeypatch: pytest.Monke
         ValueError, match=r"^accelerate [\d.]+ has no _validate_launch_command, which ACCELERATE_CONFIG"
     ):
         strategy.environment(config)
+
+
+# --- older torch ---
+
+
+def with_an_older_torch(path: str, argv: list[str]) -> None:
+    torch.__version__ = torch.torch_version.TorchVersion("2.14.1+cpu")
+    sys.argv = [path, *argv]
+    runpy.run_path(path, run_name="__main__")
+
+
+def test_schedules_that_an_older_torch_cannot_run(tmp_path: Path) -> None:
+    path = str(runner.ROOT / "recipes/pipeline_gpt/train.py")
+    flags = ["--out", str(tmp_path / "out"), "--schedule", "ZBVZeroBubble"]
+    result = runner.spawn(with_an_older_torch, [(path, flags)] * 2)
+    assert result.codes[0] == 2, str(result)
+    assert "--schedule ZBVZeroBubble needs torch 2.15, and this is 2.14.1+cpu" in result.outputs[0]

@@ -171,7 +171,7 @@ def test_background_save_has_the_bits_of_when_it_was_called(
     monkeypatch.setattr(saver.dcp, "save", gate)
     saving = make_saver(tmp_path, in_background=True)
     if not copied:
-        monkeypatch.setattr(saving._stager, "stage", lambda tensors: tensors)
+        monkeypatch.setattr(saver.DefaultStager, "stage", lambda _, tensors: tensors)
     for step in (4, 5):  # a second time, for what a first one leaves in the stager
         gate.opened.clear()
         gate.entered.clear()

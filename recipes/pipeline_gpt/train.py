@@ -161,6 +161,10 @@ def make_mesh(args: Args, world: World) -> DeviceMesh:
     """The ranks and their axes: pipelines, and the ranks of a pipeline."""
     cli.check_divides("--pp", args.pp, {"the number of ranks": world.size})
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, world.size // args.pp)
+    if args.schedule in V_SHAPED and torch.__version__ < "2.15":  # 2.11 sends between two stages of one rank, and stops
+        raise UserError(
+            f"--schedule {args.schedule} needs torch 2.15, and this is {torch.__version__}: try another one"
+        )
     stages_here = len(stage_numbers(args, 0))
     least = {"GPipe": 1, "DualPipeV": 2 * args.pp}.get(args.schedule, args.pp)
     remainder = division.num_micro_batches % args.pp if "Interleaved" in args.schedule else 0
