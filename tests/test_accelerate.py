@@ -364,7 +364,9 @@ def test_fsdp2_stand_in(config: Path, size: int, small_text: Path, tmp_path: Pat
     found = trained(size, tmp_path, small_text, "--dtype", "float64", *ODD, **how)
     assert worst(found[0], wanted.losses) < 1e-9
     assert worst(found[1], wanted.norms) < 1e-9
-    assert found[2] == {STEPS: pytest.approx(wanted.held_out, rel=1e-9)}
+    # The plain loop evaluates after each of several steps; this run may do so less often.
+    assert STEPS in found[2]
+    assert found[2] == {step: pytest.approx(wanted.held_out[step], rel=1e-9) for step in found[2]}
     (tmp_path / "ddp").mkdir()
     trained(size, tmp_path / "ddp", small_text, "--dtype", "float64", "--stop-after", "1", *ODD)
     files = [list(one.glob("run/checkpoints/step_*/shard-*")) for one in (tmp_path, tmp_path / "ddp")]

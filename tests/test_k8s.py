@@ -194,7 +194,7 @@ def test_code_of_a_failure(tmp_path: Path) -> None:
     """What the launcher exits with, the pod does, and at once."""
     result = shell(command(tmp_path, "recipes/nothing"), **(PLUGIN | {"PET_NODE_RANK": "1"}))
     assert result.returncode == 2
-    assert "recipes/nothing holds no train.py" in result.stderr
+    assert "recipes/nothing has no train.py" in result.stderr
 
 
 def ends(pods: list[subprocess.Popen[str]]) -> list[subprocess.CompletedProcess[str]]:

@@ -144,8 +144,13 @@ class Layout:
             return ()
         part = samples // self.dp_size
         if "--pp" in self.flags:
-            stages = 2 * self.size // self.dp_size  # on V-shaped schedules as many micro-batches are needed
-            part //= max((n for n in range(stages, part, stages) if part % n == 0), default=part)
+            pp = self.size // self.dp_size
+            # Interleaved schedules need a multiple of pp, DualPipeV as many as there are stages: 2 pp of a whole step.
+            for multiple in (2 * pp, pp):
+                numbers = [n for n in range(multiple, part, multiple) if part % n == 0]
+                if numbers:
+                    return ("--micro-batch-size", str(part // max(numbers)))
+            return ("--micro-batch-size", "1")
         return ("--micro-batch-size", str(part))
 
 
