@@ -83,6 +83,9 @@ class Loader:
             batch_size=None,
             num_workers=workers,
             pin_memory=device.type == "cuda",
+            # torch draws the workers' seed from it: drawn from the global generator, it would shift what a model draws
+            # in the first step after each start, and a resumed run would not be the same.
+            generator=torch.Generator(),
         )
         self._batches = self._ahead(_raise_here(loader)) if device.type == "cuda" else _raise_here(loader)
 

@@ -33,6 +33,7 @@ class FiniteGuard:
                 "gradient is not finite: in make_optimizer, use one of them with fused=True"
             )
         keymap.optimizer_tensors(model, optimizer)
+        private_api.skip_update_if(optimizer, torch.zeros(()))  # also for a recipe that asks for no skips
         self._optimizer = optimizer
         self._plan = plan
         self._most = most

@@ -69,6 +69,10 @@ def main() -> None:
             sys.exit(1)
         rank, failure = min(causes.items(), key=lambda item: item[1].timestamp)
         traceback = traceback_of(failure.error_file)
+        if requests and (failure.exitcode == -requests[0] or "KeyboardInterrupt" in traceback):
+            name = signal.Signals(requests[0]).name
+            print(f"\nstopped by {name} before the training began: there was nothing to save", file=sys.stderr)
+            sys.exit(128 + requests[0])
         if traceback:  # it raised, even if torchrun then killed it because another rank exited first
             print(f"\nrank {rank} (pid {failure.pid}) failed first\n{traceback}", file=sys.stderr)
             sys.exit(1)

@@ -71,3 +71,22 @@ def test_wait_is_the_time_in_next_alone() -> None:
     total_s = time.perf_counter() - start
     assert all(after - before >= 0.02 for before, after in itertools.pairwise([0.0, *waits]))
     assert batches.wait_s <= total_s - computed_s
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_global_generator_is_left_to_the_model(workers: int) -> None:
+    """A run that resumes makes a new loader; what its first step draws for dropout must not depend on that."""
+    torch.manual_seed(3)
+    wanted = torch.rand(4)
+    torch.manual_seed(3)
+    next(data.Loader(SlowReader(), endless(), workers, torch.device("cpu")))
+    assert torch.equal(torch.rand(4), wanted)
+
+
+def test_mutant_loader_draws_from_the_global_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    wanted = torch.rand(4)
+    torch.manual_seed(3)
+    monkeypatch.setattr(torch, "Generator", lambda: None)
+    next(data.Loader(SlowReader(), endless(), 0, torch.device("cpu")))
+    assert not torch.equal(torch.rand(4), wanted)
