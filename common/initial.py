@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from common import keymap, seed
+from common import UserError, keymap, seed
 
 
 def materialize(model: Any, run_seed: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -21,9 +21,18 @@ def materialize(model: Any, run_seed: int, device: torch.device, dtype: torch.dt
         run_seed: decides, with the name, the values.
         device: where the weights are stored.
         dtype: the type they are stored in.
+
+    Raises:
+        UserError: the model is on meta and has no method `initial`.
     """
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model.to(device, dtype)
+    if not callable(getattr(model, "initial", None)):
+        raise UserError(
+            'make_model builds this model under torch.device("meta"), so it needs a method'
+            " initial(name, size, generator) that returns the first value of a parameter;"
+            " or build it without meta, after seed.everything(args.seed, seed.INIT)"
+        )
     model.to(dtype).to_empty(device=device)
     with torch.no_grad():
         for wrapped_name, parameter in model.named_parameters():

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from common import initial, keymap
+from common import UserError, initial, keymap
 from common.workloads import gpt
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -113,6 +113,14 @@ def test_a_model_with_weights_is_moved() -> None:
     assert found[0].weight.dtype == found[1].running_mean.dtype == torch.float64
     assert found[1].num_batches_tracked.dtype == torch.int64
     check_same(found.state_dict(), {name: t.double() if t.is_floating_point() else t for name, t in before.items()})
+
+
+def test_a_model_on_meta_must_draw_its_weights() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    with pytest.raises(UserError, match=r"needs a method initial\(name, size, generator\).*or build it without meta"):
+        initial.materialize(model, 0, CPU, torch.float32)
+    assert model.weight.is_meta, "refused before any memory is taken"
 
 
 def test_tied_weights_stay_tied() -> None:

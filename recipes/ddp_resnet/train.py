@@ -95,7 +95,9 @@ def make_model(args: Args, train: images.Images) -> nn.Module:
     """The plain model, with the same initial weights on every rank."""
     seed.everything(args.seed, seed.INIT)
     model = resnet.make_resnet(args.model, train.channels, len(train.class_names), train.size)
-    return model.to(memory_format=torch.channels_last)  # the layout that fast convolutions read
+    # The layout that fast convolutions read, and that forward gives the pixels. Your own model needs this line too:
+    # without it, DDP warns of strides and copies gradients.
+    return model.to(memory_format=torch.channels_last)
 
 
 def make_optimizer(args: Args, model: nn.Module) -> Optimizer:

@@ -84,6 +84,7 @@ class Args:
     mlp_width: cli.NonNegativeInt = 0  # hidden units of each MLP; 0 for 8/3 of width, rounded up to a multiple of 64
     tied: bool = False  # share the embedding's weights with the output layer
     pp: cli.PositiveInt = 2  # ranks of each pipeline
+    # when each rank computes which stage: see stage_numbers
     schedule: Literal["1F1B", "DualPipeV", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"] = (
         "1F1B"
     )
@@ -137,6 +138,8 @@ def stage_numbers(args: Args, rank: int) -> list[int]:
     """
     if args.schedule in ("GPipe", "1F1B"):
         return [rank]
+    # --pp 2, in a V:     rank 0 has stages 0 and 3, rank 1 has 1 and 2.
+    # --pp 2, otherwise:  rank 0 has stages 0 and 2, rank 1 has 1 and 3.
     return [rank, 2 * args.pp - 1 - rank if args.schedule in V_SHAPED else rank + args.pp]
 
 
@@ -166,6 +169,7 @@ def make_mesh(args: Args, world: World) -> DeviceMesh:
             f"--schedule {args.schedule} needs torch 2.15, and this is {torch.__version__}: try another one"
         )
     stages_here = len(stage_numbers(args, 0))
+    # torch's own limits for 1F1B and DualPipeV. With fewer than --pp, the other schedules could not fill a pipeline.
     least = {"GPipe": 1, "DualPipeV": 2 * args.pp}.get(args.schedule, args.pp)
     remainder = division.num_micro_batches % args.pp if "Interleaved" in args.schedule else 0
     if division.num_micro_batches < least or remainder:
@@ -191,15 +195,17 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     num_stages = args.pp * len(numbers)
     stages: dict[int, Any] = {}
     for i in numbers:
-        stage = copy.deepcopy(model)  # of which only stage i's part stays
+        stage = copy.deepcopy(model)  # on meta, it costs nothing; only stage i's part stays
         is_last = i == num_stages - 1
         for name in list(stage.blocks):
-            if int(name) * num_stages // args.num_layers != i:
+            if int(name) * num_stages // args.num_layers != i:  # layer l goes to stage l * stages / layers
                 del stage.blocks[name]
+        # The last stage has a copy of a tied embedding: its output layer.
         stage.embed = stage.embed if i == 0 or (is_last and args.tied) else None
         stage.norm = stage.norm if is_last else None
         stage.head = stage.head if is_last else None
         stages[i] = initial.materialize(stage, args.seed, device, precision.param_dtype(dtype))
+        # A schedule calls the stage itself, not section 2's forward, which would choose the type.
         stages[i].forward = precision.autocast(device, dtype)(stage.forward)
     pipeline = Pipeline()
     pipeline.stages = nn.ModuleDict({str(i): stage for i, stage in stages.items()})
@@ -210,8 +216,10 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     if args.tied and all(pipeline.ends):  # on one rank: it is one parameter
         pipeline.ends[1].embed = pipeline.ends[0].embed
     if args.tied and args.pp > 1 and args.schedule not in V_SHAPED:
+        # The first and the last rank of each pipeline.
         pipeline.tied_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh[:, [0, -1]].tolist())
     parts = [PipelineStage(stage, i, num_stages, device, group=group) for i, stage in stages.items()]
+    # scale_grads=False: forward_backward divides, by the samples of the whole step.
     pipeline.schedule = schedules.get_schedule_class(args.schedule)(
         parts if len(parts) > 1 else parts[0], pipeline.division.num_micro_batches, loss_fn=gpt.loss, scale_grads=False
     )
@@ -223,10 +231,13 @@ def run_schedule(model: Any, batches: list[data.Batch], run: Callable[..., Any])
     inputs = torch.cat([batch.inputs for batch in batches])
     targets = torch.cat([batch.targets for batch in batches])
     # A schedule always runs the same number of micro-batches of one size: pad with empty sequences, whose loss is 0.
+    # F.pad takes the last dim first: nothing to the length, then rows.
     fill = (0, 0, 0, model.division.num_micro_batches * model.division.micro_batch_size - len(inputs))
     losses: list[torch.Tensor] = []
+    # Only the rank with the first stage gives inputs; the last stage compares with the targets.
     run(*([F.pad(inputs, fill)] if model.ends[0] else []), target=F.pad(targets, fill, value=-100), losses=losses)
     loss = torch.stack(losses).sum() if losses else torch.zeros((), device=inputs.device)
+    # Only the rank with the last stage counts, or samples would count once per stage.
     return {"loss": loss, "count": torch.full((), len(inputs) * bool(losses), device=loss.device)}
 
 
@@ -260,6 +271,7 @@ def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     """Clip to the global gradient norm, (), and return it; it is over all stages, and counts a tied embedding once."""
     copied = model.ends[1].embed.weight if model.tied_group and model.ends[1] else None
     square = nn.utils.get_total_norm([p.grad for p in model.parameters() if p is not copied]).square()
+    # Over the stages only: the pipelines have equal gradients by now.
     dist.all_reduce(square, group=model.mesh.get_group("pp"))
     nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm or float("inf"), square.sqrt())
     return square.sqrt()

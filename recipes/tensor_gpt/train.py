@@ -174,15 +174,18 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     dtype = precision.compute_dtype(args.dtype, device)
     model = model.to(precision.param_dtype(dtype))
     slice_matrices(model, mesh["tp"])
-    compute = torch.bfloat16 if dtype == torch.bfloat16 else None  # gathered in it; gradients are added up in float32
+    compute = torch.bfloat16 if dtype == torch.bfloat16 else None
+    # FSDP's param_dtype is the type it gathers in, our compute type. It adds up gradients in our storage type.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.param_dtype(dtype))
     axes = mesh["dp"]
     model.compile = lambda: [part.compile() for part in model.modules() if isinstance(part, (gpt.Attention, gpt.Mlp))]
     for block in model.blocks.values():
-        if args.recompute:
+        if args.recompute:  # wraps forward, inside FSDP's hooks: they gather the parameters before it recomputes
             block.forward = functools.partial(recomputed, block.forward, use_reentrant=False)
         fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=args.reshard_after_forward)
-    fully_shard(model, mesh=axes, mp_policy=policy, reshard_after_forward=False)  # what is left: used first and last
+    # The rest: embedding, last norm and head. It stays gathered, as the backward pass begins with the head.
+    fully_shard(model, mesh=axes, mp_policy=policy, reshard_after_forward=False)
+    # After the split, so each rank keeps only its part of the weights.
     return initial.materialize(model, args.seed, device, precision.param_dtype(dtype))
 
 
@@ -211,7 +214,7 @@ def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metri
 def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     """Clip to the global gradient norm, (), and return it; the norm is over all ranks' parts."""
     norm: Any = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
-    return norm.full_tensor()
+    return norm.full_tensor()  # a DTensor: this adds up the ranks' parts
 
 
 # --- 4 Step -----------------------------------------------------------------------------------------------
