@@ -382,7 +382,7 @@ def test_gpu_that_torch_does_not_see(tmp_path: Path) -> None:
 def test_unknown_recipe(recipe: str) -> None:
     result = launch(recipe, "--epochs", "1")
     assert result.returncode == 2
-    assert "holds no train.py" in result.stderr
+    assert "has no train.py" in result.stderr
     assert all(f"recipes/{name}" in result.stderr for name in runner.RECIPES)
     assert result.stderr.count("\n") == 1
 
