@@ -38,7 +38,10 @@ def missing() -> str:
         f"{owner.__name__}.{name}({', '.join(wanted)})": _has(owner, name, wanted)
         for (owner, name), wanted in FUNCTIONS.items()
     }
-    parts |= {f"{owner.__name__}.{name}": name in owner.__init__.__code__.co_names for owner, name in ATTRIBUTES}
+    parts |= {
+        f"{owner.__name__}.{name}": name in inspect.unwrap(owner.__init__).__code__.co_names
+        for owner, name in ATTRIBUTES
+    }
     lacking = [part for part, there in parts.items() if not there]
     if not lacking:
         return ""

@@ -383,10 +383,10 @@ def test_nobody_there(machines: list[Machine], tmp_path: Path) -> None:
 
 
 # Machine 0 has the store for some seconds before it says whose it is.
-LATE = """import time
+LATE = """import functools, time
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend as Backend
 join = Backend.__init__
-Backend.__init__ = lambda *args: (join(*args), time.sleep(3))[0]
+Backend.__init__ = functools.wraps(join)(lambda *args: (join(*args), time.sleep(3))[0])
 """
 
 
