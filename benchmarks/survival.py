@@ -54,7 +54,7 @@ def measure(folder: str) -> None:
     division = sampler.Division(100, 100, world.size)
     plan = sampler.make_plan(division, 10000, run_seed=0, epochs=0, max_steps=10**6, progress={})
     idle_before = idle_s(lambda step: None)
-    stopping = stop.Stop(world, 0, 0)
+    stopping = stop.Stop(world, 0, 0, plan.max_steps)
     watching = watch.Watch(world, path, 0, 60.0)
     finite = guard.FiniteGuard(model, optimizer, plan, 3)
     norm = torch.ones(())

@@ -73,8 +73,9 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
         raise
     for name, bounds in _bounds(args_type):
         value = getattr(args, name)
-        if not bounds.least <= value <= bounds.most:
-            raise UserError(f"--{name.replace('_', '-')} {value:g} is out of range: it must be {bounds}")
+        for number in value if isinstance(value, tuple | list) else (value,):
+            if number is not None and not bounds.least <= number <= bounds.most:
+                raise UserError(f"--{name.replace('_', '-')} {number:g} is out of range: it must be {bounds}")
     return args
 
 
@@ -95,10 +96,14 @@ def check_divides(flag: str, divisor: int, numbers: Mapping[str, int]) -> None:
 
 
 def _bounds(args_type: type) -> Iterator[tuple[str, Bounds]]:
+    """The flags whose numbers have bounds, also those inside another type, such as `Fraction | None`."""
     for name, hint in typing.get_type_hints(args_type, include_extras=True).items():
-        for bounds in getattr(hint, "__metadata__", ()):
-            if isinstance(bounds, Bounds):
-                yield name, bounds
+        inside = [hint]
+        while inside:
+            part = inside.pop()
+            inside += typing.get_args(part)
+            if isinstance(part, Bounds):
+                yield name, part
 
 
 def _parse(args_type: type[Args], argv: list[str] | None) -> Args:

@@ -160,12 +160,13 @@ class Run:
             ranks.print0(f"stopped  checkpoint saved ({stopped})")
             facts = {"step": self._shown_step, "of": self._plan.max_steps, "reason": stopped}
             (self.path / STOPPED).write_text(json.dumps(facts))
-        ranks.print0(f"done     step {self._shown_step} of {self._plan.max_steps} in {took}")
+        complete = self._shown_step >= self._plan.max_steps
+        verb = "done    " if complete else "reached "
+        ranks.print0(f"{verb} step {self._shown_step} of {self._plan.max_steps} in {took}")
         for tag, (value, step) in metrics.best(run_dir.records(self.path)).items():
             ranks.print0(f"best     {tag} {value:.4f} at step {step}")
         ranks.print0(f"files    {self.path}")
         ranks.print0(f"plot     tensorboard --host localhost --logdir {shlex.quote(str(self.path.parent))}")
-        complete = self._shown_step >= self._plan.max_steps
         note = f"  (training is complete; raise {self._length_flag} to train longer)" if complete else ""
         ranks.print0(f"resume   {run_dir.resume_command(self.path, self._world.size)}{note}")
 

@@ -98,7 +98,7 @@ def _rendezvous() -> tuple[dist.Store, int, int]:
     if num_tasks > 1:
         raise UserError(
             f"srun or mpirun started {num_tasks} processes without torchrun, and each would train alone. Use "
-            "launch/slurm.sh or --backend mpi; to train alone on purpose, unset SLURM_STEP_NUM_TASKS"
+            "launch/slurm.sh or --backend mpi; to train alone on purpose, unset SLURM_STEP_NUM_TASKS and PMI_SIZE"
         )
     return dist.HashStore(), 0, 1
 

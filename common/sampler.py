@@ -51,11 +51,13 @@ class Division:
         global_batch_size: samples of every step, except possibly the last of a training.
         global_micro_batch_size: samples of a micro-batch over all dp ranks, at most.
         dp_size: ranks, or groups of ranks, that read different samples.
+        part: the name of what a step is divided into, for the terminal.
     """
 
     global_batch_size: int
     global_micro_batch_size: int
     dp_size: int
+    part: str = "micro-batch"
 
     @property
     def num_micro_batches(self) -> int:
@@ -72,8 +74,8 @@ class Division:
         number = self.num_micro_batches
         equal = self.dp_size * number * self.micro_batch_size == self.global_batch_size
         ranks = f"{self.dp_size} data-parallel rank{'s' * (self.dp_size > 1)}"
-        micro_batches = f"{number} micro-batch{'es' * (number > 1)}"
-        return f"{ranks} x {micro_batches} x {'' if equal else 'up to '}{self.micro_batch_size:,} samples"
+        parts = f"{number} {self.part}{'es' * (number > 1)}"
+        return f"{ranks} x {parts} x {'' if equal else 'up to '}{self.micro_batch_size:,} samples"
 
 
 @dataclass(frozen=True)
@@ -171,8 +173,9 @@ def check_min_samples(plan: Plan, least: int) -> None:
         last = plan.max_steps - 1
         advice = f"use --max-steps {last} to drop that step" if last else "lower --global-batch-size"
         raise UserError(
-            f"the last step of --epochs has {rest} of {plan.num_samples} samples, too few for {division.dp_size} ranks "
-            f"in micro-batches of up to {division.micro_batch_size} samples each: {advice}"
+            f"the last step of --epochs has {rest} of {plan.num_samples} samples: in micro-batches of up to "
+            f"{division.micro_batch_size}, a rank (of {division.dp_size}) would get fewer than the {least} that this "
+            f"model needs: {advice}"
         )
 
 

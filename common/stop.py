@@ -31,13 +31,14 @@ class Stop:
         reason: why the ranks stop, and which rank noticed; "" while there is no reason.
     """
 
-    def __init__(self, world: process_group.World, deadline_min: float, first_step: int) -> None:
+    def __init__(self, world: process_group.World, deadline_min: float, first_step: int, last_step: int) -> None:
         """Take over the signals (main thread, before any loader worker is forked; all ranks).
 
         Args:
             world: this process.
             deadline_min: minutes from now after which to stop; 0 for never.
             first_step: steps done already.
+            last_step: the step after which the run stops anyway.
         """
         self.reason = ""
         self._rank, self._size = world.rank, world.size
@@ -46,6 +47,7 @@ class Stop:
             remaining_s = float(os.environ["SLURM_JOB_END_TIME"]) - time.time()
             margin_s = min(END_MARGIN_S, remaining_s / 10)
             self._deadline = min(self._deadline, time.monotonic() + remaining_s - margin_s)
+        self._last_step = last_step
         self._lock = threading.Lock()
         self._done = self._target = first_step
         self._agreed = threading.Event()
@@ -117,7 +119,8 @@ class Stop:
             done = self._done
         self._store.set("stop/reason", reason)
         self._store.set(f"stop/done/{self._rank}", str(done))
-        self._target = 1 + max(int(self._store.get(f"stop/done/{rank}")) for rank in range(self._size))
+        furthest = max(int(self._store.get(f"stop/done/{rank}")) for rank in range(self._size))
+        self._target = min(1 + furthest, self._last_step)
         self._agreed.set()
         repeat = "; send it again to quit now without saving" if reason.startswith("SIG") else ""
         ranks.print0(f"{reason}: saving and stopping after step {self._target}{repeat}")

@@ -10,12 +10,12 @@ import sys
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
+from common.exits import USAGE_ERROR
 from launch import private_api
 
 STRATEGY = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 PROCESSES = "ACCELERATE_CONFIG_PROCESSES"  # what recipes/accelerate_gpt compares with the processes that run
-USAGE_ERROR = 2
 
 
 def environment(path: str) -> dict[str, str]:

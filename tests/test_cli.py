@@ -119,6 +119,8 @@ class Adopted:
     patience: cli.Timeout = 2.5  # seconds, at least 1
     depth: Annotated[int, cli.Bounds(most=8)] = 4  # the adopter's own bounds
     ratio: Annotated[float, cli.Bounds(-1, 1)] = 0.0  # on both sides
+    top_p: cli.Fraction | None = None  # with a value for "none given"
+    betas: tuple[cli.Fraction, cli.Fraction] = (0.9, 0.999)  # several numbers
 
 
 TAKEN = [
@@ -131,8 +133,15 @@ REFUSED = [
     *(("amount", "-0.1", "at least 0"), ("amount", "nan", "at least 0")),
     *(("share", "-0.1", "between 0 and 1"), ("share", "1.1", "between 0 and 1"), ("share", "nan", "between 0 and 1")),
     *(("patience", "0.9", "at least 1"), ("depth", "9", "at most 8")),
+    *(("top-p", "1.5", "between 0 and 1"),),
     *(("ratio", "-1.1", "between -1 and 1"), ("ratio", "1.1", "between -1 and 1")),
 ]
+
+
+def test_each_of_several_numbers_has_the_bounds() -> None:
+    assert cli.parse(Adopted, ["--betas", "0.8", "0.99"]).betas == (0.8, 0.99)
+    with pytest.raises(UserError, match=r"^--betas 1.5 is out of range: it must be between 0 and 1$"):
+        cli.parse(Adopted, ["--betas", "0.8", "1.5"])
 
 
 def test_numbers_without_bounds_are_the_adopter_s_own() -> None:

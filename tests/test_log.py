@@ -171,7 +171,7 @@ def test_finish_says_the_best_and_how_to_go_on(
     assert re.search(r"^step 10/20  val/loss 0\.25  val/top1 0\.75$", said, re.MULTILINE)
     assert re.search(r"^best +val/loss 0\.2500 at step 10$", said, re.MULTILINE)
     assert re.search(r"^best +val/top1 0\.7500 at step 10$", said, re.MULTILINE)
-    assert re.search(r"^done +step 12 of 20 in ", said, re.MULTILINE)
+    assert re.search(r"^reached +step 12 of 20 in ", said, re.MULTILINE)
     assert said.endswith("\nresume   torchrun --nproc-per-node=4 train.py --lr 1 --name 'my run'\n")
     run = make_run(path, first_step=12)
     record(run, 20, 0.5)
@@ -179,6 +179,7 @@ def test_finish_says_the_best_and_how_to_go_on(
     run.finish()
     said = capsys.readouterr().out
     assert re.search(r"^best +val/loss 0\.2500 at step 10$", said, re.MULTILINE), "of the whole run"
+    assert re.search(r"^done +step 20 of 20 in ", said, re.MULTILINE)
     assert "--name 'my run'  (training is complete; raise --max-steps to train longer)\n" in said, "it is done"
 
 

@@ -213,6 +213,7 @@ def test_plan_without_samples() -> None:
         ((8192, 64, 4), 128, 16, "4 data-parallel ranks x 128 micro-batches x 16 samples"),
         ((128, 96, 3), 2, 32, "3 data-parallel ranks x 2 micro-batches x up to 32 samples"),  # 22, 21, 21
         ((7, 7, 2), 1, 4, "2 data-parallel ranks x 1 micro-batch x up to 4 samples"),
+        ((64, 32, 2, "minibatch"), 2, 16, "2 data-parallel ranks x 2 minibatches x 16 samples"),
     ],
 )
 def test_division_in_numbers_and_words(
@@ -239,7 +240,7 @@ def test_plan_in_words() -> None:
 def test_last_step_too_small_for_batchnorm() -> None:
     with pytest.raises(
         UserError,
-        match=r"^the last step of --epochs has 3 of 33 samples, too few for 2 ranks in micro-batches of up to 5 ",
+        match=r"^the last step of --epochs has 3 of 33 samples: in micro-batches of up to 5, a rank ",
     ):
         make_plan(33, (10, 0, 2), epochs=1, least=2)
     assert make_plan(34, (10, 0, 2), epochs=1, least=2).max_steps == 4  # 4 samples left: 2 each

@@ -16,7 +16,7 @@ def wait_for_the_clock(slurm_s: float, deadline_s: float, due_s: float) -> None:
     world = process_group.start()
     began = time.monotonic()
     os.environ["SLURM_JOB_END_TIME"] = str(time.time() + slurm_s)
-    stopping = stop.Stop(world, deadline_s / 60, first_step=7)
+    stopping = stop.Stop(world, deadline_s / 60, first_step=7, last_step=10_000)
     assert stopping._deadline == pytest.approx(began + due_s, abs=0.1)
     leaves = due_s < 60
     assert not stopping.after(8)
@@ -41,10 +41,25 @@ def test_leaves_in_time_for_the_end_of_the_job(slurm_s: float, deadline_s: float
     assert result.ok, str(result)
 
 
+def stop_in_the_last_save() -> None:
+    stopping = stop.Stop(process_group.start(), 0, first_step=0, last_step=8)
+    assert not stopping.after(8)
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not stopping.reason:
+        time.sleep(0.01)
+    assert stopping.after(8), "and there is no step 9 to wait for"
+
+
+def test_signal_after_the_last_step() -> None:
+    result = runner.spawn(stop_in_the_last_save, [()], timeout_s=30)
+    assert result.ok, str(result)
+    assert "SIGTERM on rank 0: saving and stopping after step 8;" in result.outputs[0]
+
+
 def hear_late(saved: str) -> None:
     """Rank 0 is told at once, rank 1 when its machine's turn comes, and both are still saving."""
     world = process_group.start()
-    stopping = stop.Stop(world, 0, 0)
+    stopping = stop.Stop(world, 0, 0, 10_000)
     if world.rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
     step = 1
@@ -67,7 +82,7 @@ def test_first_signal_of_a_rank_is_not_its_second(tmp_path: Path) -> None:
 
 
 def close_twice() -> None:
-    stopping = stop.Stop(process_group.start(), 0, 0)
+    stopping = stop.Stop(process_group.start(), 0, 0, 10_000)
     before = time.monotonic()
     stopping.close()
     assert not stopping._thread.is_alive()

@@ -264,7 +264,7 @@ def main() -> None:
     # Refuses a checkpoint of another model or environment before playing.
     found = checkpoint.find(run_dir.choose(args.out, args.name), args.resume, model, seed=args.seed, env=args.env)
     plan = sampler.make_plan(
-        sampler.Division(samples, args.global_batch_size, dp_size),
+        sampler.Division(samples, args.global_batch_size, dp_size, part="minibatch"),
         0,
         run_seed=args.seed,
         epochs=0,

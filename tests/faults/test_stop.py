@@ -160,7 +160,7 @@ def outlive_a_child() -> None:
     world = process_group.start()
     signal.signal(signal.SIGCHLD, lambda *_: None)  # as DataLoader does
     stop.SAME_SIGNAL_S = 0.3
-    stopping = stop.Stop(world, deadline_min=0, first_step=0)
+    stopping = stop.Stop(world, deadline_min=0, first_step=0, last_step=10_000)
     assert not stopping.after(0)
     subprocess.run(["true"], check=True)
     time.sleep(3 * stop.POLL_S)
@@ -180,7 +180,7 @@ def test_end_of_a_loader_worker_is_no_request() -> None:
 def stop_at_own_pace(pace_s: float, folder: str, agree: bool) -> None:
     """Steps without collectives, so that ranks are far apart when one of them gets the signal."""
     world = process_group.start()
-    stopping = stop.Stop(world, deadline_min=0, first_step=0)
+    stopping = stop.Stop(world, deadline_min=0, first_step=0, last_step=10_000)
     if not agree:  # a mutant: every rank stops after its own next step
         stop.max = lambda _: stopping._done
     step, rank = 0, world.rank
