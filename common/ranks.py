@@ -56,18 +56,18 @@ def printable(text: str) -> str:
 def gather(value: Any, group: Any = None) -> list[Any]:
     """This value of each rank, by rank (all ranks of the group take part); JSON values, so that tuples become lists."""
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([mine.numel()]), group=group)
-    most = max(size.item() for size in sizes)
-    texts = [torch.zeros(int(most), dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(texts, torch.nn.functional.pad(mine, (0, int(most) - mine.numel())), group=group)
-    return [json.loads(bytes(text[: int(size)].numpy())) for text, size in zip(texts, sizes, strict=True)]
+    counts = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, torch.tensor([mine.numel()]), group=group)
+    sizes = [int(count) for count in counts]
+    texts = [torch.zeros(max(sizes), dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(texts, torch.nn.functional.pad(mine, (0, max(sizes) - mine.numel())), group=group)
+    return [json.loads(bytes(text[:size].numpy())) for text, size in zip(texts, sizes, strict=True)]
 
 
 def from_rank0(answer: Callable[[], Answer]) -> Answer:
     """Call `answer` on rank 0; every rank returns its result or raises its UserError (all ranks take part).
 
-    The result is a JSON value; other ranks get a tuple as a list.
+    The result is a JSON value; a tuple becomes a list.
     """
     mine: dict[str, Any] = {}
     if dist.get_rank() == 0:
@@ -75,13 +75,7 @@ def from_rank0(answer: Callable[[], Answer]) -> Answer:
             mine = {"answer": answer()}
         except UserError as error:
             mine = {"refusal": str(error)}
-    box = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-    size = torch.tensor([box.numel()])
-    dist.broadcast(size, 0)
-    if dist.get_rank() != 0:
-        box = torch.zeros(int(size), dtype=torch.uint8)
-    dist.broadcast(box, 0)
-    found = json.loads(bytes(box.numpy()))
+    found = gather(mine)[0]
     if "refusal" in found:
         raise UserError(printable(found["refusal"]))
     return found["answer"]

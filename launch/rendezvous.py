@@ -42,6 +42,7 @@ from common import seal
 from common.exits import USAGE_ERROR
 
 NAME = "brigade"  # of this rendezvous, for torchrun's --rdzv-backend
+HERE = "here"  # its --rdzv-endpoint on one machine
 PORT = 29400
 JOB = "launch/job"
 NO_STATE = b"none"
@@ -76,7 +77,7 @@ def prepare(args: argparse.Namespace, started: list[SubprocessContext]) -> None:
         args: torchrun's arguments; `local_addr` is filled in.
         started: this machine's ranks, one entry for each start; filled later.
     """
-    if args.rdzv_endpoint:
+    if args.rdzv_endpoint != HERE:
         master = parse_rendezvous_endpoint(args.rdzv_endpoint, default_port=PORT)[0]
         args.local_addr = Address(args.local_addr or own_address(master) or socket.getfqdn())
         args.local_addr.number = int(os.environ.get("NODE_RANK", "0"))  # launch/torchrun.sh has checked it
@@ -133,7 +134,7 @@ def make_handler(params: RendezvousParameters) -> RendezvousHandler:
         RendezvousConnectionError: machine 0 cannot listen, or does not answer.
         RendezvousClosedError: another job is there.
     """
-    if not params.endpoint:
+    if params.endpoint == HERE:
         here = dist.HashStore()
         return create_handler(here, Backend(here, params.run_id), params)
     hosts = params.get_as_bool("is_host")

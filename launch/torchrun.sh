@@ -107,7 +107,7 @@ nodes=${NNODES:-1}
 [[ $nodes =~ ^([1-9][0-9]*:)?[1-9][0-9]*$ ]] || fail "NNODES=$nodes must be a number of machines, such as 2, or MIN:MAX"
 most=${nodes#*:}
 if [[ $nodes == 1 ]]; then
-  place=(--rdzv-backend=brigade) # within the launcher: no port
+  place=(--rdzv-backend=brigade --rdzv-endpoint=here) # within the launcher: nothing listens
 else
   [[ -n ${MASTER_ADDR-} ]] || fail "NNODES=$nodes needs MASTER_ADDR, the host name or address of machine 0"
   [[ ${NODE_RANK-} =~ ^[0-9]+$ ]] || fail "NNODES=$nodes needs NODE_RANK, this machine's number from 0 to $((most - 1))"
