@@ -156,6 +156,14 @@ if [[ -n ${STAGE_DIR-} && -z $dry_run && " $* " != *" --help "* ]]; then
   export STAGED_DATA=$staged # common/workloads/splits.py reads this folder instead
 fi
 
+# torch.compile reads pickles from its cache, whose usual folder another user can have made first.
+cache=${TMPDIR:-/tmp}/torchinductor_$(id -un 2>/dev/null || id -u)
+if [[ -z ${TORCHINDUCTOR_CACHE_DIR-} && -z $dry_run ]]; then
+  mkdir -m 700 "$cache" 2>/dev/null || true
+  [[ -O $cache && ! -L $cache && -z $(find "$cache" -maxdepth 0 -perm /022) ]] || cache=$(mktemp -d || true)
+  export TORCHINDUCTOR_CACHE_DIR=$cache # empty: torch's usual folder
+fi
+
 python=${PYTHON:-python}
 if [[ -z ${PYTHON-}${VIRTUAL_ENV-}${CONDA_PREFIX-} && -x $root/.venv/bin/python ]]; then
   python=$root/.venv/bin/python

@@ -104,6 +104,7 @@ class Job:
         self.run = folder / "out" / "run"
         self.flags = (*FLAGS, *runner.small(recipe), *flags, "--out", str(folder / "out"), "--name", "run")
         self.environ = {"NNODES": str(len(machines)), "NPROC_PER_NODE": "1", "MASTER_ADDR": machines[0].address}
+        self.environ |= {"RUN_KEY": 32 * "0a"}
         self.environ |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environ
         self.recipe = folder / recipe
         self.recipe.mkdir()
@@ -383,10 +384,10 @@ def test_nobody_there(machines: list[Machine], tmp_path: Path) -> None:
 
 
 # Machine 0 has the store for some seconds before it says whose it is.
-LATE = """import functools, time
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend as Backend
-join = Backend.__init__
-Backend.__init__ = functools.wraps(join)(lambda *args: (join(*args), time.sleep(3))[0])
+LATE = """import time
+from torch import distributed
+make = distributed.TCPStore
+distributed.TCPStore = lambda *args, **more: (make(*args, **more), time.sleep(3))[0]
 """
 
 
