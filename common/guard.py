@@ -1,7 +1,6 @@
 """Checks of the numbers during training: gradients are finite, and replicas are equal."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 

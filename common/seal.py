@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -40,13 +41,15 @@ class SealedStore(dist.Store):
         foreign: the first name under which a value of a stranger was found; "" while there was none.
     """
 
+    timeout: timedelta  # of torch's class, which also sets it through a PrefixStore
+
     def __init__(self, store: dist.Store, key: bytes) -> None:
         super().__init__()
-        self._store = store
+        self._store: Any = store
         self._key = key
         self._seen: dict[str, bytes] = {}  # the newest sealed value that `get` has found
         self.foreign = ""
-        self.set_timeout(store.timeout)
+        self.set_timeout(self._store.timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long `get` and `wait` wait."""

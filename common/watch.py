@@ -140,7 +140,7 @@ class Watch:
                     self._exit(finding)
                 if self._store.foreign and not warned:
                     warned = True
-                    ranks.print0(f"warning: somebody outside this run writes {self._store.foreign} to its store; ignored")
+                    ranks.print0(f"warning: a stranger writes to this run's store ({self._store.foreign}): ignored")
             except dist.DistError as error:
                 if not self._closing.is_set():
                     self._exit(self._store_lost(error))

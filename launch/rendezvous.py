@@ -128,7 +128,7 @@ def interfaces() -> dict[str, str]:
 
 
 def make_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """torch's rendezvous, whose state and addresses lie in this process (one machine) or in machine 0's sealed store.
+    """A rendezvous of torch that keeps its state in this process (one machine), or in machine 0's sealed store.
 
     Raises:
         RendezvousConnectionError: machine 0 cannot listen, or does not answer.
@@ -172,7 +172,7 @@ class Backend(RendezvousBackend):
     of this job has written, and puts it back where a stranger has replaced it.
     """
 
-    def __init__(self, store: dist.Store, run_id: str) -> None:
+    def __init__(self, store: Any, run_id: str) -> None:
         self._store = store
         self._timeout = store.timeout
         self._state = f"torch.rendezvous.{run_id}"
@@ -234,7 +234,7 @@ def watch(args: argparse.Namespace, started: list[SubprocessContext]) -> None:
         if met and "strangers" in quiet and any(store.foreign for store in stores):
             quiet.remove("strangers")
             print(
-                f"warning: somebody outside this job writes to the rendezvous {args.rdzv_endpoint}; it is ignored",
+                f"warning: a stranger writes to the rendezvous {args.rdzv_endpoint}: ignored",
                 file=sys.stderr,
             )
 

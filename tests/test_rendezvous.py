@@ -5,7 +5,7 @@ import os
 import pickle
 import secrets
 import socket
-from collections.abc import Iterator
+import time
 from pathlib import Path
 
 import pytest
@@ -21,23 +21,17 @@ KEY = secrets.token_hex(32)
 
 
 @pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUN_KEY", KEY)
     monkeypatch.setattr(rendezvous, "met", [])
     monkeypatch.setattr(rendezvous, "stores", [])
-    yield
-
-
-def make(endpoint: str, address: str = "127.0.0.1", hosts: str = "1", nodes: int = 1, job: str = "job") -> RendezvousHandler:
-    more = {"is_host": hosts, "last_call_timeout": "1", "read_timeout": "3"}
-    return rendezvous.make_handler(
-        RendezvousParameters(rendezvous.NAME, endpoint, job, 1, nodes, rendezvous.Address(address), **more)
-    )
-
-
-@pytest.fixture(autouse=True)
-def numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous.Address, "number", 0, raising=False)
+
+
+def make(endpoint: str, address: str = "127.0.0.1", hosts: str = "1") -> RendezvousHandler:
+    more = {"is_host": hosts, "last_call_timeout": "1", "read_timeout": "3"}
+    place = rendezvous.Address(address)
+    return rendezvous.make_handler(RendezvousParameters(rendezvous.NAME, endpoint, "job", 1, 1, place, **more))
 
 
 @pytest.fixture
@@ -75,6 +69,7 @@ def poison(port: int, marker: Path) -> RendezvousHandler:
     name = "torch.rendezvous.job"
     assert client.check([name])
     client.set(name, stranger.poison(marker))
+    time.sleep(1.1)  # for a second, torch does not look again
     return handler
 
 
@@ -94,9 +89,8 @@ def test_mutant_that_does_not_seal(port: int, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(seal, "unseal", lambda key, name, sealed: sealed)
     marker = tmp_path / "ran"
     handler = poison(port, marker)
-    with pytest.raises(Exception):  # noqa: B017, PT011 (whatever torch does with what the pickle made)
+    with pytest.raises(AttributeError):  # of the state that the pickle has made
         handler.num_nodes_waiting()
-        handler.is_closed()
     assert marker.exists()
 
 

@@ -63,7 +63,7 @@ def listening(pids: Iterable[int], *prefix: str) -> list[Place]:
 
 
 def attack(place: Place, marker: Path) -> list[str]:
-    """Overwrite all that Brigade and torch's rendezvous keep at this place; returns the names there, if it is a store."""
+    """Overwrite what Brigade and torch's rendezvous keep at this place; returns the names there, if it is a store."""
     import torch.distributed as dist
 
     patience = timedelta(seconds=PATIENCE_S)
@@ -96,7 +96,9 @@ def pestered(places: Iterable[Place], held: int = 150) -> Iterator[None]:
 
 def main() -> None:
     """Attack each place, then pester all until somebody ends this."""
-    marker, places = Path(sys.argv[1]), [(word.rpartition(":")[0], int(word.rpartition(":")[2])) for word in sys.argv[2:]]
+    marker = Path(sys.argv[1])
+    split = [word.rpartition(":") for word in sys.argv[2:]]
+    places = [(address, int(port)) for address, _, port in split]
     with ThreadPoolExecutor(len(places)) as pool:
         for place, names in zip(places, pool.map(lambda place: attack(place, marker), places), strict=True):
             print(json.dumps({"place": place, "names": names}), flush=True)
