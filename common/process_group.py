@@ -83,8 +83,8 @@ def start(backend: str = "auto", **same: Mapping[str, Any]) -> World:
     dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors then name parameters, such as one without a gradient
     dist.init_process_group(**options)
     rank, size = dist.get_rank(), dist.get_world_size()
-    # A key of this start, so that nothing of an earlier one counts. Without RUN_KEY, which the launcher hands down, only
-    # those who come to the store after the ranks have joined do not know it.
+    # A key of this start, so that nothing of an earlier one counts. The launcher hands down RUN_KEY. Without it, only
+    # those who come to the store after the ranks have joined do not know this key.
     start_key = seal.derive(os.environ.pop("RUN_KEY", ""), ranks.from_rank0(lambda: secrets.token_hex(16)))
     sealed = seal.SealedStore(store, start_key)
     world = World(rank, size, local_rank, local_size, socket.gethostname(), device, backend, sealed)

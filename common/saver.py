@@ -141,7 +141,7 @@ class Saver:
         outcomes = ranks.gather(outcome, self._group)
         faults = [fault for _, fault in outcomes if fault]
         if faults:
-            raise SaveError("; ".join(faults))
+            raise SaveError(ranks.printable("; ".join(faults)))
         return [result for result, _ in outcomes]
 
     def _make(self, partial: Path, tensors: Tensors) -> str:

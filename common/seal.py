@@ -43,9 +43,9 @@ class SealedStore(dist.Store):
 
     timeout: timedelta  # of torch's class, which also sets it through a PrefixStore
 
-    def __init__(self, store: dist.Store, key: bytes) -> None:
+    def __init__(self, store: Any, key: bytes) -> None:  # a dist.Store, whose stubs lack bytes and the timeout
         super().__init__()
-        self._store: Any = store
+        self._store = store
         self._key = key
         self._seen: dict[str, bytes] = {}  # the newest sealed value that `get` has found
         self.foreign = ""

@@ -1,5 +1,6 @@
 """The launcher and real torchrun: slow starts, so each run here proves several things."""
 
+import getpass
 import hashlib
 import json
 import os
@@ -192,6 +193,10 @@ def test_two_machines(small_digits: Path, tmp_path: Path) -> None:
     assert "2 processes on 2 hosts" in results[0].stdout
     assert results[0].stdout.count("done     step 2 of 2") == 1
     assert not results[1].stdout, "rank 0 speaks for all"
+    printed = "".join(result.stdout + result.stderr for result in results)
+    written = [file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert KEY not in printed
+    assert not any(KEY.encode() in content for content in written), "the key stays in the environment"
 
 
 def test_rank_that_raises(small_digits: Path, tmp_path: Path) -> None:
@@ -376,6 +381,38 @@ def test_only_a_cluster_is_taken_down(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert f"{tmp_path} is not a cluster that this script started, so nothing was removed" in result.stderr
     assert (tmp_path / "precious").exists()
+
+
+@pytest.mark.parametrize("there", ["nothing", "ours", "everybody's", "a link", "another user's", "chosen"])
+def test_cache_of_the_compiler_is_ours(there: str, tmp_path: Path) -> None:
+    """It holds pickles, and its usual name is one that another user can take first."""
+    (tmp_path / "train.py").touch()
+    python, usual, wanted = tmp_path / "python", tmp_path / f"torchinductor_{getpass.getuser()}", ""
+    python.write_text('#!/bin/sh\necho "$TORCHINDUCTOR_CACHE_DIR"\n')
+    python.chmod(0o755)
+    if there == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        usual.symlink_to(tmp_path / "elsewhere")
+    elif there not in ("nothing", "chosen"):
+        usual.mkdir(mode=0o755)
+        usual.chmod(0o777 if there == "everybody's" else 0o755)
+    if there == "another user's":
+        if os.geteuid():
+            pytest.skip("only root can give a folder away")
+        os.chown(usual, 12345, -1)
+    if there == "chosen":
+        wanted = str(tmp_path / "chosen")
+    found = launch(tmp_path, PYTHON=str(python), TMPDIR=str(tmp_path), TORCHINDUCTOR_CACHE_DIR=wanted).stdout.strip()
+    if there in ("nothing", "ours"):
+        wanted = str(usual)
+    if wanted:
+        assert found == wanted
+    else:
+        assert Path(found).parent == tmp_path
+        assert found != str(usual)
+    if there != "chosen":
+        assert Path(found).stat().st_mode & 0o777 == (0o755 if there == "ours" else 0o700)
+        assert Path(found).owner() == getpass.getuser()
 
 
 def test_gpu_that_torch_does_not_see(tmp_path: Path) -> None:
