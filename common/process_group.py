@@ -105,10 +105,16 @@ def _rendezvous() -> tuple[dist.Store, int, int]:
         listening = _listen(address, port) if hosts else None
         if listening is None:
             return next(dist.rendezvous("env://", timeout=timeout))
-        handle = listening.detach()
         # multi_tenant: a process that joins again at the same port, as tests do, shares the server that it has.
-        options = {"timeout": timeout, "multi_tenant": True, "master_listen_fd": handle}
-        store = dist.TCPStore(address, port, ranks.size(), is_master=True, **options)
+        store = dist.TCPStore(
+            address,
+            port,
+            ranks.size(),
+            is_master=True,
+            timeout=timeout,
+            multi_tenant=True,
+            master_listen_fd=listening.detach(),
+        )
         return store, 0, ranks.size()
     num_tasks = max(ranks.size(), ranks.env_int("SLURM_STEP_NUM_TASKS", "PMI_SIZE", default=1))
     if num_tasks > 1:
