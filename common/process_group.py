@@ -18,7 +18,7 @@ from common import UserError, private_api, ranks, seal
 
 # Ranks may reach a collective minutes apart (a cold disk, a compile); a rank that takes longer is assumed dead.
 TIMEOUT_S = 600
-# What runs beside the training, ended before the group and the interpreter: a thread inside C++ would abort the process.
+# What runs beside the training, ended before interpreter shutdown: a thread inside C++ would abort the process.
 background = contextlib.ExitStack()
 atexit.register(background.close)
 
