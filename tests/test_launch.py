@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import each_recipe
 from tests.harness import mutants, runner
 
 LAUNCHER = runner.ROOT / "launch" / "torchrun.sh"
@@ -93,7 +92,10 @@ def assert_trained(run: Path, world_size: int) -> None:
     assert json.loads((run / "config.json").read_text())["world_size"] == world_size
 
 
-@pytest.mark.parametrize("recipe", each_recipe())
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=[pytest.mark.slow] * (f"recipes/{name}" != DDP)) for name in runner.RECIPES],
+)
 def test_copied_recipe(recipe: str, small_data: dict[str, Path], tmp_path: Path) -> None:
     """`cp -r recipes/X my_project; cp -r common my_project/` is a project of its own, launched from anywhere."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -155,8 +157,10 @@ def test_plain_python(small_digits: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("what", "world_size"),
-    [([f"{DDP}/train.py"], 2), (["-m", "recipes.ddp_resnet.train"], 1)],
-    ids=["file", "module"],
+    [
+        pytest.param([f"{DDP}/train.py"], 2, id="file"),
+        pytest.param(["-m", "recipes.ddp_resnet.train"], 1, id="module", marks=pytest.mark.slow),
+    ],
 )
 def test_torchrun(what: list[str], world_size: int, small_digits: Path, tmp_path: Path) -> None:
     flags = training_flags(small_digits, tmp_path, "run")
@@ -166,6 +170,7 @@ def test_torchrun(what: list[str], world_size: int, small_digits: Path, tmp_path
     assert (tmp_path / "run" / "train.py").read_text() == runner.source("ddp_resnet")
 
 
+@pytest.mark.slow
 def test_two_machines(small_digits: Path, tmp_path: Path) -> None:
     """Two launchers on one host, one process each, that see the same folder."""
     with socket.socket() as probe:
