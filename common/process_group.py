@@ -107,7 +107,9 @@ def _rendezvous() -> tuple[dist.Store, int, int]:
         if listening is None:
             return next(dist.rendezvous("env://", timeout=timeout))
         handle = listening.detach()
-        store = dist.TCPStore(address, port, ranks.size(), is_master=True, timeout=timeout, master_listen_fd=handle)
+        # multi_tenant: a process that joins again at the same port, as tests do, shares the server that it has.
+        options = {"timeout": timeout, "multi_tenant": True, "master_listen_fd": handle}
+        store = dist.TCPStore(address, port, ranks.size(), is_master=True, **options)
         return store, 0, ranks.size()
     num_tasks = max(ranks.size(), ranks.env_int("SLURM_STEP_NUM_TASKS", "PMI_SIZE", default=1))
     if num_tasks > 1:
