@@ -5,16 +5,20 @@ that pyproject.toml allows and on the newest that were tested. Checked on CPU wi
 datasets 4.0.0 and 5.2.0. NCCL: not run.
 """
 
+import contextlib
 import functools
 import json
-from collections.abc import Sequence
+import pickle
+import types
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import ranks
+from common import ranks, seal
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -121,6 +125,37 @@ def files_of_rank(folder: Path, rank: int) -> list[Path]:
     Needs the writer's names, "shard-00001-model-..." for rank 0: it returns no list of what it has written.
     """
     return sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
+
+
+@contextlib.contextmanager
+def sealed_objects(key: bytes) -> Iterator[None]:
+    """Let torch's collectives of objects load only pickles that a rank with this key has sent (the whole process).
+
+    `torch.distributed.checkpoint` and Accelerate send such. Needs `distributed_c10d._pickler` and `_unpickler`; torch
+    2.15's public `weights_only=True` is an argument of each call, and checkpoints do not pass it.
+    """
+    c10d: Any = distributed_c10d
+    before = (getattr(c10d, "_pickler", None), getattr(c10d, "_unpickler", None))
+    if None in before:
+        _warn_once(f"torch {torch.__version__} has no _unpickler to replace: ranks load each other's pickles unseen")
+        yield
+        return
+
+    def dump(file: Any, value: Any) -> None:
+        file.write(seal.close(key, "object", pickle.dumps(value)))
+
+    def load(file: Any) -> Any:
+        content = seal.unseal(key, "object", file.read())
+        if content is None:
+            raise RuntimeError("an object came that no rank of this run has sent: it is not loaded")
+        return pickle.loads(content)  # noqa: S301 (sealed)
+
+    c10d._pickler = lambda file: types.SimpleNamespace(dump=functools.partial(dump, file))
+    c10d._unpickler = lambda file: types.SimpleNamespace(load=functools.partial(load, file))
+    try:
+        yield
+    finally:
+        c10d._pickler, c10d._unpickler = before
 
 
 def fingerprint(rows: "Dataset") -> str:

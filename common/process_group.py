@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common import UserError, ranks, seal
+from common import UserError, private_api, ranks, seal
 
 # Ranks may reach a collective minutes apart (a cold disk, a compile); a rank that takes longer is assumed dead.
 TIMEOUT_S = 600
-# Background threads, stopped before interpreter shutdown: one still inside C++ would abort the process.
+# What runs beside the training, ended before interpreter shutdown: a thread inside C++ would abort the process.
 background = contextlib.ExitStack()
 atexit.register(background.close)
 
@@ -87,6 +87,7 @@ def start(backend: str = "auto", **same: Mapping[str, Any]) -> World:
     # those who come to the store after the ranks have joined do not know this key.
     start_key = seal.derive(os.environ.pop("RUN_KEY", ""), ranks.from_rank0(lambda: secrets.token_hex(16)))
     sealed = seal.SealedStore(store, start_key)
+    background.enter_context(private_api.sealed_objects(start_key))
     world = World(rank, size, local_rank, local_size, socket.gethostname(), device, backend, sealed)
     global joined  # noqa: PLW0603 (`exits` needs it for an error anywhere in the process)
     joined = world

@@ -377,7 +377,7 @@ def test_stranger(mutant: bool, machines: list[Machine], tmp_path: Path) -> None
     words = [f"{address}:{port}" for address, port in places]
     outside.popen([sys.executable, "-m", "tests.harness.stranger", str(ran), *words], output, {**os.environ})
     job.wait(lambda: "pesters" in output.read_text())
-    seen = [line["names"] for line in map(json.loads, output.read_text().splitlines()[: len(places)])]
+    seen = [json.loads(line)["names"] for line in output.read_text().splitlines() if line.startswith("{")]
     assert len([names for names in seen if "watch/0" in names]) == 1, "it has found the ranks' store"
     assert len([names for names in seen if "torch.rendezvous.brigade" in names]) == 1, "and the launchers'"
     if mutant:
@@ -391,7 +391,8 @@ def test_stranger(mutant: bool, machines: list[Machine], tmp_path: Path) -> None
     assert "evil" not in str(job)
     assert "\x1b" not in str(job)
     ignored = "warning: a stranger writes to the rendezvous 10.29.4.9:29400: ignored\n"
-    assert [job.output(machine).count(ignored) for machine in job.machines] == [1, 1], str(job)
+    warned = [job.output(machine).count(ignored) for machine in job.machines]
+    assert sorted(warned) in ([0, 1], [1, 1]), f"who notices puts its own state back, before others look\n{job}"
     check_curve(job.run, wanted)
     assert same_tensors(checkpoints(job.run)[STEPS], checkpoints(wanted)[STEPS])
 

@@ -4,6 +4,7 @@ A failure here names the part that a new release has changed.
 """
 
 import contextlib
+import os
 import re
 import runpy
 import sys
@@ -202,6 +203,60 @@ def reduce_over_a_mesh() -> None:
 def test_axes_of_a_mesh_are_reduced_over_at_once() -> None:
     result = runner.spawn(reduce_over_a_mesh, [()] * 4)
     assert result.ok, str(result)
+
+
+# --- objects ---
+
+
+class Runs:
+    """Being loaded is making a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.folder,)
+
+
+def send_objects(folder: str) -> None:
+    """Rank 1 is a stranger at first: its pickles carry no seal, then that of another key."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for attempt in ("open", "without a seal", "another key", "the same key"):
+        key = bytes([rank] * 32) if attempt == "another key" else b"0" * 32
+        if attempt == "open" or (attempt == "without a seal" and rank == 1):
+            key = b""
+        marker = str(Path(folder) / attempt)
+        refused = attempt in ("without a seal", "another key") and rank == 0
+        with (
+            private_api.sealed_objects(key) if key else contextlib.nullcontext(),
+            pytest.raises(RuntimeError, match="no rank of this run has sent") if refused else contextlib.nullcontext(),
+        ):
+            dist.gather_object(Runs(marker) if rank else None, [None] * 2 if not rank else None)
+        dist.barrier()
+    with private_api.sealed_objects(b"0" * 32):
+        found: list[Any] = [None, None]
+        dist.all_gather_object(found, {"rank": rank, "more": "x" * 1000 * rank})
+        assert [one["rank"] for one in found] == [0, 1]
+        found = [{"from": 0}] if rank == 0 else [None]
+        dist.broadcast_object_list(found)
+        assert found == [{"from": 0}]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, [1, "two"] if rank == 0 else None)
+        assert mine == [[1, "two"][rank]]
+    dist.destroy_process_group()
+
+
+def test_objects_of_a_stranger_are_not_loaded(tmp_path: Path) -> None:
+    result = runner.spawn(send_objects, [(str(tmp_path),)] * 2)
+    assert result.ok, str(result)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["open", "the same key"], "the first is the mutant"
+
+
+def test_torch_without_its_pickler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.delattr(dist.distributed_c10d, "_unpickler")
+    with private_api.sealed_objects(b""):
+        assert "has no _unpickler to replace" in capsys.readouterr().out
 
 
 # --- files ---

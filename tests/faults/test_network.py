@@ -27,7 +27,6 @@ def disturbed(case: FaultCase, meddle: Meddle, mutant: str = "") -> runner.Resul
             wait_for(lambda: any(event["event"] == "fault" for event in events_in(file)))
             places = stranger.listening({event["pid"] for event in events_in(file)})
             assert len(places) > case.size, "the store, and a socket of gloo for each rank"
-            assert {address for address, _ in places} == {"127.0.0.1"}, "others reach it from outside this machine"
             meddle(places)
         except BaseException as error:
             trouble.append(error)
