@@ -7,6 +7,7 @@ datasets 4.0.0 and 5.2.0. NCCL: not run.
 
 import functools
 import json
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,3 +130,16 @@ def fingerprint(rows: "Dataset") -> str:
     Needs `datasets.Dataset._fingerprint`, the key of datasets' own cache. The public way is to read and hash all rows.
     """
     return rows._fingerprint
+
+
+def file_in(error: BaseException | None) -> str:
+    """The data file that `datasets` was reading when it raised, or "" if it does not tell.
+
+    Needs the local variable `file` of its readers in `packaged_modules`: the error itself names no file.
+    """
+    while error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if "packaged_modules" in frame.f_code.co_filename and "file" in frame.f_locals:
+                return str(frame.f_locals["file"])
+        error = error.__cause__
+    return ""
