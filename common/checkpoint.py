@@ -7,6 +7,7 @@ number saved.
 """
 
 import functools
+import re
 import socket
 import stat
 from collections.abc import Callable
@@ -34,7 +35,12 @@ def folder(run_dir: Path, step: int) -> Path:
 def committed(run_dir: Path) -> list[Path]:
     """Every committed checkpoint of a run, newest first."""
     found = (run_dir / "checkpoints").glob("step_*")
-    return sorted((path for path in found if path.name[5:].isdigit()), reverse=True)
+    return sorted((path for path in found if re.fullmatch("[0-9]+", path.name[5:])), key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step of a committed checkpoint, by the name of its folder: numbers from ten digits on do not sort as text."""
+    return int(path.name[5:])
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ def find(run_dir: Path, resume: str, model: nn.Module | None = None, **fingerpri
         UserError: all checkpoints are damaged, `resume` names no checkpoint, the checkpoint is of another model, or the
             fingerprint differs between ranks.
     """
-    ranks.check_same(data=fingerprint)
+    ranks.check_same(data=fingerprint, version=ranks.versions())  # now with those of the data's packages
     continued = ranks.from_rank0(lambda: bool(committed(run_dir)))
     if not continued and not resume:
         return Found(run_dir, fingerprint, None, {})
@@ -145,7 +151,11 @@ def _from_rank0(answer: Callable[[], Answer]) -> Answer:
 
 
 def _refuse_open_folder(path: Path) -> None:
-    for place in (path.resolve(), *path.resolve().parents[:2]):  # the checkpoint, checkpoints/ and the run's folder
+    try:
+        path = path.resolve()
+    except (OSError, RuntimeError):  # a link to itself, which counts as damaged
+        return
+    for place in (path, *path.parents[:2]):  # the checkpoint, checkpoints/ and the run's folder
         mode = place.stat().st_mode if place.exists() else 0  # a broken link counts as damaged
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise UserError(f"{place} is writable by every user, so its checkpoints are not trusted: chmod o-w {place}")

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common import UserError, cli, process_group, run_dir
+from common import UserError, cli, process_group, ranks, run_dir
 
 from tests.harness import runner
 
@@ -194,7 +194,7 @@ def test_config_has_what_it_takes_to_run_again(recipe: str, tmp_path: Path) -> N
     assert config["recipe"] == "some_recipe"
     assert (config["world_size"], config["device"], config["backend"]) == (2, "cpu", "gloo")
     assert config["versions"]["torch"] == torch.__version__
-    assert config["code"] == run_dir.code_digests(recipe)
+    assert config["code"] == ranks.code_digests(recipe)
     assert (path.parent / "train.py").read_text() == Path(recipe).read_text()
     assert sorted(file.name for file in path.parent.iterdir()) == ["config.json", "train.py"]
 
@@ -202,12 +202,12 @@ def test_config_has_what_it_takes_to_run_again(recipe: str, tmp_path: Path) -> N
 def test_code_digests_have_every_file(tmp_path: Path) -> None:
     recipe = tmp_path / "train.py"
     recipe.write_text("a = 1\n")
-    before = run_dir.code_digests(str(recipe))
+    before = ranks.code_digests(str(recipe))
     files = [recipe, *(runner.ROOT / "common").rglob("*.py")]
     twice = [name for name, count in Counter(path.name for path in files).items() if count > 1]
     assert len(before) == len(files), f"of files with the same name only one is compared: {twice}"
     recipe.write_text("a = 2\n")
-    after = run_dir.code_digests(str(recipe))
+    after = ranks.code_digests(str(recipe))
     assert [name for name in before if before[name] != after[name]] == ["train.py"]
 
 

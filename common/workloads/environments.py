@@ -108,7 +108,9 @@ class Environments:
         self._lengths = np.zeros(num, int)
         self._returns = np.zeros(num)
         limit = made[0].spec.max_episode_steps
-        self._actions = np.zeros((num, limit, *self._space.shape), np.float32)  # since the episodes began
+        # Since the episodes began, exact: another action of the same float32 would begin another episode.
+        dtype = np.result_type(self._space.dtype, np.float32) if self.continuous else np.float32
+        self._actions = np.zeros((num, limit, *self._space.shape), dtype)
         self.ended = np.zeros(3)
         self.wait_s = 0.0
         self._begin(np.ones(num, bool))

@@ -66,9 +66,11 @@ def _reason(error: BaseException, folder: Path) -> str:
         return f"{file or 'a file'} is not UTF-8: {error.reason} at byte {error.start}; convert it, as with iconv"
     if isinstance(error, UnicodeEncodeError):
         return f"the name {os.fsencode(error.object)!r} is not UTF-8: rename the file"
-    empty = [str(path) for path in sorted(folder.rglob("*")) if path.is_file() and not path.stat().st_size]
-    if empty:
-        return f"{empty[0]} is empty"
+    if type(error).__name__ == "SchemaInferenceError" or "corresponds to no data" in str(error):
+        empty = [str(path) for path in sorted(folder.rglob("[!.]*")) if path.is_file() and not path.stat().st_size]
+        return f"{empty[0] if empty else 'a split'} is empty"
+    if isinstance(error, OSError) and error.filename and folder not in Path(error.filename).parents:
+        return f"{error}; the cache of datasets is there: set HF_HOME to a folder that can be written to"
     reason = (str(error).strip() or "no reason given").splitlines()[0]
     return f"{type(error).__name__}: {reason}" + (f", in {file}" if file and file not in reason else "")
 

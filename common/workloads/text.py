@@ -215,7 +215,7 @@ def _pack(rows: "Dataset", model: "Tokenizer | None", digest: str) -> Path:
                     packed.Packed(path, int(path.name.split(".")[2]))
                     return path
                 except UserError as error:
-                    print(f"note: {error}", file=sys.stderr)
+                    sys.stderr.write(f"note: {error}\n")
             return _write(stem, rows, model)
     except filelock.Timeout as error:
         raise UserError(
