@@ -89,7 +89,12 @@ def _check(manifest: dict[str, Any], path: Path) -> str:
         return f"{NAME} names {strange[0]!r}, which is not in the folder"
     # torch.distributed.checkpoint reads each of them, and the last one's tensors count.
     unnamed = sorted(file.name for file in path.glob("*.safetensors") if file.name not in manifest["files"])
-    return f"{unnamed[0]} is not in {NAME}: move it out of the folder" if unnamed else ""
+    return f"{_shown(unnamed[0])} is not in {NAME}: move it out of the folder" if unnamed else ""
+
+
+def _shown(name: str) -> str:
+    """A file's name for a message, which control characters and bytes that are not UTF-8 would spoil."""
+    return name if name.isprintable() and len(name) < 300 else ascii(name[:300])
 
 
 def _digest_json(value: dict[str, Any]) -> str:
@@ -123,11 +128,11 @@ def verify(path: Path, part: int = 0, num_parts: int = 1) -> tuple[dict[str, Any
         try:
             found = size(file)
             if found != num_bytes:
-                return {}, f"{file.name} has {found} bytes instead of {num_bytes}"
+                return {}, f"{_shown(file.name)} has {found} bytes instead of {num_bytes}"
             if _digest(file) != digest:
-                return {}, f"{file.name} has changed since it was written"
+                return {}, f"{_shown(file.name)} has changed since it was written"
         except FileNotFoundError:
-            return {}, f"{file.name} is missing"
+            return {}, f"{_shown(file.name)} is missing"
         except (OSError, ValueError) as error:  # a bad sector; a name that no file can have
-            return {}, f"{file.name!a:.99} cannot be read ({getattr(error, 'strerror', error)})"
+            return {}, f"{_shown(file.name)} cannot be read ({getattr(error, 'strerror', error)})"
     return manifest, ""
