@@ -162,8 +162,17 @@ def _refuse_open_folder(path: Path) -> None:
 
 
 def tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Type and shape of every tensor of a checkpoint, by name."""
-    metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    """Type and shape of every tensor of a checkpoint, by name.
+
+    Raises:
+        UserError: the files are not what torch.distributed.checkpoint writes, though their digests are right.
+    """
+    try:
+        metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    except OSError:
+        raise
+    except Exception as error:
+        raise UserError(f"checkpoint {path} holds a file that is not a checkpoint's: {error!r}") from error
     return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
@@ -205,4 +214,7 @@ def load(path: Path | None, tensors: dict[str, torch.Tensor]) -> None:
     try:
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
     except dcp.CheckpointException as error:  # a BaseException, which `except Exception` and @record miss
-        raise RuntimeError(str(error)) from error
+        reasons = [reason for reason, _ in error.failures.values()]
+        if any(isinstance(reason, OSError) for reason in reasons):  # perhaps for a moment only
+            raise RuntimeError(str(error)) from error
+        raise UserError(f"checkpoint {path} cannot be loaded: {reasons[0]!r}") from error

@@ -59,6 +59,12 @@ def size(path: Path) -> int:
     return found.st_size
 
 
+def read_bytes(path: Path) -> bytes:
+    """Read a regular file; see `size`."""
+    size(path)
+    return path.read_bytes()
+
+
 def read_json(path: Path) -> Any:
     """Parse a JSON file that anybody may have written.
 

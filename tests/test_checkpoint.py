@@ -223,7 +223,7 @@ def test_names_that_no_file_can_have(name: str, copied: Path) -> None:
 
 
 def test_only_files_of_the_manifest_are_read(copied: Path) -> None:
-    """torch.distributed.checkpoint takes tensors from every safetensors file of the folder; other files do not count."""
+    """torch.distributed.checkpoint takes tensors from every safetensors file of the folder, but from no other file."""
     (copied / "notes.txt").write_text("mine")
     assert manifest.verify(copied)[1] == ""
     file = next(copied.glob("*.safetensors"))

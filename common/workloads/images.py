@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from common import UserError, ranks, seed
+from common import UserError, manifest, ranks, seed
 from common.workloads import augment, splits
 
 if TYPE_CHECKING:
@@ -199,7 +199,8 @@ def decode(rows: "Dataset", index: int, channels: int = 0, size: tuple[int, int]
         raise UserError(f"--data: row {index} has no image: remove the row")
     name = cell["path"] or f"row {index}"
     try:
-        with Image.open(io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]) as file:
+        # By its name, Pillow would map a TIFF file into memory, and scramble one whose orientation is 5 to 8.
+        with Image.open(io.BytesIO(cell["bytes"] or manifest.read_bytes(Path(cell["path"])))) as file:
             file.load()  # of several frames or pages, the first
             with contextlib.suppress(Exception):  # a damaged EXIF block: the pixels are whole
                 ImageOps.exif_transpose(file, in_place=True)
@@ -244,6 +245,6 @@ def _content(cell: dict[str, Any] | None, only_size: bool) -> bytes:
         return str(len(cell["bytes"])).encode() if only_size and cell["bytes"] else cell["bytes"] or b""
     path = Path(cell["path"])
     try:
-        return str(path.stat().st_size).encode() if only_size else path.read_bytes()
+        return str(manifest.size(path)).encode() if only_size else manifest.read_bytes(path)
     except OSError:
         return b""

@@ -25,13 +25,14 @@ class Packed:
             UserError: the file has changed since it was written.
         """
         self._path = path
-        # A memory map cannot be empty.
-        self.tokens = np.memmap(path, np.uint16, "r") if path.stat().st_size else np.zeros(0, np.uint16)
         num_blocks = -(-2 * num_tokens // BLOCK_BYTES)
-        self._checksums = self.tokens[num_tokens:].copy().view(np.uint32) if num_blocks else np.zeros(0, np.uint32)
-        if len(self.tokens) != num_tokens + 2 * num_blocks:
-            raise self._changed(f"it has {path.stat().st_size} bytes instead of {2 * num_tokens + 4 * num_blocks}")
-        self.tokens = self.tokens[:num_tokens]
+        found, wanted = path.stat().st_size, 2 * num_tokens + 4 * num_blocks
+        if found != wanted:
+            raise self._changed(f"it has {found} bytes instead of {wanted}")
+        # A memory map cannot be empty.
+        content = np.memmap(path, np.uint16, "r") if found else np.zeros(0, np.uint16)
+        self.tokens = content[:num_tokens]
+        self._checksums = content[num_tokens:].copy().view(np.uint32)
         self._checked = np.zeros(num_blocks, bool)
         if 0 < 2 * num_tokens <= CHECKED_AT_ONCE:
             self.check(np.zeros(1, np.int64), num_tokens)
