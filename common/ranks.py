@@ -72,7 +72,8 @@ def check_same(**groups: Mapping[str, Any]) -> None:
     """Compare small dictionaries over all ranks, which must not train together if they differ.
 
     Args:
-        **groups: this rank's entries by kind, such as `flag={"lr": 0.1}`; picklable and comparable.
+        **groups: this rank's entries by kind, such as `flag={"lr": 0.1}`; picklable and comparable. Of the kind
+            "version", only what both ranks have is compared.
 
     Raises:
         UserError: on every rank; names the first rank that differs from rank 0, the entry and both values.
@@ -82,6 +83,8 @@ def check_same(**groups: Mapping[str, Any]) -> None:
     dist.all_gather_object(everyone, mine)
     for other, theirs in enumerate(everyone):
         for key in everyone[0] | theirs:
+            if key.startswith("version ") and not (key in everyone[0] and key in theirs):
+                continue  # a package that only one of the two has imported so far
             if everyone[0].get(key) != theirs.get(key):
                 raise UserError(
                     f"rank {other} was started with {key} {theirs.get(key)!r}, rank 0 with {everyone[0].get(key)!r}: "

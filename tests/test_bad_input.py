@@ -460,7 +460,7 @@ def test_ranks_with_different_data(out: Path, tmp_path: Path) -> None:
         write_parquet(tmp_path / f"machine{i}" / "data", count, 10)
     places = [Where(folder=str(tmp_path / f"machine{i}")) for i in range(2)]
     result = run_where(places, "--data", "./data", "--out", str(out))
-    assert_refused(result, "rank 1 was started with data data", "the same flags, code and data")
+    assert_refused(result, "rank 1 was started with data data", "the same flags, code, data and versions")
 
 
 def test_ranks_with_different_code(out: Path, tmp_path: Path) -> None:
