@@ -214,7 +214,7 @@ def _pack(rows: "Dataset", model: "Tokenizer | None", digest: str) -> Path:
                 try:
                     packed.Packed(path, int(path.name.split(".")[2]))
                     return path
-                except UserError as error:
+                except (UserError, OSError) as error:
                     sys.stderr.write(f"note: {error}\n")
             return _write(stem, rows, model)
     except filelock.Timeout as error:
