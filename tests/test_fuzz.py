@@ -94,7 +94,9 @@ RUNS = {  # whole runs at the edges of what the flags may be, and whether they t
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if i % 3 == 0 else pytest.mark.all_recipes) for i, name in enumerate(RUNS)]
+)
 def test_whole_runs(name: str, tmp_path: Path, small_digits: Path) -> None:
     flags, trains = RUNS[name]
     where = ["--data", str(small_digits), "--out", str(tmp_path / "out"), "--name", "run", "--max-steps", "2"]
