@@ -6,6 +6,7 @@ Mbit/s; bytes are counted on the interface of machine 0. Accuracy is that of a w
 
 import argparse
 import os
+import secrets
 import statistics
 import sys
 import tempfile
@@ -47,6 +48,7 @@ def measure(setting: tuple[str, ...], rate: str, folder: Path) -> tuple[float, f
         flags += ["--save-every", "1000", "--out", str(folder / "runs"), "--name", "run", *setting[1:]]
         command = ["bash", str(ROOT / "launch/torchrun.sh"), str(recipe_of(setting, folder)), *flags]
         where = {"NNODES": "2", "MASTER_ADDR": both[0].address, "NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
+        where |= {"RUN_KEY": secrets.token_hex(32)}
         environ = os.environ | where | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
         processes = [one.popen(command, folder / "output", environ | {"NODE_RANK": str(one.number)}) for one in both]
         sent: dict[int, int] = {}

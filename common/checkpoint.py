@@ -106,7 +106,7 @@ def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
         UserError: there is no checkpoint, all are damaged, or everybody can write to one.
     """
 
-    def candidates() -> list[Path]:
+    def candidates() -> list[str]:
         try:
             place = where.expanduser()
             found = [place] if (place / manifest.NAME).is_file() else committed(place)
@@ -114,10 +114,10 @@ def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
             raise UserError(f"{flag}{where} cannot be read: {error}") from error
         if not found:
             raise UserError(f"{flag}{where}: no checkpoint there; name a run's folder or one of its checkpoints")
-        return found
+        return [str(path) for path in found]
 
     faults: list[str] = []
-    for path in _from_rank0(candidates):
+    for path in map(Path, _from_rank0(candidates)):
         _from_rank0(functools.partial(_refuse_open_folder, path))
         facts, fault = _verify(path)
         if not fault:
@@ -137,8 +137,7 @@ def _verify(path: Path) -> tuple[dict[str, Any], str]:
         return manifest.verify(path)
     facts, fault = manifest.verify(path, dist.get_rank(), dist.get_world_size())
     mine = (socket.gethostname(), fault, [facts.get("step"), facts.get("samples")])
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = ranks.gather(mine)
     for host, found, position in everyone:
         if found or position != everyone[0][2]:
             place = f" on {host}" if host != everyone[0][0] else ""

@@ -36,7 +36,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
         except SystemExit:
             raise
         except BaseException as error:
-            if isinstance(error, UserError) and ranks.rank() == 0:
+            if isinstance(error, UserError) and _is_rank0():
                 # Printed before anything else: once another rank has exited, the launcher kills this one.
                 print(f"error: {error}", file=sys.stderr)
                 sys.stdout.flush()
@@ -45,7 +45,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
                 report(error)
             if not isinstance(error, UserError):
                 raise
-            if ranks.rank() != 0:
+            if not _is_rank0():
                 # Rank 0 has nearly always printed the same error, and this rank is killed while it waits.
                 let_rank0_exit()
                 raise
@@ -55,6 +55,13 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
             os._exit(USAGE_ERROR)
 
     return record(wrapped)
+
+
+def _is_rank0() -> bool:
+    try:
+        return ranks.rank() == 0
+    except UserError:  # RANK itself is wrong, on every rank
+        return True
 
 
 def let_rank0_exit() -> None:

@@ -1,7 +1,6 @@
 """Checks of the numbers during training: gradients are finite, and replicas are equal."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -103,8 +102,7 @@ def check_replicas(model: nn.Module, step: int) -> None:
         empty = local.new_zeros((), dtype=torch.uint64)  # a rank may hold no element of a small parameter
         mine[keymap.canonical(name) + part] = torch.hash_tensor(local) if local.numel() else empty
     hashes = torch.stack([value.view(torch.int64) for value in mine.values()]).tolist()
-    everyone: list[dict[str, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, dict(zip(mine, hashes, strict=True)))
+    everyone = ranks.gather(dict(zip(mine, hashes, strict=True)))
     for key in {key: None for one in everyone for key in one}:
         holders = {rank: one[key] for rank, one in enumerate(everyone) if key in one}
         values = list(holders.values())

@@ -3,7 +3,9 @@
 import atexit
 import collections
 import contextlib
+import ipaddress
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common import UserError, precision, ranks
+from common import UserError, precision, ranks, seal
 
 # Ranks may reach a collective minutes apart (a cold disk, a compile); a rank that takes longer is assumed dead.
 TIMEOUT_S = 600
@@ -33,7 +35,7 @@ class World:
     host: str
     device: torch.device
     backend: str
-    store: dist.Store  # small values that any rank can set and read
+    store: seal.SealedStore  # small values that any rank can set and read, and nobody else
 
     def __str__(self) -> str:
         """One line for the terminal: how many processes, on which hosts and devices."""
@@ -85,7 +87,11 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
     dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors then name parameters, such as one without a gradient
     dist.init_process_group(**options)
     rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(rank, size, local_rank, local_size, socket.gethostname(), device, backend, store)
+    # A key of this start, so that nothing of an earlier one counts. The launcher hands down RUN_KEY. Without it, only
+    # those who come to the store after the ranks have joined do not know this key.
+    start_key = seal.derive(os.environ.pop("RUN_KEY", ""), ranks.from_rank0(lambda: secrets.token_hex(16)))
+    sealed = seal.SealedStore(store, start_key)
+    world = World(rank, size, local_rank, local_size, socket.gethostname(), device, backend, sealed)
     global joined  # noqa: PLW0603 (`exits` needs it for an error anywhere in the process)
     joined = world
     # First, because ranks with another backend would wait in `_check_devices` and the barrier for ever.
@@ -99,8 +105,16 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
 
 def _rendezvous() -> tuple[dist.Store, int, int]:
     """The store in which the ranks meet, this rank and the number of ranks."""
+    timeout = timedelta(seconds=TIMEOUT_S)
     if "RANK" in os.environ:
-        return next(dist.rendezvous("env://", timeout=timedelta(seconds=TIMEOUT_S)))
+        address, port = _meeting_place()
+        hosts = ranks.rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        listening = _listen(address, port) if hosts else None
+        if listening is None:
+            return next(dist.rendezvous("env://", timeout=timeout))
+        handle = listening.detach()
+        store = dist.TCPStore(address, port, ranks.size(), is_master=True, timeout=timeout, master_listen_fd=handle)
+        return store, 0, ranks.size()
     num_tasks = max(ranks.size(), ranks.env_int("SLURM_STEP_NUM_TASKS", "PMI_SIZE", default=1))
     if num_tasks > 1:
         raise UserError(
@@ -108,6 +122,36 @@ def _rendezvous() -> tuple[dist.Store, int, int]:
             "launch/slurm.sh or --backend mpi; to train alone on purpose, unset SLURM_STEP_NUM_TASKS and PMI_SIZE"
         )
     return dist.HashStore(), 0, 1
+
+
+def _meeting_place() -> tuple[str, int]:
+    """MASTER_ADDR and MASTER_PORT, checked: torch would wait for minutes, without a word."""
+    rank, size = ranks.rank(), ranks.size()
+    if not 0 <= rank < size:
+        raise UserError(f"RANK={rank} and WORLD_SIZE={size} in the environment do not fit: ranks count from 0")
+    address, port = os.environ.get("MASTER_ADDR", ""), ranks.env_int("MASTER_PORT", default=0)
+    if not 0 < port < 65536:
+        raise UserError(f"MASTER_PORT={port} in the environment must be a port, from 1 to 65535")
+    try:
+        socket.getaddrinfo(address or "-", port)
+    except OSError as error:
+        raise UserError(
+            f"MASTER_ADDR={address} does not resolve on {socket.gethostname()} ({error.strerror}): set it to an "
+            "address of rank 0's machine; torchrun takes that as --local-addr"
+        ) from error
+    return address, port
+
+
+def _listen(address: str, port: int) -> socket.socket | None:
+    """Listen at this address alone; torch would listen on every network interface. None where that may cut off a rank.
+
+    Other machines may resolve rank 0's name to another address than rank 0 does itself.
+    """
+    with contextlib.suppress(ValueError, OSError):
+        place = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
+        family = socket.AF_INET6 if place.version == 6 else socket.AF_INET
+        return socket.create_server((str(place), port), family=family)
+    return None
 
 
 def _pick_device(local_rank: int, local_size: int) -> torch.device:
@@ -155,9 +199,8 @@ def _check_devices(world: World) -> None:
     if world.device.type != "cuda":
         return
     properties = torch.cuda.get_device_properties(world.device)
-    mine = (world.host, str(properties.uuid), properties.name)
-    everyone: list[tuple[str, str, str]] = [("", "", "")] * world.size
-    dist.all_gather_object(everyone, mine)
+    mine = [world.host, str(properties.uuid), properties.name]
+    everyone = ranks.gather(mine)
     shared = [r for r, device in enumerate(everyone) if device == mine]
     if len(shared) > 1:
         raise UserError(f"ranks {shared} share one GPU of {world.host}: check LOCAL_RANK and CUDA_VISIBLE_DEVICES")

@@ -1,6 +1,10 @@
-"""Rank and size, printing from rank 0, asking rank 0, comparing values over ranks. Imports nothing of common."""
+"""Rank and size, printing from rank 0, asking rank 0, comparing values over ranks. Imports nothing of common.
+
+Values travel as JSON. torch's own collectives of objects unpickle what comes, and a pickle can run any code.
+"""
 
 import hashlib
+import json
 import os
 import platform
 import sys
@@ -8,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -19,8 +24,16 @@ PACKAGES = ("torch", "torchvision", "numpy", "PIL", "datasets", "pyarrow", "toke
 
 
 def env_int(*names: str, default: int) -> int:
-    """The first of these environment variables that is set, as a number."""
-    return int(next((os.environ[name] for name in names if name in os.environ), default))
+    """The first of these environment variables that is set, as a number.
+
+    Raises:
+        UserError: it is not a whole number.
+    """
+    name = next((name for name in names if name in os.environ), "")
+    try:
+        return int(os.environ[name]) if name else default
+    except ValueError:
+        raise UserError(f"{name}={os.environ[name]} in the environment must be a whole number") from None
 
 
 def rank() -> int:
@@ -54,33 +67,51 @@ def print0(message: str) -> None:
         sys.stdout.flush()
 
 
+def printable(text: str) -> str:
+    """Text from elsewhere without control characters, which could change what a terminal shows."""
+    return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in text)
+
+
+def gather(value: Any, group: Any = None) -> list[Any]:
+    """This value of each rank, by rank (all ranks of the group take part); JSON values, so that tuples become lists."""
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    counts = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, torch.tensor([mine.numel()]), group=group)
+    sizes = [int(count) for count in counts]
+    texts = [torch.zeros(max(sizes), dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(texts, torch.nn.functional.pad(mine, (0, max(sizes) - mine.numel())), group=group)
+    return [json.loads(bytes(text[:size].numpy())) for text, size in zip(texts, sizes, strict=True)]
+
+
 def from_rank0(answer: Callable[[], Answer]) -> Answer:
-    """Call `answer` on rank 0; every rank returns its result or raises its UserError (all ranks take part)."""
-    box: list[Any] = [None]
+    """Call `answer` on rank 0; every rank returns its result or raises its UserError (all ranks take part).
+
+    The result is a JSON value; a tuple becomes a list.
+    """
+    mine: dict[str, Any] = {}
     if dist.get_rank() == 0:
         try:
-            box = [answer()]
+            mine = {"answer": answer()}
         except UserError as error:
-            box = [error]
-    dist.broadcast_object_list(box)
-    if isinstance(box[0], UserError):
-        raise box[0]
-    return box[0]
+            mine = {"refusal": str(error)}
+    found = gather(mine)[0]
+    if "refusal" in found:
+        raise UserError(printable(found["refusal"]))
+    return found["answer"]
 
 
 def check_same(**groups: Mapping[str, Any]) -> None:
     """Compare small dictionaries over all ranks, which must not train together if they differ.
 
     Args:
-        **groups: this rank's entries by kind, such as `flag={"lr": 0.1}`; picklable and comparable. Of the kind
-            "version", only what both ranks have is compared.
+        **groups: this rank's entries by kind, such as `flag={"lr": 0.1}`. What JSON does not know is compared as text.
+            Of the kind "version", only what both ranks have is compared.
 
     Raises:
         UserError: on every rank; names the first rank that differs from rank 0, the entry and both values.
     """
     mine = {f"{group} {key}": value for group, entries in groups.items() for key, value in entries.items()}
-    everyone: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = gather(json.loads(json.dumps(mine, default=repr)))
     for other, theirs in enumerate(everyone):
         for key in everyone[0] | theirs:
             if key.startswith("version ") and not (key in everyone[0] and key in theirs):

@@ -31,7 +31,7 @@ def choose(out: str, name: str) -> Path:
         UserError: the folder could not be created or written to.
     """
 
-    def choose() -> Path:
+    def choose() -> str:
         try:
             path = (Path(out).expanduser() / (name or datetime.now().strftime("%Y%m%d-%H%M%S"))).resolve()
             existing = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -39,11 +39,11 @@ def choose(out: str, name: str) -> Path:
             raise UserError(f"--out {out}, --name {name}: {error}") from error
         try:
             with tempfile.TemporaryFile(dir=existing):
-                return path
+                return str(path)
         except OSError as error:
             raise UserError(f"--out {out}: {existing} cannot be written to ({error.strerror})") from error
 
-    return ranks.from_rank0(choose)
+    return Path(ranks.from_rank0(choose))
 
 
 def claim(path: Path) -> None:
@@ -85,10 +85,9 @@ def claim(path: Path) -> None:
         return mine
 
     owner = ranks.from_rank0(lock)
-    answers: list[tuple[str, bool]] = [("", False)] * dist.get_world_size()
     # Rank 0 does not open the file again: closing it would release the lock.
     visible = dist.get_rank() == 0 or _wait_for(path / "lock", owner)
-    dist.all_gather_object(answers, (socket.gethostname(), visible))
+    answers = ranks.gather((socket.gethostname(), visible))
     missing = sorted({host for host, visible in answers if not visible})
     if missing:
         raise UserError(

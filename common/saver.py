@@ -111,7 +111,7 @@ class Saver:
         final = checkpoint.folder(self._run_dir, facts["step"])
         partial = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
         try:
-            partial = self._together(lambda: self._make(partial, tensors) if dist.get_rank() == 0 else None)[0]
+            partial = Path(self._together(lambda: self._make(partial, tensors) if dist.get_rank() == 0 else None)[0])
             rows: Tensors = {}  # contiguous copies, because safetensors does not store strides
             self._together(lambda: rows.update({name: tensor.contiguous() for name, tensor in tensors.items()}))
             writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
@@ -131,27 +131,26 @@ class Saver:
                 shutil.rmtree(partial, ignore_errors=True)
 
     def _together(self, part: Callable[[], Any]) -> list[Any]:
-        """Let every rank do its part; every rank gets all results, or every rank raises SaveError."""
+        """Let every rank do its part; every rank gets all results, JSON values, or every rank raises SaveError."""
         outcome: tuple[Any, str] = (None, "")
         try:
             outcome = (part(), "")
         except Exception as error:
             outcome = (None, f"rank {dist.get_rank()} on {socket.gethostname()}: {type(error).__name__}: {error}")
-        outcomes = [outcome] * dist.get_world_size()
-        dist.all_gather_object(outcomes, outcome, group=self._group)
+        outcomes = ranks.gather(outcome, self._group)
         faults = [fault for _, fault in outcomes if fault]
         if faults:
-            raise SaveError("; ".join(faults))
+            raise SaveError(ranks.printable("; ".join(faults)))
         return [result for result, _ in outcomes]
 
-    def _make(self, partial: Path, tensors: Tensors) -> Path:
+    def _make(self, partial: Path, tensors: Tensors) -> str:
         """Create the folder to write to, if the disk has enough space (rank 0)."""
         partial.mkdir(parents=True)
         needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         free = shutil.disk_usage(partial).free
         if free < needed:
             raise OSError(errno.ENOSPC, f"it needs {needed / 1e6:,.1f} MB, the disk has {free / 1e6:,.1f} MB free")
-        return partial
+        return str(partial)
 
     def _commit(self, partial: Path, final: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
         """Write the manifest and rename the folder (rank 0)."""
@@ -167,9 +166,10 @@ class Saver:
     def _tidy(self, final: Path) -> None:
         """Point `latest` to the newest checkpoint, and delete the oldest ones (all ranks)."""
         try:
-            found = self._together(lambda: checkpoint.committed(self._run_dir) if dist.get_rank() == 0 else [])[0]
+            found = self._together(lambda: [path.name for path in checkpoint.committed(self._run_dir)])[0]
             # Newer ones must be damaged, otherwise this run would have resumed from them: they do not count as kept.
-            older = [path for path in found if checkpoint.step_of(path) < checkpoint.step_of(final)]
+            step_of = checkpoint.step_of
+            older = [path for path in map(final.with_name, found) if step_of(path) < step_of(final)]
             kept = 1
             share = (dist.get_rank(), dist.get_world_size())
             while older and kept < self._keep:

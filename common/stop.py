@@ -110,7 +110,7 @@ class Stop:
             return f"{signal.Signals(numbers[0]).name} on rank {self._rank}"
         if time.monotonic() > self._deadline:
             return f"--deadline, or Slurm's time limit, on rank {self._rank}"
-        return self._store.get("stop/reason").decode() if self._store.check(["stop/reason"]) else ""
+        return ranks.printable(self._store.peek("stop/reason"))
 
     def _agree(self, reason: str) -> None:
         """Publish this rank's latest step, read those of all ranks, and set the step to stop after."""

@@ -128,6 +128,7 @@ class Watch:
 
     def _watch(self) -> None:
         patience_s = 0 if self._world.rank < DECIDERS else 2 * DEAD_S
+        warned = False
         while not self._closing.wait(BEAT_S):
             try:
                 if self._publish_heartbeat() > self._limit_s() + patience_s:
@@ -137,6 +138,9 @@ class Watch:
                         self._publish_finding(accused)
                 if not self._reported and (finding := self._finding()):
                     self._exit(finding)
+                if self._store.foreign and not warned:
+                    warned = True
+                    ranks.print0(f"warning: a stranger writes to this run's store ({self._store.foreign}): ignored")
             except dist.DistError as error:
                 if not self._closing.is_set():
                     self._exit(self._store_lost(error))
@@ -181,7 +185,7 @@ class Watch:
         end = time.monotonic() + DEAD_S
         while time.monotonic() < end and not self._finding():
             self._publish_heartbeat()
-            now = [self._store.get(key).decode() if self._store.check([key]) else "" for key in keys]
+            now = [self._store.peek(key) for key in keys]
             first = first or now
             moved |= {rank for rank, beat in enumerate(now) if beat != first[rank]}
             time.sleep(BEAT_S)
@@ -190,7 +194,7 @@ class Watch:
         return beats, {*range(len(now))} - moved
 
     def _finding(self) -> str:
-        return self._store.get(FINDING).decode() if self._store.check([FINDING]) else ""
+        return self._store.peek(FINDING)
 
     def _publish_finding(self, finding: str) -> str:
         """Publish a finding unless there is one already; returns the one that counts."""
@@ -199,7 +203,7 @@ class Watch:
     def _exit(self, finding: str) -> None:
         """Print the finding and end this process, whatever its main thread waits for."""
         self._exiting.acquire()  # never released: if two threads have the same finding, only one prints it
-        finding = f"{finding}rank {self._world.rank} exits; {self._outlook}\n"
+        finding = f"{ranks.printable(finding)}rank {self._world.rank} exits; {self._outlook}\n"
         try:
             sys.stderr.write(f"\n{finding}")
             sys.stderr.flush()

@@ -48,9 +48,8 @@ def main() -> None:
     if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # the ranks report more; warnings are about a closing store
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     args = parse_args(sys.argv[1:])
-    if args.rdzv_endpoint and args.rdzv_backend == "c10d":  # several machines; --standalone has no endpoint yet
-        rendezvous.choose_interface(args)
-        rendezvous.watch(args, started)
+    if args.rdzv_backend == rendezvous.NAME:  # launch/torchrun.sh chooses it, unless its user has chosen another
+        rendezvous.prepare(args, started)
     try:
         run(args)
         if requests:

@@ -12,7 +12,6 @@ import torch
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import PContext, SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 CHECKED = {"torch": "2.11.0 and 2.15.0", "accelerate": "1.10.0 and 1.15.0"}
 # Functions, and their arguments. `parse_args` and `run` are torchrun itself, which cannot be told in public to hand
@@ -21,12 +20,9 @@ FUNCTIONS: dict[tuple[Any, str], list[str]] = {
     (run, "parse_args"): ["args"],
     (run, "run"): ["args"],
     (PContext, "start"): ["self"],
-    (C10dRendezvousBackend, "__init__"): ["self", "store", "run_id"],
-    (C10dRendezvousBackend, "_call_store"): ["self", "store_op", "args", "kwargs"],
 }
 # Attributes that a class's __init__ sets.
 ATTRIBUTES: list[tuple[Any, str]] = [
-    (C10dRendezvousBackend, "_store"),
     (SubprocessContext, "subprocess_handlers"),  # the ranks of this machine, by number
     (SubprocessHandler, "proc"),
 ]

@@ -161,8 +161,17 @@ nodes=$SLURM_JOB_NUM_NODES
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # The address that Slurm itself uses for the node: usually its host name, which may not resolve on every node.
 MASTER_ADDR=$(scontrol show node "$head" --oneliner | grep -oP ' NodeAddr=\K\S+')
-# Each job has its own port, because two jobs can share a node.
-export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) RDZV_ID=$SLURM_JOB_ID
+random() { # so many bytes, as one hexadecimal number
+  od -An -N"$1" -tx1 /dev/urandom | tr -d ' \n'
+}
+# A port that nobody can compute, below those that Linux gives out, and free: two jobs can share a node.
+MASTER_PORT=
+while [[ -z $MASTER_PORT ]] || (: <"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null; do
+  MASTER_PORT=$((20000 + 0x$(random 2) % 12768))
+done
+# srun hands the environment to the nodes, and no other user can read it.
+RUN_KEY=$(random 32)
+export MASTER_ADDR MASTER_PORT RDZV_ID=$SLURM_JOB_ID RUN_KEY
 # Not every version of Slurm sets it. common/stop.py stops in time even if the signal does not arrive.
 end=$(about_job EndTime || true)
 if [[ -z ${SLURM_JOB_END_TIME-} && $end == 20* ]]; then

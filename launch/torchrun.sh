@@ -28,6 +28,8 @@ Several machines, the same command on each:
   MASTER_ADDR      host name or address of machine 0
   MASTER_PORT      a free port on machine 0, a different one for each job (default: 29400)
   RDZV_ID          name of the job (default: brigade); a machine of another job at the same port is refused
+  RUN_KEY          a secret of this job in hexadecimal digits, the same on each machine: whoever does not know it cannot
+                   take part. Make one with `openssl rand -hex 32`
 
 torchrun options go before RECIPE and are written --option=value; --dry-run prints the command and stops.
 Rank 0 prints to the terminal; the other ranks write to logs/ in the run's folder.
@@ -105,15 +107,17 @@ nodes=${NNODES:-1}
 [[ $nodes =~ ^([1-9][0-9]*:)?[1-9][0-9]*$ ]] || fail "NNODES=$nodes must be a number of machines, such as 2, or MIN:MAX"
 most=${nodes#*:}
 if [[ $nodes == 1 ]]; then
-  place=(--standalone) # its own rendezvous on a free port
+  place=(--rdzv-backend=brigade --rdzv-endpoint=here) # within the launcher: nothing listens
 else
   [[ -n ${MASTER_ADDR-} ]] || fail "NNODES=$nodes needs MASTER_ADDR, the host name or address of machine 0"
   [[ ${NODE_RANK-} =~ ^[0-9]+$ ]] || fail "NNODES=$nodes needs NODE_RANK, this machine's number from 0 to $((most - 1))"
   ((10#$NODE_RANK < most)) || fail "NODE_RANK=$NODE_RANK must be below NNODES=$nodes: machines are numbered from 0"
+  [[ ${MASTER_PORT:-29400} =~ ^[0-9]+$ ]] || fail "MASTER_PORT=$MASTER_PORT must be a port, such as 29400"
+  [[ ${RUN_KEY-} =~ ^[0-9a-fA-F]{32,}$ ]] || fail "NNODES=$nodes needs RUN_KEY, a secret of this job that is the same on each machine: make one with 'export RUN_KEY=\$(openssl rand -hex 32)'"
   # Machine 0 hosts the rendezvous, the others join in any order. No machine needs to recognise its own host name.
   host=$((10#$NODE_RANK == 0))
   place=(
-    "--nnodes=$nodes" "--rdzv-backend=c10d" "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29400}"
+    "--nnodes=$nodes" "--rdzv-backend=brigade" "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29400}"
     "--rdzv-id=${RDZV_ID:-brigade}" "--rdzv-conf=is_host=$host,last_call_timeout=5"
   )
 fi
@@ -150,6 +154,14 @@ if [[ -n ${STAGE_DIR-} && -z $dry_run && " $* " != *" --help "* ]]; then
   done
   stage "$data"
   export STAGED_DATA=$staged # common/workloads/splits.py reads this folder instead
+fi
+
+# torch.compile reads pickles from its cache, whose usual folder another user can have made first.
+cache=${TMPDIR:-/tmp}/torchinductor_$(id -un 2>/dev/null || id -u)
+if [[ -z ${TORCHINDUCTOR_CACHE_DIR-} && -z $dry_run ]]; then
+  mkdir -m 700 "$cache" 2>/dev/null || true
+  [[ -O $cache && ! -L $cache && -z $(find "$cache" -maxdepth 0 -perm /022) ]] || cache=$(mktemp -d || true)
+  export TORCHINDUCTOR_CACHE_DIR=$cache # empty: torch's usual folder
 fi
 
 python=${PYTHON:-python}

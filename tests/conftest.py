@@ -105,9 +105,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(cache.cleanup)
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """Start the fork server, which has much to import, beside the collection of the tests."""
-    forkserver.ensure_running()
+    if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses"):  # it runs the tests
+        forkserver.ensure_running()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

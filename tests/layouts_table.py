@@ -23,7 +23,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "rows.jsonl")
         began = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-m", "layouts", "tests/test_layouts.py", "-k", "any_to_any"]
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "layouts", "tests/test_layouts.py"]
+        command += ["-k", "any_to_any"]
         subprocess.run(command, cwd=ROOT, env=os.environ | {"LAYOUTS_RECORD": str(record)}, check=False)
         rows = [json.loads(line) for line in record.read_text().splitlines()]
     wanted = len(moves.LAYOUTS) ** 2 + len(moves.TIED) ** 2

@@ -20,7 +20,7 @@ import yaml
 from tests.harness import runner
 from tests.test_launch import popen, shell, wait
 
-MANIFEST = yaml.safe_load((runner.ROOT / "launch" / "k8s.yaml").read_text())
+MANIFEST, POLICY = yaml.safe_load_all((runner.ROOT / "launch" / "k8s.yaml").read_text())
 SCHEMA = json.loads(Path(__file__).with_name("trainjob.schema.json").read_text())
 TRAINER = MANIFEST["spec"]["trainer"]
 JOB = MANIFEST["metadata"]["name"]
@@ -30,6 +30,7 @@ PLUGIN = {
     "PET_NPROC_PER_NODE": "auto",
     "PET_MASTER_ADDR": f"{JOB}-node-0-0.{JOB}",
     "PET_MASTER_PORT": "29500",
+    "RUN_KEY": 64 * "a",  # of the secret
 }
 
 
@@ -112,6 +113,22 @@ def test_volumes() -> None:
     assert pod["terminationGracePeriodSeconds"] >= 120, "30 s if nobody says so"
 
 
+def test_only_the_jobs_own_pods_may_connect() -> None:
+    """In the policy's terms: to all pods of the job, nothing comes in but from all pods of the job."""
+    pods = {"matchLabels": {"jobset.sigs.k8s.io/jobset-name": JOB}}
+    spec = {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": pods}]}]}
+    policy = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": JOB}, "spec": spec}
+    assert policy == POLICY
+
+
+def test_pods_get_the_key_from_a_secret() -> None:
+    """Which the first comment's command creates: no key stands in the manifest."""
+    (variable,) = TRAINER["env"]
+    assert variable == {"name": "RUN_KEY", "valueFrom": {"secretKeyRef": {"name": "brigade", "key": "key"}}}
+    text = (runner.ROOT / "launch" / "k8s.yaml").read_text()
+    assert 'kubectl create secret generic brigade --from-literal=key="$(openssl rand -hex 32)"' in text
+
+
 # --- the command -----------------------------------------------------------------------------------------
 
 
@@ -160,7 +177,7 @@ def test_mapping(tmp_path: Path) -> None:
     [
         ({"PET_NODE_RANK": "0"}, "--rdzv-conf=is_host=1,last_call_timeout=5"),
         ({"PET_NNODES": "2:4"}, "--nnodes=2:4"),
-        ({"PET_NNODES": "1", "PET_NODE_RANK": "0"}, "--standalone"),
+        ({"PET_NNODES": "1", "PET_NODE_RANK": "0"}, "--rdzv-endpoint=here"),
         ({"PET_NPROC_PER_NODE": "5"}, "--nproc-per-node=5"),
         ({"CUDA_VISIBLE_DEVICES": "0,1,2"}, "--nproc-per-node=3"),
         ({"PET_NPROC_PER_NODE": "gpu", "CUDA_VISIBLE_DEVICES": "0,1,2"}, "--nproc-per-node=3"),
@@ -207,6 +224,7 @@ def ends(pods: list[subprocess.Popen[str]]) -> list[subprocess.CompletedProcess[
                 os.killpg(pod.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_two_pods(small_digits: Path, tmp_path: Path) -> None:
     """One world of two; when one pod is deleted neither counts as done; started again, they go on and finish."""
     steps = ["--global-batch-size", "8", "--log-every", "1", "--data", str(small_digits)]

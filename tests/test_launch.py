@@ -1,5 +1,6 @@
 """The launcher and real torchrun: slow starts, so each run here proves several things."""
 
+import getpass
 import hashlib
 import json
 import os
@@ -16,13 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import each_recipe
 from tests.harness import mutants, runner
 
 LAUNCHER = runner.ROOT / "launch" / "torchrun.sh"
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 DDP = "recipes/ddp_resnet"
 SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+HERE = ("--rdzv-backend=brigade", "--rdzv-endpoint=here")  # the rendezvous of one machine
+KEY = 32 * "0a"
 TWO_STEPS = ("--max-steps", "2", "--global-batch-size", "8", "--log-every", "1")
 TAGS = {
     *("train/loss", "train/lr", "train/grad_norm"),
@@ -31,7 +33,8 @@ TAGS = {
 EVAL_METRIC = {"resnet": "val/top1", "gpt": "val/bits_per_byte", "ppo": "val/return"}  # of each workload
 LAUNCH_VARIABLES = {
     *("NPROC_PER_NODE", "MAX_RESTARTS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"),
-    *("PYTHONPATH", "LAUNCHED_AS", "STAGE_DIR", "STAGED_DATA", "ACCELERATE_CONFIG"),
+    *("PYTHONPATH", "LAUNCHED_AS", "STAGE_DIR", "STAGED_DATA", "ACCELERATE_CONFIG", "RUN_KEY"),
+    *("TORCHINDUCTOR_CACHE_DIR", "GLOO_SOCKET_IFNAME"),
 }
 
 
@@ -89,7 +92,10 @@ def assert_trained(run: Path, world_size: int) -> None:
     assert json.loads((run / "config.json").read_text())["world_size"] == world_size
 
 
-@pytest.mark.parametrize("recipe", each_recipe())
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=[pytest.mark.slow] * (f"recipes/{name}" != DDP)) for name in runner.RECIPES],
+)
 def test_copied_recipe(recipe: str, small_data: dict[str, Path], tmp_path: Path) -> None:
     """`cp -r recipes/X my_project; cp -r common my_project/` is a project of its own, launched from anywhere."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -151,8 +157,10 @@ def test_plain_python(small_digits: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("what", "world_size"),
-    [([f"{DDP}/train.py"], 2), (["-m", "recipes.ddp_resnet.train"], 1)],
-    ids=["file", "module"],
+    [
+        pytest.param([f"{DDP}/train.py"], 2, id="file"),
+        pytest.param(["-m", "recipes.ddp_resnet.train"], 1, id="module", marks=pytest.mark.slow),
+    ],
 )
 def test_torchrun(what: list[str], world_size: int, small_digits: Path, tmp_path: Path) -> None:
     flags = training_flags(small_digits, tmp_path, "run")
@@ -162,6 +170,7 @@ def test_torchrun(what: list[str], world_size: int, small_digits: Path, tmp_path
     assert (tmp_path / "run" / "train.py").read_text() == runner.source("ddp_resnet")
 
 
+@pytest.mark.slow
 def test_two_machines(small_digits: Path, tmp_path: Path) -> None:
     """Two launchers on one host, one process each, that see the same folder."""
     with socket.socket() as probe:
@@ -178,6 +187,7 @@ def test_two_machines(small_digits: Path, tmp_path: Path) -> None:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": port,
                 "NPROC_PER_NODE": "1",
+                "RUN_KEY": KEY,
             },
         )
         for i in range(2)
@@ -188,6 +198,10 @@ def test_two_machines(small_digits: Path, tmp_path: Path) -> None:
     assert "2 processes on 2 hosts" in results[0].stdout
     assert results[0].stdout.count("done     step 2 of 2") == 1
     assert not results[1].stdout, "rank 0 speaks for all"
+    printed = "".join(result.stdout + result.stderr for result in results)
+    written = [file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert KEY not in printed
+    assert not any(KEY.encode() in content for content in written), "the key stays in the environment"
 
 
 def test_rank_that_raises(small_digits: Path, tmp_path: Path) -> None:
@@ -246,7 +260,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert command[:2] == ["OMP_NUM_THREADS=3", f"PYTHONPATH={runner.ROOT}"]
     assert command[2:4] == [sys.executable, str(runner.ROOT / "launch" / "agent.py")]
     assert command[4:] == [
-        *("--standalone", "--nproc-per-node=2", "--max-restarts=0", SIGNALS, "--max-restarts=2"),
+        *(*HERE, "--nproc-per-node=2", "--max-restarts=0", SIGNALS, "--max-restarts=2"),
         *(str(runner.ROOT / DDP / "train.py"), *words),
     ]
     assert not list(tmp_path.iterdir())
@@ -278,17 +292,20 @@ def test_threads_share_the_cores(tmp_path: Path) -> None:
 
 
 def test_several_machines(tmp_path: Path) -> None:
-    place = {"NNODES": "10", "NODE_RANK": "09", "MASTER_ADDR": "host0"}
+    place = {"NNODES": "10", "NODE_RANK": "09", "MASTER_ADDR": "host0", "RUN_KEY": KEY}
     command = planned(DDP, cwd=tmp_path, **place)
-    for option in ("--nnodes=10", "--rdzv-backend=c10d", "--rdzv-endpoint=host0:29400", "--rdzv-id=brigade"):
+    for option in ("--nnodes=10", "--rdzv-backend=brigade", "--rdzv-endpoint=host0:29400", "--rdzv-id=brigade"):
         assert option in command
     assert "--rdzv-conf=is_host=0,last_call_timeout=5" in command
-    assert "--standalone" not in command
+    assert KEY not in " ".join(command), "other users see commands"
     place |= {"NNODES": "2:4", "NODE_RANK": "0", "MASTER_PORT": "5", "RDZV_ID": "job"}
     command = planned(DDP, cwd=tmp_path, **place)
     for option in ("--nnodes=2:4", "--rdzv-endpoint=host0:5", "--rdzv-id=job"):
         assert option in command
     assert "--rdzv-conf=is_host=1,last_call_timeout=5" in command, "machine 0 keeps the rendezvous"
+
+
+TWO = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "host0"}
 
 
 @pytest.mark.parametrize(
@@ -301,6 +318,9 @@ def test_several_machines(tmp_path: Path) -> None:
             {"NNODES": "1:2", "MASTER_ADDR": "host0", "NODE_RANK": "2"},
             "NODE_RANK=2 must be below NNODES=1:2",
         ),
+        (TWO, "NNODES=2 needs RUN_KEY, a secret of this job that is the same on each machine: make one with 'export"),
+        (TWO | {"RUN_KEY": "secret"}, "NNODES=2 needs RUN_KEY"),
+        (TWO | {"MASTER_PORT": "http"}, "MASTER_PORT=http must be a port, such as 29400"),
         ({"NNODES": "two"}, "NNODES=two must be a number of machines, such as 2, or MIN:MAX"),
         ({"NNODES": "0:2"}, "NNODES=0:2 must be a number of machines, such as 2, or MIN:MAX"),
         ({"NPROC_PER_NODE": "all"}, "NPROC_PER_NODE=all must be a number of processes, such as 2"),
@@ -325,7 +345,7 @@ def test_launch_env(tmp_path: Path) -> None:
     python.chmod(0o755)
     words = launch(tmp_path, PYTHON=str(python), MAX_RESTARTS="1").stdout.split()
     assert words[0] == "1"
-    assert words[2:] == ["--standalone", "--nproc-per-node=5", "--max-restarts=1", SIGNALS, str(tmp_path / "train.py")]
+    assert words[2:] == [*HERE, "--nproc-per-node=5", "--max-restarts=1", SIGNALS, str(tmp_path / "train.py")]
     assert not (tmp_path / "ran").exists()
 
 
@@ -366,6 +386,38 @@ def test_only_a_cluster_is_taken_down(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert f"{tmp_path} is not a cluster that this script started, so nothing was removed" in result.stderr
     assert (tmp_path / "precious").exists()
+
+
+@pytest.mark.parametrize("there", ["nothing", "ours", "everybody's", "a link", "another user's", "chosen"])
+def test_cache_of_the_compiler_is_ours(there: str, tmp_path: Path) -> None:
+    """It holds pickles, and its usual name is one that another user can take first."""
+    (tmp_path / "train.py").touch()
+    python, usual, wanted = tmp_path / "python", tmp_path / f"torchinductor_{getpass.getuser()}", ""
+    python.write_text('#!/bin/sh\necho "$TORCHINDUCTOR_CACHE_DIR"\n')
+    python.chmod(0o755)
+    if there == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        usual.symlink_to(tmp_path / "elsewhere")
+    elif there not in ("nothing", "chosen"):
+        usual.mkdir(mode=0o755)
+        usual.chmod(0o777 if there == "everybody's" else 0o755)
+    if there == "another user's":
+        if os.geteuid():
+            pytest.skip("only root can give a folder away")
+        os.chown(usual, 12345, -1)
+    if there == "chosen":
+        wanted = str(tmp_path / "chosen")
+    found = launch(tmp_path, PYTHON=str(python), TMPDIR=str(tmp_path), TORCHINDUCTOR_CACHE_DIR=wanted).stdout.strip()
+    if there in ("nothing", "ours"):
+        wanted = str(usual)
+    if wanted:
+        assert found == wanted
+    else:
+        assert Path(found).parent == tmp_path
+        assert found != str(usual)
+    if there != "chosen":
+        assert Path(found).stat().st_mode & 0o777 == (0o755 if there == "ours" else 0o700)
+        assert Path(found).owner() == getpass.getuser()
 
 
 def test_gpu_that_torch_does_not_see(tmp_path: Path) -> None:

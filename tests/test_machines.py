@@ -17,7 +17,7 @@ import pytest
 from common import flops
 
 from tests.conftest import write_text
-from tests.harness import inject, mutants, runner, short_resnet  # noqa: F401 (--model resnet6)
+from tests.harness import inject, mutants, runner, short_resnet, stranger  # noqa: F401 (--model resnet6)
 from tests.harness.fault_case import checkpoints
 from tests.harness.machines import Machine, joined
 from tests.harness.states import same_tensors
@@ -104,6 +104,7 @@ class Job:
         self.run = folder / "out" / "run"
         self.flags = (*FLAGS, *runner.small(recipe), *flags, "--out", str(folder / "out"), "--name", "run")
         self.environ = {"NNODES": str(len(machines)), "NPROC_PER_NODE": "1", "MASTER_ADDR": machines[0].address}
+        self.environ |= {"RUN_KEY": 32 * "0a"}
         self.environ |= {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | environ
         self.recipe = folder / recipe
         self.recipe.mkdir()
@@ -343,6 +344,58 @@ def test_mutants_that_each_once_must_notice(mutant: str, tmp_path: Path) -> None
         check_each_once(notes)
 
 
+# --- a stranger -------------------------------------------------------------------------------------------
+
+UNSEALED = """from common import seal
+seal.close = lambda key, name, value: value.encode() if isinstance(value, str) else value
+seal.unseal = lambda key, name, sealed: sealed
+"""
+KEEP_ALIVE_S = 5.0  # each launcher reads torch's rendezvous as often
+
+
+@pytest.mark.parametrize("mutant", [False, True], ids=["sealed", "mutant, nothing is sealed"])
+def test_stranger(mutant: bool, machines: list[Machine], tmp_path: Path) -> None:
+    """A third machine, at every port of the other two: nothing of its own runs, counts or shows."""
+    here, there, outside = machines
+    path = tmp_path / "mutant"
+    path.mkdir()
+    if mutant:
+        (path / "sitecustomize.py").write_text(UNSEALED)
+    job = Job(tmp_path, [here, there], *EXACT, PYTHONPATH=str(path))
+    job.hold(4)
+    processes = [job.start(machine) for machine in job.machines]
+    wanted = reference(tmp_path, 2, *EXACT)
+    job.wait_done(4, 2)
+    places = []
+    for machine in job.machines:
+        found = stranger.listening(machine.pids(), "ip", "netns", "exec", machine.space)
+        assert {address for address, _ in found} == {machine.address}, "not on all interfaces"
+        places += found
+    assert (here.address, 29400) in places
+    print(f"they listen at {places}")
+    ran, output = tmp_path / "ran", tmp_path / "stranger"
+    words = [f"{address}:{port}" for address, port in places]
+    outside.popen([sys.executable, "-m", "tests.harness.stranger", str(ran), *words], output, {**os.environ})
+    job.wait(lambda: "pesters" in output.read_text())
+    seen = [line["names"] for line in map(json.loads, output.read_text().splitlines()[: len(places)])]
+    assert len([names for names in seen if "watch/0" in names]) == 1, "it has found the ranks' store"
+    assert len([names for names in seen if "torch.rendezvous.brigade" in names]) == 1, "and the launchers'"
+    if mutant:
+        job.wait(ran.exists)
+        assert "a finding of a stranger" in job.output(here)
+        return
+    time.sleep(KEEP_ALIVE_S + 2)
+    job.release(4)
+    assert job.wait_ended(*processes) == [0, 0], str(job)
+    assert not ran.exists()
+    assert "evil" not in str(job)
+    assert "\x1b" not in str(job)
+    ignored = "warning: a stranger writes to the rendezvous 10.29.4.9:29400: ignored\n"
+    assert [job.output(machine).count(ignored) for machine in job.machines] == [1, 1], str(job)
+    check_curve(job.run, wanted)
+    assert same_tensors(checkpoints(job.run)[STEPS], checkpoints(wanted)[STEPS])
+
+
 # --- refusals ---------------------------------------------------------------------------------------------
 
 QUICK = "--rdzv-conf=is_host=0,last_call_timeout=5,read_timeout=3"  # else a minute
@@ -378,16 +431,37 @@ def test_nobody_there(machines: list[Machine], tmp_path: Path) -> None:
     job = Job(tmp_path, machines)
     where = dict(zip((machines[0].address, "10.29.4.99", "nobody.invalid"), machines, strict=True))
     processes = [job.start(one, QUICK, MASTER_ADDR=address, NODE_RANK="1") for address, one in where.items()]
-    for process, (address, machine) in zip(processes, where.items(), strict=True):
+    *others, unknown = zip(processes, where.items(), strict=True)
+    for process, (address, machine) in others:
         refused(job, machine, process, NOBODY.format(f"{address}:29400"))
+    process, (_, machine) = unknown
+    assert job.wait_ended(process, timeout_s=40.0) == [2], str(job)
+    wanted = r"^error: MASTER_ADDR=nobody\.invalid does not resolve on this machine \(.*\): use machine 0's address$"
+    assert re.search(wanted, job.output(machine), re.MULTILINE), str(job)
 
 
 # Machine 0 has the store for some seconds before it says whose it is.
-LATE = """import functools, time
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend as Backend
-join = Backend.__init__
-Backend.__init__ = functools.wraps(join)(lambda *args: (join(*args), time.sleep(3))[0])
+LATE = """import time
+from torch import distributed
+make = distributed.TCPStore
+distributed.TCPStore = lambda *args, **more: (make(*args, **more), time.sleep(3))[0]
 """
+
+
+def test_another_key(machines: list[Machine], tmp_path: Path) -> None:
+    """A machine that does not know the job's key is refused, and the job's own do not notice."""
+    job = Job(tmp_path, machines[:2])
+    first = job.start(machines[0])
+    second = job.start(machines[1], RUN_KEY=32 * "0b")
+    where = "10.29.4.9:29400"
+    refused(
+        job,
+        machines[1],
+        second,
+        f"{where} has another RUN_KEY: set the same on all machines, or another MASTER_PORT for another job",
+    )
+    assert first.poll() is None
+    assert not job.output(machines[0])
 
 
 def test_two_jobs_at_one_port(machines: list[Machine], tmp_path: Path) -> None:

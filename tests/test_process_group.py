@@ -73,6 +73,45 @@ def test_processes_of_srun_do_not_each_train_alone(name: str, monkeypatch: pytes
     assert process_group.start("gloo").size == 1
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "first"}, r"RANK=first in the environment must be a whole number"),
+        ({"WORLD_SIZE": "1.5"}, r"WORLD_SIZE=1.5 in the environment must be a whole number"),
+        ({"RANK": "2"}, r"RANK=2 and WORLD_SIZE=2 in the environment do not fit: ranks count from 0"),
+        ({"RANK": "-1"}, r"RANK=-1 and WORLD_SIZE=2 in the environment do not fit: ranks count from 0"),
+        ({"WORLD_SIZE": "0"}, r"RANK=0 and WORLD_SIZE=0 in the environment do not fit: ranks count from 0"),
+        ({"LOCAL_RANK": "x"}, r"LOCAL_RANK=x in the environment must be a whole number"),
+        ({"MASTER_PORT": "http"}, r"MASTER_PORT=http in the environment must be a whole number"),
+        ({"MASTER_PORT": "70000"}, r"MASTER_PORT=70000 in the environment must be a port, from 1 to 65535"),
+        ({"MASTER_PORT": "0"}, r"MASTER_PORT=0 in the environment must be a port, from 1 to 65535"),
+        ({"MASTER_ADDR": "nobody.invalid"}, r"MASTER_ADDR=nobody.invalid does not resolve on \S+ \(.*--local-addr$"),
+        ({"MASTER_ADDR": ""}, r"MASTER_ADDR= does not resolve on "),
+    ],
+)
+def test_nonsense_in_the_environment(changes: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused in a sentence: torch raises, or waits for minutes without a word."""
+    sound = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in (sound | changes).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^{message}"):
+        process_group.start()
+
+
+@pytest.mark.parametrize(
+    ("address", "wanted"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("192.0.2.1", ""), ("vm", "")],
+)
+def test_rank_0_listens_at_its_address_alone(address: str, wanted: str) -> None:
+    """Not at a name's, which other machines may resolve to another one, nor at one that it does not have."""
+    listening = process_group._listen(address, runner.free_port())
+    found = ""
+    if listening:
+        with listening:
+            found = listening.getsockname()[0]
+    assert found == wanted
+
+
 def start_differently() -> None:
     with pytest.raises(UserError, match=r"^rank 1 was started with flag lr 0\.2, rank 0 with 0\.1"):
         process_group.start(flag={"lr": 0.1 * (1 + ranks.rank())})

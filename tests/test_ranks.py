@@ -1,9 +1,7 @@
 """What one rank tells the others, and what all hear alike."""
 
 import contextlib
-import dataclasses
 import os
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -38,37 +36,57 @@ def test_print0_prints_once(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert capsys.readouterr().out == "from 0\n"
 
 
-@dataclasses.dataclass
-class Picky:
-    """Picklable, and not a number or text."""
-
-    path: Path
+ANSWER = {"path": "\udcff/a b", "steps": [1, -(2**63)], "nothing": None, "share": 0.1, "so": True}
 
 
 def ask_rank_0() -> None:
     dist.init_process_group("gloo")
     rank, asked = dist.get_rank(), []
 
-    def answer() -> Picky:
+    def answer() -> dict[str, object]:
         asked.append(rank)
-        return Picky(Path("from") / str(rank))
+        return ANSWER
 
-    def refusal() -> Picky:
+    def refusal() -> str:
         asked.append(rank)
-        raise UserError(f"rank {rank} does not like it")
+        raise UserError(f"rank {rank} does not like \x1b[31mit")
 
-    assert ranks.from_rank0(answer) == Picky(Path("from/0"))
+    assert ranks.from_rank0(answer) == ANSWER
     assert ranks.from_rank0(lambda: None) is None
-    with pytest.raises(UserError, match="rank 0 does not like it"):
+    with pytest.raises(UserError, match=r"^rank 0 does not like \?\[31mit$"):
         ranks.from_rank0(refusal)
     assert asked == ([0, 0] if rank == 0 else [])
-    assert ranks.from_rank0(answer) == Picky(Path("from/0")), "the group goes on after a refusal"
+    assert ranks.from_rank0(answer) == ANSWER, "the group goes on after a refusal"
+    several = dist.new_group(backend="gloo")
+    for group in (None, several):
+        assert ranks.gather([rank, "x" * 1000 * rank], group) == [[0, ""], [1, "x" * 1000]]
     dist.destroy_process_group()
 
 
 def test_from_rank0_hands_on_answers_and_refusals() -> None:
     result = runner.spawn(ask_rank_0, [(), ()])
     assert result.ok, str(result)
+
+
+def test_control_characters_are_not_shown() -> None:
+    """Escape sequences, carriage returns, and marks that turn the direction of writing."""
+    assert ranks.printable("a\x1b[2J\rb\n\tc\u202ed\x9b\udcff é 字") == "a?[2J?b\n\tc?d?? é 字"
+
+
+def test_numbers_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(UserError, match=r"^RANK=first in the environment must be a whole number$"):
+        ranks.rank()
+
+
+class Odd:
+    """What JSON does not know."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"Odd({self.name})"
 
 
 FLAGS: dict[str, object] = {"lr": 0.1, "name": "", "sync_bn": False}
@@ -79,6 +97,7 @@ DIFFERENCES: list[tuple[dict[str, object], str]] = [  # flags of rank 1, and wha
     (FLAGS | {"lr": 0.2}, "rank 1 was started with flags lr 0.2, rank 0 with 0.1: "),
     (FLAGS | {"name": "x"}, "rank 1 was started with flags name 'x', rank 0 with '': "),
     ({"lr": 0.1, "name": ""}, "rank 1 was started with flags sync_bn None, rank 0 with False: "),
+    (FLAGS | {"sync_bn": Odd("a")}, "rank 1 was started with flags sync_bn 'Odd(a)', rank 0 with False: "),
     (FLAGS | {"momentum": 0.9}, "rank 1 was started with flags momentum 0.9, rank 0 with None: "),
 ]
 

@@ -13,6 +13,7 @@ One step sends: one all-reduce of the gradients, in its last backward pass, whol
 matrices for each weight (powersgd); one broadcast of BatchNorm's running statistics in a forward pass.
 
     bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/multinode_resnet                       # Slurm
+    export RUN_KEY=$(openssl rand -hex 32)    # without Slurm: a secret, the same value on each machine
     NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash launch/torchrun.sh recipes/multinode_resnet   # NODE_RANK=1 there
 
 Measured: val/top1 0.9890 after 202 steps, 2 processes, AMD EPYC, torch 2.15.0 (docs/compress.md). NCCL: not run.

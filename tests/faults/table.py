@@ -63,7 +63,9 @@ def run(recipes: Sequence[str], repeats: int) -> list[Row]:
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder, "rows.jsonl")
-            command = [sys.executable, "-m", "pytest", "-m", "faults", "tests/faults", "-k", selection(recipes)]
+            # In one process, because the faults have clocks.
+            command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "faults", "tests/faults"]
+            command += ["-k", selection(recipes)]
             code = subprocess.run(
                 command, cwd=ROOT, env=os.environ | {"FAULTS_RECORD": str(record)}, check=False
             ).returncode

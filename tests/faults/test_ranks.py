@@ -214,6 +214,7 @@ def test_exits_early(result: runner.Result, case: FaultCase) -> None:
 
 
 @pytest.mark.fault("rank: crash loop of one rank, MAX_RESTARTS=2")
+@pytest.mark.slow
 def test_crash_loop(case: FaultCase) -> None:
     """Of one, because each start of a rank takes seconds of a core."""
     case.copy_reference(until=2)

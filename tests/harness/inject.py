@@ -54,7 +54,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import data, flops, guard, keymap, manifest, process_group, ranks, sampler, saver, stop, watch
+from common import data, flops, guard, keymap, manifest, process_group, ranks, sampler, saver, seal, stop, watch
 from common.workloads import resnet, text
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -453,7 +453,13 @@ def _skip_nothing() -> None:
     _replace(guard.FiniteGuard, "skip_if_not_finite", make_update)
 
 
+def _seal_nothing() -> None:
+    _replace(seal, "close", lambda key, name, value: value.encode() if isinstance(value, str) else value)
+    _replace(seal, "unseal", lambda key, name, sealed: sealed)
+
+
 MUTANTS = {
+    "nothing is sealed": _seal_nothing,
     "nothing is verified": _trust_everything,
     "names are not compared": _take_any_name,
     "ranks are not compared": _take_any_rank,
