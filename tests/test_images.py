@@ -1,7 +1,9 @@
 """The same pixels from every source and in every grouping, and augmentation that depends on the sample alone."""
 
 import dataclasses
+import io
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -568,6 +570,26 @@ def test_row_without_an_image(tmp_path: Path) -> None:
     pixels: list[Any] = [Image.new("L", (8, 8), 9 * i) for i in range(6)]
     write_rows(tmp_path, features, {"image": [*pixels[:4], None, pixels[5]], "y": [0, 1] * 3})
     with pytest.raises(UserError, match=r"--data: row 4 has no image: remove the row"):
+        images.load(str(tmp_path), 0, False)
+
+
+def test_label_without_a_class(tmp_path: Path) -> None:
+    """Of a table whose numbers and names do not belong together; on a GPU, the loss would end with an assertion."""
+    import pyarrow as pa
+    from PIL import Image
+    from pyarrow import parquet
+
+    buffer = io.BytesIO()
+    Image.new("L", (8, 8)).save(buffer, "PNG")
+    cells = pa.array(
+        [{"bytes": buffer.getvalue(), "path": None}] * 3, pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    )
+    table = pa.table([cells, pa.array([0, 1, 2], pa.int64())], names=["image", "y"])
+    features = {"image": {"_type": "Image"}, "y": {"names": ["a", "b"], "_type": "ClassLabel"}}
+    table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    for split in ("train", "validation"):
+        parquet.write_table(table, tmp_path / f"{split}.parquet")
+    with pytest.raises(UserError, match="the training split has label 2, and its column of labels has only 2 classes"):
         images.load(str(tmp_path), 0, False)
 
 

@@ -121,6 +121,11 @@ def load(name: str, run_seed: int, flip: bool) -> tuple[Images, Images]:
                 f"--data {name}: the {split} split has classes that the other lacks, or only one class; both splits "
                 "need the same class folders"
             )
+        if (most := int(rows.labels.max())) >= len(rows.class_names):
+            raise UserError(
+                f"--data {name}: the {split} split has label {most}, and its column of labels has only "
+                f"{len(rows.class_names)} classes, from 0"
+            )
     present = train.labels.unique()
     if len(present) < 2:
         only = ", ".join(train.class_names[label] for label in present)

@@ -394,7 +394,8 @@ def _image_table(choose: random.Random, folder: Path, notes: list[str]) -> str:
     if kind == "text":
         return _read_text(folder)
     for split in images.load(str(folder), 0, False):
-        split.read(np.zeros(len(split), int), np.arange(len(split)))
+        _, read = split.read(np.zeros(len(split), int), np.arange(len(split)))
+        assert int(read.max()) < len(split.class_names)
     return ""
 
 
