@@ -129,7 +129,8 @@ def _meeting_place() -> tuple[str, int]:
     rank, size = ranks.rank(), ranks.size()
     if not 0 <= rank < size:
         raise UserError(f"RANK={rank} and WORLD_SIZE={size} in the environment do not fit: ranks count from 0")
-    address, port = os.environ.get("MASTER_ADDR", ""), ranks.env_int("MASTER_PORT", default=0)
+    address = os.environ.get("MASTER_ADDR", "")
+    port = ranks.env_int("MASTER_PORT", default=0)
     if not 0 < port < 65536:
         raise UserError(f"MASTER_PORT={port} in the environment must be a port, from 1 to 65535")
     try:
