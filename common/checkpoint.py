@@ -7,6 +7,7 @@ number saved.
 """
 
 import functools
+import re
 import socket
 import stat
 from collections.abc import Callable
@@ -34,7 +35,12 @@ def folder(run_dir: Path, step: int) -> Path:
 def committed(run_dir: Path) -> list[Path]:
     """Every committed checkpoint of a run, newest first."""
     found = (run_dir / "checkpoints").glob("step_*")
-    return sorted((path for path in found if path.name[5:].isdigit()), reverse=True)
+    return sorted((path for path in found if re.fullmatch("[0-9]+", path.name[5:])), key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step of a committed checkpoint, by the name of its folder: numbers from ten digits on do not sort as text."""
+    return int(path.name[5:])
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ def find(run_dir: Path, resume: str, model: nn.Module | None = None, **fingerpri
         UserError: all checkpoints are damaged, `resume` names no checkpoint, the checkpoint is of another model, or the
             fingerprint differs between ranks.
     """
-    ranks.check_same(data=fingerprint)
+    ranks.check_same(data=fingerprint, version=ranks.versions())  # now with those of the data's packages
     continued = ranks.from_rank0(lambda: bool(committed(run_dir)))
     if not continued and not resume:
         return Found(run_dir, fingerprint, None, {})
@@ -144,15 +150,28 @@ def _from_rank0(answer: Callable[[], Answer]) -> Answer:
 
 
 def _refuse_open_folder(path: Path) -> None:
-    for place in (path.resolve(), *path.resolve().parents[:2]):  # the checkpoint, checkpoints/ and the run's folder
+    try:
+        path = path.resolve()
+    except (OSError, RuntimeError):  # a link to itself, which counts as damaged
+        return
+    for place in (path, *path.parents[:2]):  # the checkpoint, checkpoints/ and the run's folder
         mode = place.stat().st_mode if place.exists() else 0  # a broken link counts as damaged
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise UserError(f"{place} is writable by every user, so its checkpoints are not trusted: chmod o-w {place}")
 
 
 def tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Type and shape of every tensor of a checkpoint, by name."""
-    metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    """Type and shape of every tensor of a checkpoint, by name.
+
+    Raises:
+        UserError: the files are not what torch.distributed.checkpoint writes, though their digests are right.
+    """
+    try:
+        metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    except OSError:
+        raise
+    except Exception as error:
+        raise UserError(f"checkpoint {path} holds a file that is not a checkpoint's: {error!r}") from error
     return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
@@ -194,4 +213,7 @@ def load(path: Path | None, tensors: dict[str, torch.Tensor]) -> None:
     try:
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
     except dcp.CheckpointException as error:  # a BaseException, which `except Exception` and @record miss
-        raise RuntimeError(str(error)) from error
+        reasons = [reason for reason, _ in error.failures.values()]
+        if any(isinstance(reason, OSError) for reason in reasons):  # perhaps for a moment only
+            raise RuntimeError(str(error)) from error
+        raise UserError(f"checkpoint {path} cannot be loaded: {reasons[0]!r}") from error

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import difflib
 import io
-import json
 import math
 import sys
 import typing
@@ -16,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from common import UserError, exits, ranks
+from common import UserError, exits, manifest, ranks
 
 Args = TypeVar("Args")
 
@@ -35,8 +34,9 @@ class Bounds:
         return f"at most {self.most}" if self.least == -math.inf else f"between {self.least} and {self.most}"
 
 
-PositiveInt = Annotated[int, Bounds(1)]
-NonNegativeInt = Annotated[int, Bounds(0)]
+MOST = 2**31 - 1  # of steps, samples and sizes: a product of two of them still has 64 bits
+PositiveInt = Annotated[int, Bounds(1, MOST)]
+NonNegativeInt = Annotated[int, Bounds(0, MOST)]
 NonNegativeFloat = Annotated[float, Bounds(0)]
 Fraction = Annotated[float, Bounds(0, 1)]
 Timeout = Annotated[float, Bounds(1)]  # seconds
@@ -74,8 +74,12 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
     for name, bounds in _bounds(args_type):
         value = getattr(args, name)
         for number in value if isinstance(value, tuple | list) else (value,):
-            if number is not None and not bounds.least <= number <= bounds.most:
-                raise UserError(f"--{name.replace('_', '-')} {number:g} is out of range: it must be {bounds}")
+            if number is None or (bounds.least <= number <= bounds.most and abs(number) != math.inf):
+                continue
+            shown = f"{number:g}" if isinstance(number, float) else str(number)
+            shown = shown if len(shown) <= 30 else f"{shown[:10]}... ({len(shown)} digits)"
+            finite = " a finite number" if abs(number) == math.inf else ""
+            raise UserError(f"--{name.replace('_', '-')} {shown} is out of range: it must be{finite} {bounds}")
     return args
 
 
@@ -129,7 +133,7 @@ def _parse(args_type: type[Args], argv: list[str] | None) -> Args:
 def _read_config(args_type: Any, path: Path) -> list[str]:
     """The flags in a config.json, without those in `OF_ONE_RUN`."""
     try:
-        values = {k: v for k, v in json.loads(path.read_text())["args"].items() if k not in OF_ONE_RUN}
+        values = {k: v for k, v in manifest.read_json(path)["args"].items() if k not in OF_ONE_RUN}
         fields = [field.name for field in dataclasses.fields(args_type)]
         unknown = [_closest(name, fields) for name in sorted(values.keys() - set(fields))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

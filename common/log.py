@@ -175,7 +175,7 @@ class Run:
         if self._world.rank != 0:
             return tagged
         try:
-            self._records.write(json.dumps({"step": step} | tagged) + "\n")
+            self._records.write(run_dir.record_line({"step": step} | tagged))
             self._records.flush()
             for tag, value in tagged.items():
                 self._tensorboard.add_scalar(tag, value, step)

@@ -3,11 +3,14 @@
 import hashlib
 import json
 import os
+import re
+import stat
 from pathlib import Path
 from typing import Any
 
 NAME = "MANIFEST.json"
 FORMAT = 1
+MOST_BYTES = 2**27  # of a JSON file; 10,000 ranks need 2 MB
 
 
 def write(folder: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
@@ -44,6 +47,62 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def size(path: Path) -> int:
+    """Size of a regular file in bytes; opening a pipe or a device could take for ever.
+
+    Raises:
+        OSError: there is no such file, or it is not a regular one.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(0, "not a regular file", str(path))
+    return found.st_size
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a regular file; see `size`."""
+    size(path)
+    return path.read_bytes()
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file that anybody may have written.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is too large, too deep or not JSON.
+    """
+    if size(path) > MOST_BYTES:
+        raise ValueError(f"{path} has more than {MOST_BYTES} bytes")
+    try:
+        return json.loads(path.read_text())
+    except RecursionError as error:
+        raise ValueError(f"{path} has too many brackets within brackets") from error
+
+
+def _check(manifest: dict[str, Any], path: Path) -> str:
+    """What is wrong with a manifest whose digest is right, or with the names in its folder; "" if nothing is."""
+    for key in ("step", "samples"):
+        if type(manifest.get(key)) is not int or not 0 <= manifest[key] < 2**63:
+            return f"{NAME} has {key} {manifest.get(key)!r:.40} instead of a number"
+    number = re.fullmatch(r"step_(\d+)", path.name, re.ASCII)
+    if number and int(number[1]) != manifest["step"]:
+        return f"it is of step {manifest['step']}, and the folder's number is {int(number[1])}"
+    if not manifest["files"]:
+        return f"{NAME} names no files"
+    strange = [name for name in manifest["files"] if name != Path(name).name]
+    if strange:
+        return f"{NAME} names {strange[0]!r}, which is not in the folder"
+    # torch.distributed.checkpoint reads each of them, and the last one's tensors count.
+    unnamed = sorted(file.name for file in path.glob("*.safetensors") if file.name not in manifest["files"])
+    return f"{_shown(unnamed[0])} is not in {NAME}: move it out of the folder" if unnamed else ""
+
+
+def _shown(name: str) -> str:
+    """A file's name for a message, which control characters and bytes that are not UTF-8 would spoil."""
+    return name if name.isprintable() and len(name) < 300 else ascii(name[:300])
+
+
 def _digest_json(value: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
@@ -60,24 +119,26 @@ def verify(path: Path, part: int = 0, num_parts: int = 1) -> tuple[dict[str, Any
         The manifest, and the fault that was found; "" for an undamaged checkpoint.
     """
     try:
-        manifest = json.loads((path / NAME).read_text())
+        manifest = read_json(path / NAME)
         intact = manifest.pop("sha256") == _digest_json(manifest)
         files = {path / name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return {}, f"{NAME} cannot be read ({type(error).__name__})"
     if manifest.get("format") != FORMAT:
         return {}, f"its format is {manifest.get('format')}, and this version reads format {FORMAT}"
     if not intact:
         return {}, f"{NAME} has changed since it was written"
-    for file, (size, digest) in list(files.items())[part::num_parts]:
+    if fault := _check(manifest, path):
+        return {}, fault
+    for file, (num_bytes, digest) in list(files.items())[part::num_parts]:
         try:
-            found = file.stat().st_size
-            if found != size:
-                return {}, f"{file.name} has {found} bytes instead of {size}"
+            found = size(file)
+            if found != num_bytes:
+                return {}, f"{_shown(file.name)} has {found} bytes instead of {num_bytes}"
             if _digest(file) != digest:
-                return {}, f"{file.name} has changed since it was written"
+                return {}, f"{_shown(file.name)} has changed since it was written"
         except FileNotFoundError:
-            return {}, f"{file.name} is missing"
-        except OSError as error:  # a bad sector
-            return {}, f"{file.name} cannot be read ({error.strerror})"
+            return {}, f"{_shown(file.name)} is missing"
+        except (OSError, ValueError) as error:  # a bad sector; a name that no file can have
+            return {}, f"{_shown(file.name)} cannot be read ({getattr(error, 'strerror', error)})"
     return manifest, ""

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import pickle
+import traceback
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -164,3 +165,16 @@ def fingerprint(rows: "Dataset") -> str:
     Needs `datasets.Dataset._fingerprint`, the key of datasets' own cache. The public way is to read and hash all rows.
     """
     return rows._fingerprint
+
+
+def file_in(error: BaseException | None) -> str:
+    """The data file that `datasets` was reading when it raised, or "" if it does not tell.
+
+    Needs the local variable `file` of its readers in `packaged_modules`: the error itself names no file.
+    """
+    while error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if "packaged_modules" in frame.f_code.co_filename and "file" in frame.f_locals:
+                return str(frame.f_locals["file"])
+        error = error.__cause__
+    return ""

@@ -1,6 +1,7 @@
 """Start and stop the process group; pick this rank's device and backend."""
 
 import atexit
+import collections
 import contextlib
 import ipaddress
 import os
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common import UserError, private_api, ranks, seal
+from common import UserError, precision, private_api, ranks, seal
 
 # Ranks may reach a collective minutes apart (a cold disk, a compile); a rank that takes longer is assumed dead.
 TIMEOUT_S = 600
@@ -49,13 +50,15 @@ class World:
 joined: World | None = None  # set from `start` to `finish`
 
 
-def start(backend: str = "auto", **same: Mapping[str, Any]) -> World:
+def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: Mapping[str, Any]) -> World:
     """Pick this rank's device, join the process group, and check that the ranks can train together (all ranks).
 
     Without a launcher, this process is a group of one, so that a recipe makes the same calls everywhere.
 
     Args:
         backend: auto (NCCL on GPUs, gloo on CPU), gloo, nccl or mpi.
+        dtype: the type to compute in, see `precision.compute_dtype`; "auto" must mean the same on all ranks.
+        recipe: the train.py that runs, to be compared with all of common/; "" for no comparison.
         **same: see `ranks.check_same`.
 
     Raises:
@@ -65,6 +68,7 @@ def start(backend: str = "auto", **same: Mapping[str, Any]) -> World:
     local_size = ranks.env_int("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
     device = _pick_device(local_rank, local_size)
     backend = _pick_backend(backend, device)
+    picked = {"--dtype": str(precision.compute_dtype(dtype, device)).removeprefix("torch."), "--backend": backend}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and ranks.env_int(
         "TORCHELASTIC_RESTART_COUNT", default=0
     ):
@@ -91,9 +95,12 @@ def start(backend: str = "auto", **same: Mapping[str, Any]) -> World:
     world = World(rank, size, local_rank, local_size, socket.gethostname(), device, backend, sealed)
     global joined  # noqa: PLW0603 (`exits` needs it for an error anywhere in the process)
     joined = world
+    # First, because ranks with another backend would wait in `_check_devices` and the barrier for ever.
+    ranks.check_same(picked=picked)
     _check_devices(world)
     dist.barrier()  # all ranks have joined: from here on, a refusal of one cannot keep another from joining
-    ranks.check_same(**same)
+    code = ranks.code_digests(recipe) if recipe else {}
+    ranks.check_same(**same, code=code, version=ranks.versions())
     return world
 
 
@@ -198,14 +205,19 @@ def _pick_backend(backend: str, device: torch.device) -> str:
 
 
 def _check_devices(world: World) -> None:
-    """Check that every rank has a device of its own (all ranks take part)."""
+    """Check that every rank has a device of its own, and note devices of several kinds (all ranks take part)."""
     if world.device.type != "cuda":
         return
-    mine = [world.host, str(torch.cuda.get_device_properties(world.device).uuid)]
+    properties = torch.cuda.get_device_properties(world.device)
+    mine = [world.host, str(properties.uuid), properties.name]
     everyone = ranks.gather(mine)
     shared = [r for r, device in enumerate(everyone) if device == mine]
     if len(shared) > 1:
         raise UserError(f"ranks {shared} share one GPU of {world.host}: check LOCAL_RANK and CUDA_VISIBLE_DEVICES")
+    kinds = collections.Counter(name for _, _, name in everyone)
+    if len(kinds) > 1:
+        found = ", ".join(f"{number} x {name}" for name, number in kinds.items())
+        ranks.print0(f"note: the GPUs differ ({found}): the slowest sets the pace, and last digits depend on them")
 
 
 def finish() -> None:

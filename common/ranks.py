@@ -3,10 +3,13 @@
 Values travel as JSON. torch's own collectives of objects unpickle what comes, and a pickle can run any code.
 """
 
+import hashlib
 import json
 import os
+import platform
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +19,8 @@ from tqdm import tqdm
 from common import UserError
 
 Answer = TypeVar("Answer")
+# Packages whose versions decide numbers and data, where they are used.
+PACKAGES = ("torch", "torchvision", "numpy", "PIL", "datasets", "pyarrow", "tokenizers", "gymnasium", "accelerate")
 
 
 def env_int(*names: str, default: int) -> int:
@@ -39,6 +44,20 @@ def rank() -> int:
 def size() -> int:
     """Number of processes of this run; works before there is a process group."""
     return env_int("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", default=1)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the `PACKAGES` that this process has imported so far."""
+    found = {name: str(sys.modules[name].__version__) for name in PACKAGES if sys.modules.get(name)}
+    return {"python": platform.python_version()} | found
+
+
+def code_digests(recipe: str) -> dict[str, str]:
+    """SHA-256 of train.py and of each file of common/, to compare between ranks and to record with the run."""
+    common = Path(__file__).parent
+    files = {str(path.relative_to(common.parent)): path for path in sorted(common.rglob("*.py"))}
+    files |= {"train.py": Path(recipe)}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
 
 
 def print0(message: str) -> None:
@@ -86,6 +105,7 @@ def check_same(**groups: Mapping[str, Any]) -> None:
 
     Args:
         **groups: this rank's entries by kind, such as `flag={"lr": 0.1}`. What JSON does not know is compared as text.
+            Of the kind "version", only what both ranks have is compared.
 
     Raises:
         UserError: on every rank; names the first rank that differs from rank 0, the entry and both values.
@@ -94,8 +114,10 @@ def check_same(**groups: Mapping[str, Any]) -> None:
     everyone = gather(json.loads(json.dumps(mine, default=repr)))
     for other, theirs in enumerate(everyone):
         for key in everyone[0] | theirs:
+            if key.startswith("version ") and not (key in everyone[0] and key in theirs):
+                continue  # a package that only one of the two has imported so far
             if everyone[0].get(key) != theirs.get(key):
                 raise UserError(
                     f"rank {other} was started with {key} {theirs.get(key)!r}, rank 0 with {everyone[0].get(key)!r}: "
-                    "start every rank with the same flags, code and data"
+                    "start every rank with the same flags, code, data and versions"
                 )

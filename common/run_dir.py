@@ -3,23 +3,22 @@
 import contextlib
 import dataclasses
 import fcntl
-import hashlib
 import json
+import math
 import os
-import platform
 import shlex
 import socket
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
 import torch.distributed as dist
 
-from common import UserError, process_group, ranks
+from common import UserError, manifest, process_group, ranks
 
 SHARED_S = 10.0  # how long NFS may take to show another machine's file
 _locks: list[TextIO] = []
@@ -138,27 +137,19 @@ def write_config(path: Path, recipe: str, args: Any, world: process_group.World)
         "world_size": world.size,
         "device": world.device.type,
         "backend": world.backend,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "code": code_digests(recipe),
+        "versions": ranks.versions(),
+        "code": ranks.code_digests(recipe),
     }
     file = path / "config.json"
     try:
-        before = json.loads(file.read_text())["args"] if file.exists() else flags
+        before = manifest.read_json(file)["args"] if file.exists() else flags
         changed = [key for key, value in flags.items() if before.get(key) != value]
         lines = [f"changed: --{key.replace('_', '-')} is {flags[key]}, was {before.get(key)}" for key in changed]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         lines = [f"warning: {file} of an earlier start could not be read and is replaced: {error!r}"]
     _replace(file, json.dumps(config, indent=1))
     _replace(path / "train.py", Path(recipe).read_text())
     return lines
-
-
-def code_digests(recipe: str) -> dict[str, str]:
-    """SHA-256 of train.py and of each file of common/, to compare between ranks and to record with the run."""
-    common = Path(__file__).parent
-    files = {str(path.relative_to(common.parent)): path for path in sorted(common.rglob("*.py"))}
-    files |= {"train.py": Path(recipe)}
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
 
 
 def resume_command(path: Path, world_size: int) -> str:
@@ -172,26 +163,45 @@ def resume_command(path: Path, world_size: int) -> str:
             kept.append(flag)
     if not any(flag.split("=")[0] == "--name" for flag in kept):
         kept += ["--name", path.name]
-    plain = "python" if world_size == 1 else f"torchrun --nproc-per-node={world_size}"
     # launch/torchrun.sh sets LAUNCHED_AS, and so does a recipe that runs under another launcher.
-    launched_as = os.environ.get("LAUNCHED_AS") or f"{plain} {shlex.quote(sys.argv[0])}"
+    launched_as = os.environ.get("LAUNCHED_AS") or f"{_launcher(world_size)} {shlex.quote(sys.argv[0])}"
     return f"{launched_as} {shlex.join(kept)}"
+
+
+def _launcher(world_size: int) -> str:
+    """A command that starts as many processes as somebody else's launcher has."""
+    if world_size == 1:
+        return "python"
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        return f"mpirun -n {world_size} python"
+    local_size = ranks.env_int("LOCAL_WORLD_SIZE", default=world_size)
+    nodes = ranks.env_int("GROUP_WORLD_SIZE", default=world_size // local_size)
+    # Ranks do not know where torchrun's own rendezvous is.
+    several = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT " if nodes > 1 else ""
+    return f"torchrun {several}--nproc-per-node={local_size}"
 
 
 def open_records(path: Path, first_step: int) -> TextIO:
     """Open metrics.jsonl to append to, without the records of steps that a resumed run repeats (rank 0)."""
     file = path / "metrics.jsonl"
     if file.exists():
-        _replace(file, "".join(f"{json.dumps(line)}\n" for line in records(path) if line["step"] <= first_step))
+        _replace(file, "".join(record_line(line) for line in records(path) if line["step"] <= first_step))
     return file.open("a")
 
 
+def record_line(values: Mapping[str, float]) -> str:
+    """A line of metrics.jsonl; null stands for a number that is not finite, for which JSON has no word."""
+    finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
 def records(path: Path) -> list[dict[str, float]]:
-    """All records in metrics.jsonl; a last line that a kill has cut off is ignored."""
+    """All records in metrics.jsonl, NaN for null; a last line that a kill has cut off is ignored."""
     if not (path / "metrics.jsonl").exists():
         return []
     lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [{key: math.nan if value is None else value for key, value in line.items()} for line in found]
 
 
 def _replace(path: Path, text: str) -> None:

@@ -7,7 +7,6 @@ and if one rank failed, all drop the checkpoint.
 import errno
 import functools
 import os
-import platform
 import shutil
 import socket
 import threading
@@ -59,7 +58,7 @@ class Saver:
             "recipe": Path(recipe).resolve().parent.name,
             "world": dist.get_world_size(),
             "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+            "versions": ranks.versions(),
         }
         self._stager = DefaultStager(STAGING) if in_background else None
         self._pending: threading.Thread | None = None
@@ -158,7 +157,8 @@ class Saver:
         if not files:
             raise SaveError(f"torch {torch.__version__} has given a checkpoint's files other names: see private_api.py")
         manifest.write(partial, facts, files)
-        if final.exists():  # it must be damaged: otherwise this run would have resumed from it
+        # It must be damaged, as is a link to itself: otherwise this run would have resumed from it.
+        if os.path.lexists(final):
             final.rename(final.with_name(f"{partial.name}-damaged"))
         partial.rename(final)
         manifest.sync(final.parent)
@@ -168,7 +168,8 @@ class Saver:
         try:
             found = self._together(lambda: [path.name for path in checkpoint.committed(self._run_dir)])[0]
             # Newer ones must be damaged, otherwise this run would have resumed from them: they do not count as kept.
-            older = [final.with_name(name) for name in found if name < final.name]
+            step_of = checkpoint.step_of
+            older = [path for path in map(final.with_name, found) if step_of(path) < step_of(final)]
             kept = 1
             share = (dist.get_rank(), dist.get_world_size())
             while older and kept < self._keep:
@@ -179,7 +180,7 @@ class Saver:
                 latest.with_suffix(".tmp").write_text(final.name)
                 latest.with_suffix(".tmp").replace(latest)
                 for path in (*older, *final.parent.glob("step_*.tmp-*")):
-                    shutil.rmtree(path)
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         except (SaveError, OSError) as error:  # SaveError is raised on all ranks
             ranks.print0(f"warning: {final} is saved, but an older checkpoint could not be deleted: {error}")
 

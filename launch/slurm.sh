@@ -135,7 +135,19 @@ if [[ -z ${SLURM_JOB_ID-} ]]; then
     printf '%q ' "${command[@]}" && echo
     exit
   fi
-  LAUNCHED_AS="${config}bash $(printf '%q ' "$0" ${sbatch_options[@]+"${sbatch_options[@]}"} "$recipe")"
+  kept=() # each task of an array is a run of its own, and continues without the others
+  skip=
+  for option in ${sbatch_options[@]+"${sbatch_options[@]}"}; do
+    case $option in
+      --array | -a) skip=1 ;;
+      --array=* | -a*) ;;
+      *)
+        [[ -n $skip ]] || kept+=("$option")
+        skip=
+        ;;
+    esac
+  done
+  LAUNCHED_AS="${config}bash $(printf '%q ' "$0" ${kept[@]+"${kept[@]}"} "$recipe")"
   export SLURM_SH_ROOT=$root
   export LAUNCHED_AS=${LAUNCHED_AS% } # the run prints it at its end, with train.py's flags
   command -v sbatch >/dev/null || fail "sbatch is missing on this machine, so it is not part of a Slurm cluster: without Slurm, use bash launch/torchrun.sh"

@@ -460,7 +460,20 @@ def test_ranks_with_different_data(out: Path, tmp_path: Path) -> None:
         write_parquet(tmp_path / f"machine{i}" / "data", count, 10)
     places = [Where(folder=str(tmp_path / f"machine{i}")) for i in range(2)]
     result = run_where(places, "--data", "./data", "--out", str(out))
-    assert_refused(result, "rank 1 was started with data data", "the same flags, code and data")
+    assert_refused(result, "rank 1 was started with data data", "the same flags, code, data and versions")
+
+
+def test_ranks_with_different_pixels(out: Path, tmp_path: Path) -> None:
+    """The same names, sizes and labels, as of a copy with other colours."""
+    for i in range(2):
+        for number, name in enumerate(("train/cat", "train/dog", "validation/cat", "validation/dog")):
+            folder = tmp_path / f"machine{i}" / "data" / name
+            folder.mkdir(parents=True)
+            for shade in range(4):
+                Image.new("RGB", (80, 80), (40 * shade, 50 * number, i)).save(folder / f"{shade}.bmp")
+    places = [Where(folder=str(tmp_path / f"machine{i}")) for i in range(2)]
+    result = run_where(places, "--data", "./data", "--global-batch-size", "8", "--out", str(out))
+    assert_refused(result, "rank 1 was started with data data", "the same flags, code, data and versions")
 
 
 def test_ranks_with_different_code(out: Path, tmp_path: Path) -> None:

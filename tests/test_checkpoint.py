@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import random
 import re
 import shutil
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from common import UserError, checkpoint, manifest
 
 from tests.harness import runner
-from tests.harness.damage import flip_bit
+from tests.harness.damage import flip_bit, rewrite_manifest
 from tests.harness.states import (
     bits,
     blank,
@@ -25,6 +26,7 @@ from tests.harness.states import (
     make_saver,
     make_state,
     save,
+    steps,
 )
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -187,7 +189,93 @@ def test_manifests_of_another_format(copied: Path) -> None:
     assert manifest.verify(copied)[1] == "its format is 2, and this version reads format 1"
 
 
+SEALED = {  # of entries that only a program can have written, and what is wrong with them
+    "no step": ({"step": None}, "MANIFEST.json has step None instead of a number"),
+    "a step in words": ({"step": "four"}, "MANIFEST.json has step 'four' instead of a number"),
+    "half a step": ({"step": 4.5}, "MANIFEST.json has step 4.5 instead of a number"),
+    "true": ({"samples": True}, "MANIFEST.json has samples True instead of a number"),
+    "minus one": ({"samples": -1}, "MANIFEST.json has samples -1 instead of a number"),
+    "beyond 64 bits": ({"samples": 2**63}, "MANIFEST.json has samples 9223372036854775808 instead of a number"),
+    "another step": ({"step": 5}, "it is of step 5, and the folder's number is 4"),
+    "no files": ({"files": {}}, "MANIFEST.json names no files"),
+    "a device": ({"files": {"/dev/zero": {"bytes": 0, "sha256": ""}}}, "MANIFEST.json names '/dev/zero', which is not"),
+    "a parent": ({"files": {"../x": {"bytes": 0, "sha256": ""}}}, "MANIFEST.json names '../x', which is not in"),
+    "a folder": ({"files": {"..": {"bytes": 0, "sha256": ""}}}, "is not in MANIFEST.json"),
+}
+
+
+@pytest.mark.parametrize("case", SEALED)
+def test_sealed_nonsense_is_damage(case: str, copied: Path) -> None:
+    changes, wanted = SEALED[case]
+    rewrite_manifest(copied, **changes)
+    facts, fault = manifest.verify(copied)
+    assert facts == {}
+    assert wanted in fault
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 300])
+def test_names_that_no_file_can_have(name: str, copied: Path) -> None:
+    files = json.loads((copied / manifest.NAME).read_text())["files"]
+    rewrite_manifest(copied, files=files | {name: {"bytes": 0, "sha256": ""}})
+    fault = manifest.verify(copied)[1]
+    assert "cannot be read" in fault
+    assert fault.isprintable()
+
+
+def test_only_files_of_the_manifest_are_read(copied: Path) -> None:
+    """torch.distributed.checkpoint takes tensors from every safetensors file of the folder, but from no other file."""
+    (copied / "notes.txt").write_text("mine")
+    assert manifest.verify(copied)[1] == ""
+    file = next(copied.glob("*.safetensors"))
+    for name in (f"zz {file.name}", f".{file.name}", "caf\udce9.safetensors"):
+        shutil.copy(file, copied / name)
+        assert "is not in MANIFEST.json: move it out of the folder" in manifest.verify(copied)[1]
+        assert manifest.verify(copied)[1].isprintable()
+        (copied / name).unlink()
+    assert manifest.verify(copied)[1] == ""
+
+
 # --- find ---
+
+
+def test_steps_of_many_digits_sort_as_numbers(tmp_path: Path) -> None:
+    """Also where the oldest ones are deleted."""
+    for step in (99_999_998, 99_999_999, 100_000_000, 2_000_000_000):
+        save(tmp_path, step, keep=2)
+        assert find_step(tmp_path) == step
+    assert [checkpoint.step_of(path) for path in checkpoint.committed(tmp_path)] == [2_000_000_000, 100_000_000]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_2000000000"
+
+
+@pytest.mark.parametrize("what", ["a link to itself", "a link to nowhere", "a pipe", "a file", "an empty folder"])
+def test_what_is_not_a_checkpoint_takes_no_place(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run continues from the one before, writes over it, and deletes it like any old one."""
+    save(tmp_path, 4)
+    strange = [checkpoint.folder(tmp_path, step) for step in (3, 6)]
+    for path in strange:
+        if what.startswith("a link"):
+            path.symlink_to(path.name if what == "a link to itself" else "nowhere")
+        elif what == "a pipe":
+            os.mkfifo(path)
+        elif what == "a file":
+            path.touch()
+        else:
+            path.mkdir()
+    assert find_step(tmp_path) == 4
+    assert "warning: skipped damaged checkpoints: step_00000006: MANIFEST.json cannot be" in capsys.readouterr().out
+    save(tmp_path, 6, keep=1)
+    assert find_step(tmp_path) == 6
+    assert steps(tmp_path) == [6]
+    assert "could not be deleted" not in capsys.readouterr().out
+
+
+def test_copy_under_another_number_is_not_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(save(tmp_path, 2), tmp_path / "checkpoints" / "step_00000999")
+    save(tmp_path, 4)
+    assert find_step(tmp_path) == 4
+    assert "step_00000999: it is of step 2, and the folder's number is 999" in capsys.readouterr().out
+    copy = shutil.copytree(checkpoint.folder(tmp_path, 2), tmp_path / "best")
+    assert checkpoint.find(tmp_path / "new", str(copy)).progress["step"] == 2, "a name without a number is free"
 
 
 def test_find_takes_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import sys
 import typing
@@ -98,7 +99,7 @@ def test_seed_is_of_64_bits() -> None:
     assert cli.parse(Seeded, ["--seed", str(largest)]).seed == largest
     seed.mix(largest, 1)
     with pytest.raises(
-        UserError, match=r"^--seed 1.84467e\+19 is out of range: it must be between 0 and 18446744073709551615$"
+        UserError, match=r"^--seed 18446744073709551616 is out of range: it must be between 0 and 18446744073709551615$"
     ):
         cli.parse(Seeded, ["--seed", str(largest + 1)])
 
@@ -112,8 +113,8 @@ class Adopted:
 
     offset: float = -0.5  # without bounds
     shift: int = -3  # the same, whole
-    positive: cli.PositiveInt = 2  # at least 1
-    count: cli.NonNegativeInt = 2  # at least 0
+    positive: cli.PositiveInt = 2  # from 1 on
+    count: cli.NonNegativeInt = 2  # from 0 on
     amount: cli.NonNegativeFloat = 2.5  # at least 0
     share: cli.Fraction = 0.5  # from 0 to 1
     patience: cli.Timeout = 2.5  # seconds, at least 1
@@ -129,13 +130,32 @@ TAKEN = [
     *(("patience", "1"), ("depth", "8"), ("depth", "-99"), ("ratio", "-1"), ("ratio", "1")),
 ]
 REFUSED = [
-    *(("positive", "0", "at least 1"), ("positive", "-1", "at least 1"), ("count", "-1", "at least 0")),
+    *(("positive", "0", "between 1 and 2147483647"), ("positive", "-1", "between 1 and 2147483647")),
+    *(("count", "-1", "between 0 and 2147483647"), ("count", "2147483648", "between 0 and 2147483647")),
     *(("amount", "-0.1", "at least 0"), ("amount", "nan", "at least 0")),
     *(("share", "-0.1", "between 0 and 1"), ("share", "1.1", "between 0 and 1"), ("share", "nan", "between 0 and 1")),
     *(("patience", "0.9", "at least 1"), ("depth", "9", "at most 8")),
     *(("top-p", "1.5", "between 0 and 1"),),
     *(("ratio", "-1.1", "between -1 and 1"), ("ratio", "1.1", "between -1 and 1")),
+    *(("amount", "inf", "a finite number at least 0"), ("patience", "inf", "a finite number at least 1")),
 ]
+# What cannot be shown as it was given.
+ABSURD = [
+    *(("positive", "9" * 400, "9999999999... (400 digits)"), ("count", "-" + "9" * 400, "-999999999... (401 digits)")),
+    *(("seed", "9" * 400, "9999999999... (400 digits)"), ("amount", "1e400", "inf"), ("amount", "-1e400", "-inf")),
+    *(("patience", "1" + "0" * 400, "inf"), ("depth", "1" + "0" * 30, "1000000000... (31 digits)")),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "shown"), ABSURD, ids=lambda value: str(value)[:12])
+def test_absurd_numbers_are_refused_in_a_sentence(name: str, value: str, shown: str) -> None:
+    with pytest.raises(UserError, match=rf"^--{name} {re.escape(shown)} is out of range: it must be "):
+        cli.parse(Seeded if name == "seed" else Adopted, [f"--{name}={value}"])
+
+
+def test_what_has_no_bounds_may_be_any_number() -> None:
+    assert cli.parse(Adopted, ["--offset", "inf"]).offset == math.inf
+    assert cli.parse(Adopted, ["--shift", "9" * 400]).shift == int("9" * 400)
 
 
 def test_each_of_several_numbers_has_the_bounds() -> None:
@@ -250,6 +270,20 @@ def test_config_with_unknown_flags_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_config_is_refused(content: str | None, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=r"--config \S+ is not a run's config.json"):
+        cli.parse(Args, ["--config", str(path)])
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"args": ' + "[" * 100_000, "pipe", "device", "link", "\0"])
+def test_config_that_is_a_trap_is_refused(content: str, tmp_path: Path) -> None:
+    """Deep JSON, and what would be read for ever."""
+    path = tmp_path / "config.json"
+    if content == "pipe":
+        os.mkfifo(path)
+    elif content in ("device", "link"):
+        path.symlink_to("/dev/zero" if content == "device" else path)
+    else:
         path.write_text(content)
     with pytest.raises(UserError, match=r"--config \S+ is not a run's config.json"):
         cli.parse(Args, ["--config", str(path)])

@@ -1,8 +1,14 @@
 """The same pixels from every source and in every grouping, and augmentation that depends on the sample alone."""
 
 import dataclasses
+import io
 import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -397,7 +403,7 @@ def test_refusals(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"has no column of images, or none of class labels: .* y \(Value\)"):
         images.load(str(tmp_path / "none"), 0, False)
-    with pytest.raises(UserError, match="no file in this folder can be read"):
+    with pytest.raises(UserError, match=r"this folder cannot be read \(EmptyDatasetError"):
         images.load(str(tmp_path / "empty"), 0, False)
     with pytest.raises(UserError, match="there is no such folder"):
         images.load(str(tmp_path / "missing"), 0, False)
@@ -423,3 +429,232 @@ def test_digest(digits: tuple[images.Images, images.Images]) -> None:
         dataclasses.replace(train, pixels=None),
     ]
     assert len({split.digest() for split in [train, *changed]}) == 5
+
+
+# --- pixels are not bent ---
+
+
+def write_classes(folder: Path, save: Callable[[Path, int], None], suffix: str, each: int = 3) -> Path:
+    """Two classes of images that `save` writes to a path, with the number of the image."""
+    for split in ("train", "validation"):
+        for label, name in enumerate(("a", "b")):
+            (folder / split / name).mkdir(parents=True)
+            for i in range(each):
+                save(folder / split / name / f"{i}.{suffix}", label * each + i)
+    return folder
+
+
+def noise_16(number: int, side: int = 20) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 2**16, (side, side + 4), dtype=np.uint16)
+
+
+def as_big_endian(path: Path, number: int) -> None:
+    from PIL import Image
+
+    values = noise_16(number)
+    image = Image.frombytes("I;16B", values.shape[::-1], values.astype(">u2").tobytes())
+    image.save(path)
+
+
+def as_16_bits(path: Path, number: int) -> None:
+    from PIL import Image
+
+    Image.fromarray(noise_16(number)).save(path)
+
+
+@pytest.mark.parametrize(
+    ("save", "suffix"), [(as_16_bits, "png"), (as_16_bits, "tif"), (as_16_bits, "pgm"), (as_big_endian, "tif")]
+)
+def test_16_bits_are_scaled(
+    save: Callable[[Path, int], None],
+    suffix: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every value is the nearest of 256, and one note says so, for all images together."""
+    monkeypatch.setattr(images, "_noted", [])
+    train, _ = images.load(str(write_classes(tmp_path, save, suffix)), 0, False)
+    assert train.pixels is not None
+    for number, found in enumerate(train.pixels):
+        wanted = np.rint(noise_16(number) / 257).astype(np.uint8)
+        assert train.channels == 1
+        np.testing.assert_array_equal(found[0].numpy(), wanted)
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: images of 16 bits")]
+    assert len(notes) == 1
+    assert f"{tmp_path}/train/a/0.{suffix} is {noise_16(0).max()}" in notes[0]
+
+
+def test_mutant_that_clips_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `convert` alone does: nearly all pixels are white."""
+    monkeypatch.setattr(images, "_to_8_bits", lambda image, name: image)
+    train, _ = images.load(str(write_classes(tmp_path, as_16_bits, "png")), 0, False)
+    assert train.pixels is not None
+    assert (train.pixels == 255).float().mean() > 0.95
+
+
+def test_16_bit_images_that_are_large(tmp_path: Path) -> None:
+    def save(path: Path, number: int) -> None:
+        from PIL import Image
+
+        Image.fromarray(noise_16(number, 90)).save(path)
+
+    _, validation = images.load(str(write_classes(tmp_path, save, "png")), 0, False)
+    assert validation.rows is not None
+    decoded = images.decode(validation.rows, 4)
+    np.testing.assert_array_equal(decoded[0].numpy(), np.rint(noise_16(4, 90) / 257).astype(np.uint8))
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32], ids=["I", "F"])
+def test_pixels_without_a_range_are_refused(kind: type, tmp_path: Path) -> None:
+    def save(path: Path, number: int) -> None:
+        from PIL import Image
+
+        Image.fromarray(noise_16(number).astype(kind)).save(path)
+
+    mode = "I" if kind == np.int32 else "F"
+    with pytest.raises(UserError, match=rf"train/a/0\.tif has pixels of mode {mode} .* whose range is unknown: save "):
+        images.load(str(write_classes(tmp_path, save, "tif")), 0, False)
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "tif"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation(orientation: int, suffix: str, tmp_path: Path) -> None:
+    """A photo lies as the camera was held, in each of EXIF's eight ways."""
+
+    def save(path: Path, number: int) -> None:
+        from PIL import Image
+
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        Image.fromarray(upright).save(path, exif=exif, **({"quality": 100} if suffix == "jpg" else {}))
+
+    upright = np.kron(np.array([[0, 60, 120], [180, 240, 30]], np.uint8), np.ones((8, 8), np.uint8))
+    train, _ = images.load(str(write_classes(tmp_path, save, suffix)), 0, False)
+    turns = {  # what EXIF 2.3 says of rows and columns
+        **{1: upright, 2: upright[:, ::-1], 3: upright[::-1, ::-1], 4: upright[::-1]},
+        **{5: upright.T, 6: upright.T[:, ::-1], 7: upright.T[::-1, ::-1], 8: upright.T[::-1]},
+    }
+    assert train.pixels is not None
+    assert np.abs(train.pixels[0, 0].numpy().astype(int) - turns[orientation].astype(int)).max() < 6
+
+
+def test_damaged_exif_does_not_matter(tmp_path: Path) -> None:
+    def save(path: Path, number: int) -> None:
+        from PIL import Image
+
+        Image.fromarray(noise_16(number).astype(np.uint8)).save(path, exif=b"Exif\0\0MM\0*\0\0\0\x08\xff\xff\1\x12junk")
+
+    train, _ = images.load(str(write_classes(tmp_path, save, "png")), 0, False)
+    assert train.pixels is not None
+    np.testing.assert_array_equal(train.pixels[0, 0].numpy(), noise_16(0).astype(np.uint8))
+
+
+def test_first_frame_of_several(tmp_path: Path) -> None:
+    def save(path: Path, number: int) -> None:
+        from PIL import Image
+
+        frames = [Image.new("L", (9, 9), shade) for shade in (50, 100, 200)]
+        frames[0].save(path, save_all=True, append_images=frames[1:])
+
+    train, _ = images.load(str(write_classes(tmp_path, save, "tif")), 0, False)
+    assert train.pixels is not None
+    assert train.pixels.unique().tolist() == [50]
+
+
+def test_row_without_an_image(tmp_path: Path) -> None:
+    import datasets
+    from PIL import Image
+
+    features = {"image": datasets.Image(), "y": datasets.ClassLabel(names=["a", "b"])}
+    pixels: list[Any] = [Image.new("L", (8, 8), 9 * i) for i in range(6)]
+    write_rows(tmp_path, features, {"image": [*pixels[:4], None, pixels[5]], "y": [0, 1] * 3})
+    with pytest.raises(UserError, match=r"--data: row 4 has no image: remove the row"):
+        images.load(str(tmp_path), 0, False)
+
+
+def test_label_without_a_class(tmp_path: Path) -> None:
+    """Of a table whose numbers and names do not belong together; on a GPU, the loss would end with an assertion."""
+    import pyarrow as pa
+    from PIL import Image
+    from pyarrow import parquet
+
+    buffer = io.BytesIO()
+    Image.new("L", (8, 8)).save(buffer, "PNG")
+    cells = pa.array(
+        [{"bytes": buffer.getvalue(), "path": None}] * 3, pa.struct({"bytes": pa.binary(), "path": pa.string()})
+    )
+    table = pa.table([cells, pa.array([0, 1, 2], pa.int64())], names=["image", "y"])
+    features = {"image": {"_type": "Image"}, "y": {"names": ["a", "b"], "_type": "ClassLabel"}}
+    table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    for split in ("train", "validation"):
+        parquet.write_table(table, tmp_path / f"{split}.parquet")
+    with pytest.raises(UserError, match="the training split has label 2, and its column of labels has only 2 classes"):
+        images.load(str(tmp_path), 0, False)
+
+
+def test_one_row_cannot_be_split(tmp_path: Path) -> None:
+    import datasets
+    from PIL import Image
+
+    features = {"image": datasets.Image(), "y": datasets.ClassLabel(names=["a", "b"])}
+    write_rows(tmp_path, features, {"image": [Image.new("L", (8, 8))], "y": [0]})
+    (tmp_path / "validation.parquet").unlink()
+    with pytest.raises(UserError, match=r"has 1 row\(s\) and no validation split: it needs at least 2 rows"):
+        images.load(str(tmp_path), 0, False)
+
+
+def test_name_that_is_not_utf8(tmp_path: Path) -> None:
+    folder = write_classes(tmp_path, as_16_bits, "png")
+    (folder / "train" / "a" / "0.png").rename(os.fsdecode(os.fsencode(folder / "train" / "a") + b"/caf\xe9.png"))
+    with pytest.raises(
+        UserError, match=r"this folder cannot be read \(the name b'.*/caf\\xe9\.png' is not UTF-8: rename"
+    ):
+        images.load(str(folder), 0, False)
+
+
+def digest_of(folder: Path) -> str:
+    return images.load(str(folder), 0, False)[0].digest()
+
+
+@pytest.mark.parametrize("kind", ["files", "table"])
+def test_digest_samples_the_contents_of_large_images(kind: str, tmp_path: Path) -> None:
+    """Another copy has the same digest; other pixels behind the same names, sizes and labels have another."""
+    import datasets
+
+    def save(path: Path, number: int) -> None:
+        from PIL import Image
+
+        Image.fromarray(noise_16(number, 90).astype(np.uint8)).save(path)
+
+    one = write_classes(tmp_path / "one", save, "bmp", each=20)
+    two = Path(shutil.copytree(one, tmp_path / "two"))
+    for file in two.rglob("*.bmp"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    three = Path(shutil.copytree(one, tmp_path / "three"))
+    if kind == "table":
+        for folder in (one, two, three):
+            features = datasets.Features({"image": datasets.Image(), "y": datasets.ClassLabel(names=["a", "b"])})
+            for split in ("train", "validation"):
+                files = sorted((folder / split).rglob("*.bmp"))
+                cells = [{"bytes": file.read_bytes(), "path": None} for file in files]
+                rows = {"image": cells, "y": [int(file.parent.name == "b") for file in files]}
+                datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / f"{split}.parquet")
+                shutil.rmtree(folder / split)
+    assert digest_of(one) == digest_of(three)
+    assert digest_of(one) != digest_of(two)
+
+
+def test_mutant_digest_of_labels_alone(photos: Path, tmp_path: Path) -> None:
+    """What the digest was before: brighter photos look the same to it."""
+    other = Path(shutil.copytree(photos, tmp_path / "other"))
+    for file in other.rglob("*.png"):
+        from PIL import Image
+
+        Image.open(file).point(lambda value: 255 - value).save(file)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(images, "_content", lambda *_, **__: b"")
+        assert digest_of(photos) == digest_of(other)
+    assert digest_of(photos) != digest_of(other)

@@ -445,3 +445,27 @@ def test_no_recipe(args: list[str]) -> None:
     assert result.returncode == 2
     assert "usage: bash launch/torchrun.sh" in result.stderr
     assert result.stderr.endswith("error: name a recipe, such as recipes/ddp_resnet\n")
+
+
+ARRAYS = [["--array=0-2"], ["--array", "0-2"], ["-a", "0-2"], ["-a0-2"]]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=str)
+def test_task_of_an_array_continues_alone(array: list[str], tmp_path: Path) -> None:
+    """Three jobs would continue in its folder; the other options stay, in their order."""
+    (tmp_path / "sbatch").write_text('#!/bin/bash\nprintf %s "$LAUNCHED_AS"\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    script = runner.ROOT / "launch" / "slurm.sh"
+    command = ["bash", script, "-N", "2", *array, "--account=lab", "-A", "x", DDP]
+    result = shell(command, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert result.returncode == 0, result.stderr
+    assert shlex.split(result.stdout) == [
+        "bash",
+        str(script),
+        "-N",
+        "2",
+        "--account=lab",
+        "-A",
+        "x",
+        str(runner.ROOT / DDP),
+    ]

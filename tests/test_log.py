@@ -1,16 +1,19 @@
 """Rank 0 speaks and records, in float64; another rank leaves nothing but its log."""
 
 import dataclasses
+import json
+import math
 import os
 import re
 import sys
 import types
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
-from common import flops, log, process_group, ranks, run_dir, sampler
+from common import flops, log, metrics, process_group, ranks, run_dir, sampler
 
 from tests.harness import runner
 
@@ -82,6 +85,27 @@ def test_records_are_exact_under_the_tags_of_the_design(tmp_path: Path) -> None:
     board = EventAccumulator(str(tmp_path)).Reload()
     assert set(board.Tags()["scalars"]) == (train | perf | validation).keys() - {"step"}
     assert [(event.step, event.value) for event in board.Scalars("val/loss")] == [(10, pytest.approx(2 / 3))]
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    """JSON has no word for them, and other programs refuse Python's; here they are read as NaN."""
+
+    def refuse(word: str) -> NoReturn:
+        raise AssertionError(f"{word} is not JSON")
+
+    run = make_run(tmp_path)
+    record(run, 10, float("nan"), grad_norm=float("inf"))
+    run.log_validation(10, means(float("nan")))
+    run.log_validation(15, means(0.5))
+    lines = [json.loads(line, parse_constant=refuse) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["train/loss"] is lines[0]["train/grad_norm"] is None
+    assert math.isnan(run_dir.records(tmp_path)[0]["train/loss"])
+    assert math.isnan(runner.records(tmp_path, "train/grad_norm")[10])
+    assert metrics.best(run_dir.records(tmp_path))["val/loss"] == (0.5, 15)
+    run.finish()
+    run_dir.open_records(tmp_path, 10).close()
+    again = [json.loads(line, parse_constant=refuse) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert again == [line for line in lines if line["step"] <= 10]
 
 
 def test_rate_counts_training_alone(

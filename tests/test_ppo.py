@@ -227,6 +227,35 @@ def test_resume_is_bitwise(how: tuple[str, ...], tmp_path: Path) -> None:
     assert parts["val/return"][4] == whole["val/return"][4]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_environment_of_float64_is_continued(dtype: str, tmp_path: Path) -> None:
+    """In mid-episode, with actions that were clipped to a bound which no float32 is equal to."""
+    flags = ("--env", "tests.harness.drift:Drift64-v0", "--dtype", dtype, "--rollout-steps", "16")
+    flags += ("--global-batch-size", "128", "--max-steps", "4", "--save-every", "1", "--keep", "9")
+    whole = train(PPO, 1, tmp_path / "whole", *flags)
+    for stop in ("2", "0"):
+        parts = train(PPO, 1, tmp_path / "parts", *flags, "--stop-after", stop)
+    assert len(whole["train/loss"]) == 4
+    for tag in CURVES:
+        assert parts[tag] == whole[tag], tag
+
+
+def test_mutant_that_keeps_actions_as_float32(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "tests.harness.drift:Drift64-v0"
+    for mutant in (False, True):
+        one, other = (environments.Environments(name, np.arange(2), 0) for _ in range(2))
+        if mutant:
+            one._actions = one._actions.astype(np.float32)
+        for _ in range(3):
+            one.step(np.ones((2, 2), np.float32))
+        if mutant:
+            with pytest.raises(UserError, match="replaying the checkpoint's episodes gave other observations"):
+                other.restore(one.tensors())
+        else:
+            other.restore(one.tensors())
+            assert np.array_equal(other.observations, one.observations)
+
+
 def test_mutant_that_forgets_where_it_was(tmp_path: Path) -> None:
     path = mutants.mutate(PPO, tmp_path, {"main": {"envs.restore(state)": "pass"}})
     flags = ("--max-steps", "3", "--save-every", "1")

@@ -364,3 +364,15 @@ def test_schedules_that_an_older_torch_cannot_run(tmp_path: Path) -> None:
     result = runner.spawn(with_an_older_torch, [(path, flags)] * 2)
     assert result.codes[0] == 2, str(result)
     assert "--schedule ZBVZeroBubble needs torch 2.15, and this is 2.14.1+cpu" in result.outputs[0]
+
+
+def test_file_that_datasets_was_reading(tmp_path: Path) -> None:
+    import datasets
+
+    (tmp_path / "good.txt").write_text("text")
+    (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    files = [str(tmp_path / name) for name in ("good.txt", "latin.txt")]
+    with pytest.raises(datasets.exceptions.DatasetGenerationError) as error:
+        datasets.load_dataset("text", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    assert private_api.file_in(error.value) == files[1]
+    assert private_api.file_in(ValueError()) == ""

@@ -1,8 +1,10 @@
 """Which device and backend this rank gets, and how the ranks come together and part."""
 
 import os
+import sys
 from collections.abc import Iterator
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,6 +120,38 @@ def start_differently() -> None:
 def test_start_compares_what_must_be_the_same() -> None:
     result = runner.spawn(start_differently, [(), ()])
     assert result.ok, str(result)
+
+
+def start_on_other_machines(dtypes: list[str], version: str) -> None:
+    """As if this rank's machine computed in another type, or had another numpy."""
+    process_group.precision.compute_dtype = lambda *_: getattr(torch, dtypes[ranks.rank()])  # type: ignore[assignment]
+    numpy.__version__ = version
+    process_group.start()
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "versions", "told"),
+    [
+        (
+            ["float32", "bfloat16"],
+            ["1", "1"],
+            "rank 1 was started with picked --dtype 'bfloat16', rank 0 with 'float32'",
+        ),
+        (["float32"] * 2, ["1", "2"], "rank 1 was started with version numpy '2', rank 0 with '1'"),
+        (["float32"] * 2, ["1", "1"], ""),
+    ],
+)
+def test_machines_that_compute_differently_are_refused(dtypes: list[str], versions: list[str], told: str) -> None:
+    result = runner.spawn(start_on_other_machines, [(dtypes, version) for version in versions])
+    assert result.ok == (not told), str(result)
+    assert told in str(result)
+
+
+def test_versions_are_those_of_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ranks.versions()
+    assert (found["torch"], found["numpy"]) == (torch.__version__, numpy.__version__)
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    assert "gymnasium" not in ranks.versions()
 
 
 def test_ranks_of_a_plain_torchrun_that_has_restarted_them_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """What one rank tells the others, and what all hear alike."""
 
+import contextlib
 import os
 
 import pytest
@@ -125,4 +126,20 @@ def test_check_same_names_rank_and_entry_on_both_ranks() -> None:
 def test_check_same_names_the_odd_rank() -> None:
     told = "rank 2 was started with flags lr 0.2, rank 0 with 0.1"
     result = runner.spawn(compare, [([(FLAGS | {"lr": 0.2 if rank == 2 else 0.1}, told)],) for rank in range(3)])
+    assert result.ok, str(result)
+
+
+def compare_versions(versions: dict[str, str], told: str) -> None:
+    dist.init_process_group("gloo")
+    with pytest.raises(UserError, match=told) if told else contextlib.nullcontext():
+        ranks.check_same(version=versions)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [({"numpy": "1", "PIL": "2"}, ""), ({}, ""), ({"numpy": "2"}, "version numpy '2', rank 0 with '1'")],
+)
+def test_packages_that_one_rank_has_not_imported_are_no_difference(other: dict[str, str], told: str) -> None:
+    result = runner.spawn(compare_versions, [({"numpy": "1"}, told), (other, told)])
     assert result.ok, str(result)

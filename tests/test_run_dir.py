@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common import UserError, cli, process_group, run_dir
+from common import UserError, cli, process_group, ranks, run_dir
 
 from tests.harness import runner
 
@@ -194,7 +194,7 @@ def test_config_has_what_it_takes_to_run_again(recipe: str, tmp_path: Path) -> N
     assert config["recipe"] == "some_recipe"
     assert (config["world_size"], config["device"], config["backend"]) == (2, "cpu", "gloo")
     assert config["versions"]["torch"] == torch.__version__
-    assert config["code"] == run_dir.code_digests(recipe)
+    assert config["code"] == ranks.code_digests(recipe)
     assert (path.parent / "train.py").read_text() == Path(recipe).read_text()
     assert sorted(file.name for file in path.parent.iterdir()) == ["config.json", "train.py"]
 
@@ -202,12 +202,12 @@ def test_config_has_what_it_takes_to_run_again(recipe: str, tmp_path: Path) -> N
 def test_code_digests_have_every_file(tmp_path: Path) -> None:
     recipe = tmp_path / "train.py"
     recipe.write_text("a = 1\n")
-    before = run_dir.code_digests(str(recipe))
+    before = ranks.code_digests(str(recipe))
     files = [recipe, *(runner.ROOT / "common").rglob("*.py")]
     twice = [name for name, count in Counter(path.name for path in files).items() if count > 1]
     assert len(before) == len(files), f"of files with the same name only one is compared: {twice}"
     recipe.write_text("a = 2\n")
-    after = run_dir.code_digests(str(recipe))
+    after = ranks.code_digests(str(recipe))
     assert [name for name in before if before[name] != after[name]] == ["train.py"]
 
 
@@ -278,3 +278,43 @@ def test_command_to_go_on(flags: list[str], wanted: list[str], monkeypatch: pyte
     assert shlex.split(run_dir.resume_command(path, 4)) == launched
     monkeypatch.setenv("LAUNCHED_AS", "NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/x")
     assert run_dir.resume_command(path, 4) == f"NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/x {shlex.join(wanted)}"
+
+
+LAUNCHERS = {  # what the launcher has set, and what starts as many processes
+    "torchrun on two machines": (
+        {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"},
+        "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --nproc-per-node=2",
+    ),
+    "torchrun": ({"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"}, "torchrun --nproc-per-node=4"),
+    "srun": (
+        {"LOCAL_WORLD_SIZE": "1"},
+        "torchrun --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --nproc-per-node=1",
+    ),
+    "mpirun": ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun -n 4 python"),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_command_names_as_many_machines(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of somebody else's launcher the ranks know how many they are, and on how many machines."""
+    environ, wanted = LAUNCHERS[launcher]
+    for name in ("LAUNCHED_AS", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert run_dir.resume_command(Path("/runs/x"), 4) == f"{wanted} train.py --name x"
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "pipe", "device"])
+def test_config_that_is_a_trap_is_replaced(content: str, tmp_path: Path) -> None:
+    if content == "pipe":
+        os.mkfifo(tmp_path / "config.json")
+    elif content == "device":
+        (tmp_path / "config.json").symlink_to("/dev/zero")
+    else:
+        (tmp_path / "config.json").write_text(content)
+    recipe = str(runner.ROOT / "recipes" / "ddp_resnet" / "train.py")
+    (line,) = run_dir.write_config(tmp_path, recipe, Args(), WORLD)
+    assert line.startswith(f"warning: {tmp_path}/config.json of an earlier start could not be read and is replaced: ")
+    assert json.loads((tmp_path / "config.json").read_text())["args"]

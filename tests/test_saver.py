@@ -2,7 +2,6 @@
 
 import json
 import os
-import platform
 import re
 import resource
 import shutil
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common import checkpoint, manifest, process_group, saver
+from common import checkpoint, manifest, process_group, ranks, saver
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.harness import runner
@@ -32,7 +31,7 @@ def test_manifest_says_where_it_comes_from(tmp_path: Path) -> None:
         "recipe": "some_recipe",
         "mesh": {"dp": 1},
         "world": 1,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": ranks.versions(),
         "step": 4,
         "samples": 40,
         "seed": 3,

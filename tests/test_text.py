@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from common import UserError, seed
-from common.workloads import splits, text
+from common.workloads import packed, splits, text
 
 from tests.harness import runner  # noqa: F401  # sets up the fork server
 from tests.harness.bigram import bigram_loss
@@ -262,14 +262,14 @@ def wait_for(log: Path, word: str) -> None:
         time.sleep(0.02)
 
 
-def packed() -> set[Path]:
+def token_files() -> set[Path]:
     import datasets
 
     return set((datasets.config.HF_DATASETS_CACHE / "packed").glob("*"))
 
 
 def test_one_process_packs_and_all_agree(tmp_path: Path) -> None:
-    folder, log, before = write_folder(tmp_path / "data"), tmp_path / "log", packed()
+    folder, log, before = write_folder(tmp_path / "data"), tmp_path / "log", token_files()
     processes = [start(folder, log, 0.1) for _ in range(2)]
     for process in processes:
         process.join(60)
@@ -280,12 +280,12 @@ def test_one_process_packs_and_all_agree(tmp_path: Path) -> None:
     loaded = [line for line in lines if line.startswith("loaded")]
     assert len(loaded) == 2
     assert len(set(loaded)) == 1
-    assert sorted(path.suffix for path in packed() - before) == [".lock", ".lock", ".tokens", ".tokens"]
+    assert sorted(path.suffix for path in token_files() - before) == [".lock", ".lock", ".tokens", ".tokens"]
 
 
 def test_killed_while_it_packs(tmp_path: Path) -> None:
     """What it leaves is not read, and its lock not waited for."""
-    folder, log, before = write_folder(tmp_path / "data"), tmp_path / "log", packed()
+    folder, log, before = write_folder(tmp_path / "data"), tmp_path / "log", token_files()
     process = start(folder, log, 1.0)
     wait_for(log, "packs")
     log.unlink()
@@ -293,17 +293,17 @@ def test_killed_while_it_packs(tmp_path: Path) -> None:
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join(60)
-    assert sorted(path.suffix for path in packed() - before) == [".lock", ".partial"]
+    assert sorted(path.suffix for path in token_files() - before) == [".lock", ".partial"]
     train, validation = text.load(str(folder), 64)
     assert bytes(train.tokens.astype(np.uint8)).decode() == "".join(f"{line}\n" for line in LINES)
     assert len(validation.tokens) == len("".join(f"{line}\n" for line in LINES[:100]).encode())
-    assert not [path for path in packed() - before if path.suffix == ".partial"]
+    assert not [path for path in token_files() - before if path.suffix == ".partial"]
 
 
 def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "WAIT_S", 0.2)
     monkeypatch.setattr(text, "_write", lambda stem, *_: pytest.fail(f"{stem} is written in spite of the lock"))
-    folder, began, before = write_folder(tmp_path / "data"), time.time(), packed()
+    folder, began, before = write_folder(tmp_path / "data"), time.time(), token_files()
     real = filelock.FileLock.acquire
 
     def held(lock: filelock.FileLock, *args: Any, **kwargs: Any) -> Any:
@@ -322,10 +322,143 @@ def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ):
         text.load(str(folder), 64)
     assert time.time() - began > 0.2
-    assert {path.suffix for path in packed() - before} <= {".lock"}
+    assert {path.suffix for path in token_files() - before} <= {".lock"}
+
+
+# --- token files that have changed ---
+
+
+def token_file(split: text.Text) -> Path:
+    return Path(split.tokens.filename)  # type: ignore[attr-defined]
+
+
+def spoil(path: Path, offset: int, content: bytes) -> None:
+    """Write into a file, as a program that errs would; its time of change is put back."""
+    before = path.stat()
+    with path.open("rb+") as file:
+        file.seek(offset)
+        file.write(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("how", ["spoilt", "cut", "empty", "a checksum"])
+def test_changed_token_file_is_made_again(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path)
+    before, _ = text.load(str(folder), 64)
+    wanted, digest = before.tokens.tolist(), before.digest()
+    path = token_file(before)
+    if how == "spoilt":
+        spoil(path, 1000, os.urandom(40))
+    elif how == "a checksum":
+        spoil(path, path.stat().st_size - 2, b"??")
+    else:
+        os.truncate(path, 1001 if how == "cut" else 0)
+    capsys.readouterr()
+    after, _ = text.load(str(folder), 64)
+    assert after.tokens.tolist() == wanted
+    assert after.digest() == digest
+    told = capsys.readouterr().err
+    assert f"note: {path} has changed since it was written" in told
+    assert told.count("note: ") == 1
+    text.load(str(folder), 64)
+    assert not capsys.readouterr().err
+
+
+def test_mutant_that_trusts_its_token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same digest, other tokens."""
+    folder = write_folder(tmp_path)
+    before, _ = text.load(str(folder), 64)
+    wanted = before.tokens.tolist()
+    spoil(token_file(before), 1000, b"\xff" * 40)
+    monkeypatch.setattr(packed.Packed, "check", lambda *_: None)
+    after, _ = text.load(str(folder), 64)
+    assert after.digest() == before.digest()
+    assert after.tokens.tolist() != wanted
+
+
+def test_large_token_file_is_checked_where_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that nobody reads are not compared; the one that has changed is named when its turn comes."""
+    monkeypatch.setattr(packed, "CHECKED_AT_ONCE", 0)
+    monkeypatch.setattr(packed, "BLOCK_BYTES", 256)  # of 128 tokens: two sequences
+    folder = write_folder(tmp_path)
+    split, _ = text.load(str(folder), 64)
+    path = token_file(split)
+    wanted = read(split, np.array([0, 1]))
+    spoil(path, 5 * 256 + 7, b"\xff\xff")
+    split, _ = text.load(str(folder), 64)
+    assert read(split, np.array([0, 1])) == wanted
+    split.read(np.zeros(2), np.array([6, 8]))  # tokens 384 to 448 and 512 to 576
+    for sequence in (9, 10, 11):  # the first one's last target is in the block
+        again, _ = text.load(str(folder), 64)
+        assert again.file is not None
+        content = path.read_bytes()
+        with pytest.raises(
+            UserError, match=r"has changed since it was written \(block 5 has .* the same command packs"
+        ):
+            again.read(np.zeros(1), np.array([sequence]))
+        assert not path.exists()
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("seq_len", [1, 64, 130, 1000])
+def test_every_block_that_is_read_is_checked(seq_len: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a slow loop over the tokens of each sequence."""
+    monkeypatch.setattr(packed, "CHECKED_AT_ONCE", 0)
+    monkeypatch.setattr(packed, "BLOCK_BYTES", 256)
+    split, _ = text.load(str(write_folder(tmp_path)), seq_len)
+    assert split.file is not None
+    for indices in ([0], [len(split) - 1], [0, 2, 1], [len(split) // 2, 0]):
+        split.file._checked[:] = False
+        split.read(np.zeros(len(indices)), np.array(indices))
+        tokens = {token for index in indices for token in range(index * seq_len, (index + 1) * seq_len + 1)}
+        assert {*np.flatnonzero(split.file._checked)} == {2 * token // 256 for token in tokens}
+
+
+def test_token_beyond_the_vocabulary_is_named() -> None:
+    split = text.Text(np.array([1, 2, 300, 4, 5], np.uint16), 4, 256, 1.0)
+    with pytest.raises(UserError, match="a token is 300, and the vocabulary has only 256 tokens"):
+        split.read(np.zeros(1), np.array([0]))
 
 
 # --- refusals ---
+
+
+def test_text_of_one_line_is_cut(tmp_path: Path) -> None:
+    """As text8 is: nine tenths to train on, the last tenth to validate."""
+    content = "".join(f"word{i} é " for i in range(2000))
+    (tmp_path / "train.txt").write_text(content)
+    train, validation = text.load(str(tmp_path), 16)
+    first, last = (bytes(split.tokens.astype(np.uint8)).decode().removesuffix("\n") for split in (train, validation))
+    assert first + last == content
+    assert len(last) == pytest.approx(len(content) / 10, abs=1)
+    again = text.load(str(tmp_path), 16)
+    assert [token_file(split) for split in again] == [token_file(train), token_file(validation)]
+
+
+UNREADABLE = {
+    "latin-1": ("é".encode("latin-1") * 100, r"train\.txt is not UTF-8: .* at byte 0; convert it"),
+    "utf-16": ("text\n".encode("utf-16") * 100, r"train\.txt is not UTF-8: .* at byte 0; convert it"),
+    "empty": (b"", r"train\.txt is empty"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_cause_and_file_are_named(kind: str, tmp_path: Path) -> None:
+    content, told = UNREADABLE[kind]
+    (tmp_path / "train.txt").write_bytes(content)
+    with pytest.raises(UserError, match=rf"--data {tmp_path}: this folder cannot be read \({tmp_path}/{told}"):
+        text.load(str(tmp_path), 16)
+
+
+def test_cause_of_a_broken_table(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n{"text": ')
+    with pytest.raises(UserError, match=rf"this folder cannot be read \(\w+: .*, in {tmp_path}/train\.jsonl\)$"):
+        text.load(str(tmp_path), 16)
+
+
+def test_nul_is_text(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_bytes(b"a\0b\n" * 100)
+    assert text.load(str(tmp_path), 16)[0].tokens[:4].tolist() == [97, 0, 98, 10]
 
 
 def test_refusals(tmp_path: Path) -> None:

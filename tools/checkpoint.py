@@ -79,6 +79,8 @@ def beside(out: Path) -> Iterator[Path]:
     """Yield a temporary path beside `out`; rename it to `out` at the end, or delete it after an error."""
     if out.exists():
         raise UserError(f"--out {out} exists: use another name, or remove it")
+    if (out.parent / manifest.NAME).exists():
+        raise UserError(f"--out {out} is in a checkpoint, which may hold only its own files: use another folder")
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}")
     partial = out.with_name(f"{out.name}.tmp-{os.getpid()}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from common import UserError
+from common import UserError, manifest
 from common.workloads import gpt
 from tools.checkpoint import Source, Tensors, beside, read, run, weights, write_start
 
@@ -121,7 +121,7 @@ def export(path: Source, out: Path) -> None:
         folder, step, tensors = weights(path)
         file = folder.parent.parent / "config.json"
         try:
-            args = json.loads(file.read_text())["args"]
+            args = manifest.read_json(file)["args"]
             embedding = tensors["embed.weight"]
             shape = gpt.Shape(len(embedding), **{key: args[key] for key in SIZES})
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -146,7 +146,7 @@ def import_(path: Source, out: Path) -> None:
     with beside(out) as partial:
         file = path / "config.json"
         try:
-            shape = from_config(json.loads(file.read_text()))
+            shape = from_config(manifest.read_json(file))
             ours = {theirs: name for name, theirs in names(shape).items()}
         except UserError:
             raise

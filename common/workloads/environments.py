@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from common import UserError, seed
 
+MOST_ENVS = 1_000_000  # each is an object of Python's
 Act = Callable[[np.ndarray], np.ndarray]  # observations (n, ...) to actions (n,) or (n, num_outputs)
 
 
@@ -66,8 +67,10 @@ def share(num_envs: int, rollout_steps: int, batch: int, dp_rank: int, dp_size: 
     """Numbers of this dp rank's environments (consecutive), and the samples of a rollout (whole batches).
 
     Raises:
-        UserError: the numbers do not divide.
+        UserError: the numbers do not divide, or there are too many environments.
     """
+    if num_envs > MOST_ENVS:
+        raise UserError(f"--num-envs {num_envs} must be at most {MOST_ENVS}")
     samples = num_envs * rollout_steps
     if num_envs % dp_size:
         better = -(-num_envs // dp_size) * dp_size
@@ -108,7 +111,9 @@ class Environments:
         self._lengths = np.zeros(num, int)
         self._returns = np.zeros(num)
         limit = made[0].spec.max_episode_steps
-        self._actions = np.zeros((num, limit, *self._space.shape), np.float32)  # since the episodes began
+        # Since the episodes began, exact: another action of the same float32 would begin another episode.
+        dtype = np.result_type(self._space.dtype, np.float32) if self.continuous else np.float32
+        self._actions = np.zeros((num, limit, *self._space.shape), dtype)
         self.ended = np.zeros(3)
         self.wait_s = 0.0
         self._begin(np.ones(num, bool))

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from common import UserError
 
 INIT_STD = 0.02
+MOST_LAYERS = 10_000  # which take 10 s to create, before any weights
+MOST_ELEMENTS = 2**40  # of a matrix: 4 TB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,13 @@ class Shape:
         object.__setattr__(self, "mlp_width", self.mlp_width or -(-8 * self.width // (3 * 64)) * 64)
         if self.width % (2 * self.num_heads):
             raise UserError(f"--width {self.width} must be an even multiple of --num-heads {self.num_heads}")
+        if self.num_layers > MOST_LAYERS:
+            raise UserError(f"--num-layers {self.num_layers} must be at most {MOST_LAYERS}")
+        if self.width * max(self.width, self.mlp_width, self.vocab_size) > MOST_ELEMENTS:
+            raise UserError(
+                f"--width {self.width} with --mlp-width {self.mlp_width} makes a matrix of more than {MOST_ELEMENTS} "
+                "elements: lower one of them"
+            )
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"--num-heads {self.num_heads} must be a multiple of --num-kv-heads {self.num_kv_heads}")
 

@@ -1,25 +1,31 @@
 """Labelled images as whole augmented batches: the built-in digits, or any set that `datasets.load_dataset` reads."""
 
+import contextlib
 import dataclasses
 import hashlib
 import io
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from common import UserError, seed
+from common import UserError, manifest, ranks, seed
 from common.workloads import augment, splits
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from PIL import Image
 
 DIGITS = Path(__file__).parent / "digits.parquet"
 SMALL = 64  # pixels; images up to this side are decoded once and kept in memory
 MEMORY_BYTES = 2**30  # unless the set takes more memory than this
 CROP = 224  # pixels; larger images are cropped to this side
+# Images that stand for a set which is not in memory, in its digest: their bytes are read, of more only the sizes.
+SAMPLED_BYTES = 64
+SAMPLED_SIZES = 1024
+_noted: list[str] = []  # the image of 16 bits that the note has named
 
 
 @dataclass(frozen=True)
@@ -58,11 +64,19 @@ class Images:
         return {}
 
     def digest(self) -> str:
-        """Hash of labels and, where they are in memory, pixels: ranks compare it before they train together."""
+        """Hash of labels and pixels, which ranks compare before they train together.
+
+        A set that is not in memory is sampled: the bytes of `SAMPLED_BYTES` images, and the file sizes of more. Another
+        size or format of all images is found, a change in one of very many may not be.
+        """
         digest = hashlib.sha256(self.labels.numpy().data)
         digest.update(repr((self.class_names, self.channels, self.size)).encode())
         if self.pixels is not None:
             digest.update(self.pixels.numpy().data)
+        elif self.rows is not None:
+            draws = seed.mix(seed.HOLD_OUT, len(self), np.arange(SAMPLED_SIZES)) % np.uint64(len(self))
+            for i, cell in enumerate(self.rows[draws.tolist()][self.rows.column_names[0]]):
+                digest.update(_content(cell, only_size=i >= SAMPLED_BYTES))
         return digest.hexdigest()[:16]
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
@@ -107,6 +121,11 @@ def load(name: str, run_seed: int, flip: bool) -> tuple[Images, Images]:
                 f"--data {name}: the {split} split has classes that the other lacks, or only one class; both splits "
                 "need the same class folders"
             )
+        if (most := int(rows.labels.max())) >= len(rows.class_names):
+            raise UserError(
+                f"--data {name}: the {split} split has label {most}, and its column of labels has only "
+                f"{len(rows.class_names)} classes, from 0"
+            )
     present = train.labels.unique()
     if len(present) < 2:
         only = ", ".join(train.class_names[label] for label in present)
@@ -130,6 +149,8 @@ def _load_rows(name: str) -> tuple[Images, Images]:
     import datasets  # 3 s of import, which the built-in set does not need
 
     train, validation = splits.load(name)
+    if validation is None:
+        train, validation = splits.hold_out(name, train)
     columns = train.features
     images = [key for key, kind in columns.items() if isinstance(kind, datasets.Image)]
     labels = [key for key, kind in columns.items() if isinstance(kind, datasets.ClassLabel)]
@@ -165,7 +186,7 @@ def _load_rows(name: str) -> tuple[Images, Images]:
 
 
 def decode(rows: "Dataset", index: int, channels: int = 0, size: tuple[int, int] | None = None) -> torch.Tensor:
-    """Decode one image to uint8 (C, H, W).
+    """Decode one image to uint8 (C, H, W): its first frame, turned as its EXIF orientation says.
 
     Args:
         rows: one column of encoded images.
@@ -174,17 +195,61 @@ def decode(rows: "Dataset", index: int, channels: int = 0, size: tuple[int, int]
         size: height and width to resize to.
 
     Raises:
-        UserError: the file or row is not a readable image; names it.
+        UserError: the file or row is not a readable image, or its pixels have no known range; names it.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     cell = rows[index][rows.column_names[0]]
+    if cell is None:
+        raise UserError(f"--data: row {index} has no image: remove the row")
+    name = cell["path"] or f"row {index}"
     try:
-        with Image.open(io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]) as file:
-            grey = channels == 1 or (channels == 0 and file.mode in ("1", "L"))
-            image = file.convert("L" if grey else "RGB")
+        # By its name, Pillow would map a TIFF file into memory, and scramble one whose orientation is 5 to 8.
+        with Image.open(io.BytesIO(cell["bytes"] or manifest.read_bytes(Path(cell["path"])))) as file:
+            file.load()  # of several frames or pages, the first
+            with contextlib.suppress(Exception):  # a damaged EXIF block: the pixels are whole
+                ImageOps.exif_transpose(file, in_place=True)
+            image = _to_8_bits(file, name)
+            grey = channels == 1 or (channels == 0 and image.mode in ("1", "L"))
+            image = image.convert("L" if grey else "RGB")
             if size and image.size != size[::-1]:
                 image = image.resize(size[::-1])
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"--data: {cell['path'] or f'row {index}'} is not a readable image: {error}") from error
+    except UserError:
+        raise
+    except Exception as error:  # of many types, by format and by what is damaged
+        raise UserError(f"--data: {name} is not a readable image: {error}") from error
     return torch.tensor(np.atleast_3d(np.array(image))).permute(2, 0, 1)
+
+
+def _to_8_bits(image: "Image.Image", name: str) -> "Image.Image":
+    """Scale 16 bits to 8. Refuse what has no range to scale from: `Image.convert` would clip it to 0..255."""
+    from PIL import Image
+
+    # Also 16 bits: grey PNG files in older versions of Pillow, and PPM files, which Pillow scales to 0..65535.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        values = np.asarray(image).astype(np.uint32)
+        if not _noted:
+            _noted.append(name)
+            ranks.print0(
+                f"note: images of 16 bits are scaled to 8 bits, 65535 to 255; the largest value of {name} is "
+                f"{values.max()}: scale the files yourself if their range is much smaller"
+            )
+        return Image.fromarray(((values + 128) // 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise UserError(
+            f"--data: {name} has pixels of mode {image.mode} ({'integers' if image.mode == 'I' else 'floats'} of 32 "
+            "bits), whose range is unknown: save the images with 8 or 16 bits, scaled as your data needs"
+        )
+    return image
+
+
+def _content(cell: dict[str, Any] | None, only_size: bool) -> bytes:
+    """An encoded image, or its size; b"" if there is none or it cannot be read, which `decode` reports in its turn."""
+    cell = cell or {"bytes": b"", "path": None}
+    if cell["bytes"] or not cell["path"]:
+        return str(len(cell["bytes"])).encode() if only_size and cell["bytes"] else cell["bytes"] or b""
+    path = Path(cell["path"])
+    try:
+        return str(manifest.size(path)).encode() if only_size else manifest.read_bytes(path)
+    except OSError:
+        return b""

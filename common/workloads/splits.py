@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common import UserError, seed
+from common import UserError, private_api, seed
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -15,10 +15,8 @@ HOLD_OUT = 0.1  # share of a set without a validation split that is held out as 
 HUB_TIMEOUT_S = 3.0
 
 
-def load(name: str) -> tuple["Dataset", "Dataset"]:
-    """Training and validation rows of a folder or a hub id.
-
-    From a set without a validation split, the same rows are held out every time, whatever the run's seed.
+def load(name: str) -> tuple["Dataset", "Dataset | None"]:
+    """Training and validation rows of a folder or a hub id; None for a set without a validation split.
 
     Raises:
         UserError: there is no such folder or set, or it cannot be read.
@@ -38,18 +36,43 @@ def load(name: str) -> tuple["Dataset", "Dataset"]:
     try:
         found = datasets.load_dataset(str(path) if folder else name)
     except Exception as error:
-        problem = "no file in this folder can be read" if folder else "no such folder, and not found on the hub"
-        reason = (str(error).strip() or "no reason given").splitlines()[0]
-        raise UserError(f"--data {name}: {problem} ({type(error).__name__}: {reason})") from error
+        problem = "this folder cannot be read" if folder else "no such folder, and not found on the hub"
+        raise UserError(f"--data {name}: {problem} ({_reason(error, path)})") from error
     if "train" not in found:
         raise UserError(f"--data {name} has no split named train, only {', '.join(found)}")
-    train = found["train"]
-    for key in ("validation", "val", "test"):
-        if key in found:
-            return train, found[key]
+    keys = [key for key in ("validation", "val", "test") if key in found]
+    return found["train"], found[keys[0]] if keys else None
+
+
+def hold_out(name: str, train: "Dataset") -> tuple["Dataset", "Dataset"]:
+    """Hold out a tenth of the rows for validation: the same ones every time, whatever the run's seed.
+
+    Raises:
+        UserError: there are fewer than two rows.
+    """
+    if len(train) < 2:
+        raise UserError(f"--data {name} has {len(train)} row(s) and no validation split: it needs at least 2 rows")
     order = np.argsort(seed.mix(seed.HOLD_OUT, np.arange(len(train))), kind="stable")
     held_out = max(1, round(HOLD_OUT * len(train)))
     return train.select(np.sort(order[held_out:])), train.select(np.sort(order[:held_out]))
+
+
+def _reason(error: BaseException, folder: Path) -> str:
+    """Why `datasets` could not read a folder: its error's first cause, and the file that it was reading."""
+    file = private_api.file_in(error)
+    while error.__cause__:
+        error = error.__cause__
+    if isinstance(error, UnicodeDecodeError):
+        return f"{file or 'a file'} is not UTF-8: {error.reason} at byte {error.start}; convert it, as with iconv"
+    if isinstance(error, UnicodeEncodeError):
+        return f"the name {os.fsencode(error.object)!r} is not UTF-8: rename the file"
+    if type(error).__name__ == "SchemaInferenceError" or "corresponds to no data" in str(error):
+        empty = [str(path) for path in sorted(folder.rglob("[!.]*")) if path.is_file() and not path.stat().st_size]
+        return f"{empty[0] if empty else 'a split'} is empty"
+    if isinstance(error, OSError) and error.filename and folder not in Path(error.filename).parents:
+        return f"{error}; the cache of datasets is there: set HF_HOME to a folder that can be written to"
+    reason = (str(error).strip() or "no reason given").splitlines()[0]
+    return f"{type(error).__name__}: {reason}" + (f", in {file}" if file and file not in reason else "")
 
 
 def _hub_answers(name: str) -> bool:

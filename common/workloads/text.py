@@ -14,8 +14,8 @@ import filelock
 import numpy as np
 import torch
 
-from common import UserError, manifest, private_api, seed
-from common.workloads import splits
+from common import UserError, private_api, seed
+from common.workloads import packed, splits
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -38,6 +38,7 @@ class Text:
         vocab_size: every token is below it.
         tokens_per_byte: tokens per byte of UTF-8; bits per byte = loss in nats / ln 2 * tokens_per_byte.
         packed_digest: hash of a token file, computed while it was written: reading GBs again would take minutes.
+        file: the token file, which compares its tokens with checksums before they are read for the first time.
     """
 
     tokens: np.ndarray
@@ -45,6 +46,7 @@ class Text:
     vocab_size: int
     tokens_per_byte: float
     packed_digest: str = ""
+    file: packed.Packed | None = None
 
     def __len__(self) -> int:
         """Sequences in the split; the remainder at its end is not read."""
@@ -66,8 +68,16 @@ class Text:
         return means | {"bits_per_byte": means["loss"] / math.log(2) * self.tokens_per_byte}
 
     def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets (b, seq_len) int64 of the sequences at `indices`; a token's target is the next token."""
+        """Inputs and targets (b, seq_len) int64 of the sequences at `indices`; a token's target is the next token.
+
+        Raises:
+            UserError: the token file has changed since it was written.
+        """
+        if self.file:
+            self.file.check(indices * self.seq_len, self.seq_len + 1)
         rows = self.tokens[indices[:, None] * self.seq_len + np.arange(self.seq_len + 1)]
+        if rows.size and rows.max() >= self.vocab_size:  # on a GPU, the embedding would end with an assertion
+            raise UserError(f"a token is {rows.max()}, and the vocabulary has only {self.vocab_size} tokens")
         # Converted separately, so that the two do not share memory.
         return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
 
@@ -168,13 +178,25 @@ def _load_rows(name: str, seq_len: int, tokenizer: str) -> tuple[Text, Text]:
     some = train.select_columns(columns)[:: max(1, len(train) // 16)]  # rows from all over the set
     # Of several columns, the one with the most text.
     column = max(columns, key=lambda key: sum(len(text or "") for text in some[key]))
+    if validation is None:
+        train, validation = _cut(train, column) if len(train) == 1 else splits.hold_out(name, train)
     loaded = []
     for path in [_pack(rows.select_columns(column), model, digest) for rows in (train, validation)]:
-        # A memory map cannot be empty.
-        tokens = np.memmap(path, np.uint16, "r") if path.stat().st_size else np.zeros(0, np.uint16)
-        _, num_bytes, packed_digest, _ = path.name.split(".")
-        loaded.append(Text(tokens, seq_len, vocab_size, len(tokens) / max(1, int(num_bytes)), packed_digest))
+        _, num_bytes, num_tokens, packed_digest, _ = path.name.split(".")
+        file = packed.Packed(path, int(num_tokens))
+        rate = int(num_tokens) / max(1, int(num_bytes))
+        loaded.append(Text(file.tokens, seq_len, vocab_size, rate, packed_digest, file))
     return loaded[0], loaded[1]
+
+
+def _cut(rows: "Dataset", column: str) -> tuple["Dataset", "Dataset"]:
+    """Hold out the last tenth of a set's only row, such as a text file without line ends."""
+    import datasets
+
+    content = rows[0][column] or ""
+    middle = round((1 - splits.HOLD_OUT) * len(content))
+    first, second = (datasets.Dataset.from_dict({column: [part]}) for part in (content[:middle], content[middle:]))
+    return first, second
 
 
 def _pack(rows: "Dataset", model: "Tokenizer | None", digest: str) -> Path:
@@ -187,7 +209,14 @@ def _pack(rows: "Dataset", model: "Tokenizer | None", digest: str) -> Path:
     lock = filelock.FileLock(stem.with_suffix(".lock"), timeout=WAIT_S)  # the system releases it if its holder dies
     try:
         with lock:
-            return next(stem.parent.glob(f"{stem.name}.*.tokens"), None) or _write(stem, rows, model)
+            # Older versions wrote files without checksums, and left one number out of their names.
+            for path in stem.parent.glob(f"{stem.name}.*.*.*.tokens"):
+                try:
+                    packed.Packed(path, int(path.name.split(".")[2]))
+                    return path
+                except (UserError, OSError) as error:
+                    sys.stderr.write(f"note: {error}\n")
+            return _write(stem, rows, model)
     except filelock.Timeout as error:
         raise UserError(
             f"--data: another process has held {error.lock_file} for {WAIT_S:.0f} s while tokenizing: stop it, or wait"
@@ -195,11 +224,12 @@ def _pack(rows: "Dataset", model: "Tokenizer | None", digest: str) -> Path:
 
 
 def _write(stem: Path, rows: "Dataset", model: "Tokenizer | None") -> Path:
-    """Write the tokens under a temporary name, then rename: the final name holds the bytes of text and the hash."""
+    """Write the tokens under a temporary name, then rename: the final name has the numbers of both, and the hash."""
     # If the lock does not work across machines, each writes the same file, and the last rename wins.
     partial = stem.with_suffix(f".{os.uname().nodename}.partial")
     sha256 = hashlib.sha256()
     num_bytes = 0
+    num_tokens = 0
     with partial.open("wb") as file:
         for batch in rows.iter(BATCH_ROWS):
             # Each row as a line, tokenized separately, so that tokens do not depend on how rows are grouped.
@@ -208,5 +238,6 @@ def _write(stem: Path, rows: "Dataset", model: "Tokenizer | None") -> Path:
             file.write(tokens.data)
             sha256.update(tokens.data)
             num_bytes += sum(map(len, texts))
-    manifest.sync(partial)
-    return partial.replace(stem.with_suffix(f".{num_bytes}.{sha256.hexdigest()[:16]}.tokens"))
+            num_tokens += len(tokens)
+    packed.seal(partial)
+    return partial.replace(stem.with_suffix(f".{num_bytes}.{num_tokens}.{sha256.hexdigest()[:16]}.tokens"))

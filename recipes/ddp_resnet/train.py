@@ -204,7 +204,7 @@ def main() -> None:
     """Train to the end, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
     # Compares flags and code over the ranks, because nothing else would notice a rank with others.
-    world = process_group.start(args.backend, flag=dataclasses.asdict(args), code=run_dir.code_digests(__file__))
+    world = process_group.start(args.backend, args.dtype, __file__, flag=dataclasses.asdict(args))
     mesh = make_mesh(args, world)
     dp_rank, dp_size = dp_coordinates(mesh)
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)

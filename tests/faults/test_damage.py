@@ -6,7 +6,7 @@ import shutil
 import pytest
 from common import manifest
 
-from tests.harness.damage import DAMAGES, flip_bit, flip_data, flip_random_bit
+from tests.harness.damage import DAMAGES, add_tensors, flip_bit, flip_data, flip_random_bit
 from tests.harness.fault_case import FaultCase, checkpoints
 
 
@@ -61,4 +61,14 @@ def test_mutant_without_verification(case: FaultCase) -> None:
     result = case.start(mutant="nothing is verified")
     case.record_message(result.outputs[0], "resuming from step 4 of")
     with pytest.raises((AssertionError, KeyError)):  # or no last checkpoint, if the number makes no sense at all
+        case.check_same_as_reference()
+
+
+@pytest.mark.fault("damage: mutant, files that the manifest does not name are read")
+def test_mutant_that_reads_strangers(case: FaultCase) -> None:
+    case.copy_reference(until=4)
+    add_tensors(checkpoints(case.run_dir)[4])
+    result = case.start(mutant="names are not compared")
+    case.record_message(result.outputs[0], "resuming from step 4 of")
+    with pytest.raises((AssertionError, KeyError)):
         case.check_same_as_reference()

@@ -1,5 +1,6 @@
 """What must not be touched or run is not: another job's folder, what anybody can write to, and any pickle."""
 
+import ast
 import json
 import pickle
 import shutil
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.harness import runner
-from tests.harness.fault_case import FaultCase, checkpoints, events_in, wait_for
+from tests.harness.fault_case import STEPS, FaultCase, checkpoints, events_in, wait_for
 
 
 @pytest.mark.fault("refused: two jobs in one run's folder")
@@ -55,6 +56,34 @@ def test_open_to_others(what: str, case: FaultCase) -> None:
 def check_refused_at_once(case: FaultCase, result: runner.Result, pattern: str) -> None:
     case.check_refused(result, pattern)
     assert not case.steps_done()
+
+
+# --- ranks that differ -------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("refused: another version of {package} on a rank", least=2)
+@pytest.mark.parametrize("package", ["torch", "numpy"])
+def test_other_version(package: str, case: FaultCase) -> None:
+    result = case.start(faults=[("at the start", "other version", -1, 0, package)])
+    check_refused_at_once(case, result, rf"error: rank \d was started with version {package} '1\.2\.3', rank 0 with ")
+
+
+@pytest.mark.fault("refused: --dtype auto is another type on a rank", least=2)
+def test_other_dtype(case: FaultCase) -> None:
+    if "auto" not in ast.unparse(runner.fields(case.recipe)["dtype"]):
+        pytest.skip("not applicable: this recipe has no --dtype auto")
+    faults = [("at the start", "bfloat16", rank, 0, rank == 0) for rank in range(case.size)]
+    result = case.start("--dtype", "auto", faults=faults)
+    check_refused_at_once(
+        case, result, r"error: rank 1 was started with picked --dtype 'float32', rank 0 with 'bfloat16'"
+    )
+
+
+@pytest.mark.fault("refused: mutant, ranks are not compared", least=2)
+def test_mutant_with_unequal_ranks(case: FaultCase) -> None:
+    result = case.start(faults=[("at the start", "other version", -1, 0, "numpy")], mutant="ranks are not compared")
+    assert result.ok, str(result)
+    case.record_message(result.outputs[0], f"done .* step {STEPS} of {STEPS}")
 
 
 # --- pickles ----------------------------------------------------------------------------------------------

@@ -3,9 +3,13 @@
 A file is replaced, never written to: in a copy that is made of hard links, the original stays as it is.
 """
 
+import json
+import os
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from common import manifest
 
@@ -93,6 +97,71 @@ def replace_manifest(checkpoint: Path) -> str:
     return f"{manifest.NAME} cannot be read"
 
 
+def add_tensors(checkpoint: Path) -> str:
+    """Put a file beside the others, as a sync tool does: its name comes last, and its numbers differ."""
+    file = data_file(checkpoint)
+    copy = checkpoint / f"zz-{file.stem} (conflicted copy).safetensors"
+    shutil.copy(file, copy)
+    flip_bit(copy, 8 * copy.stat().st_size - 3)
+    return f"{copy.name} is not in {manifest.NAME}"
+
+
+def renumber(checkpoint: Path) -> str:
+    """Put an older checkpoint in the place of this one."""
+    older = min(checkpoint.parent.glob("step_*"))
+    shutil.rmtree(checkpoint)
+    shutil.copytree(older, checkpoint)
+    return f"it is of step {int(older.name[5:])}, and the folder's number is {int(checkpoint.name[5:])}"
+
+
+def rewrite_manifest(checkpoint: Path, **changes: Any) -> None:
+    """Change entries of the manifest and seal it again, as only a program can; None removes an entry."""
+    facts = json.loads((checkpoint / manifest.NAME).read_text()) | changes
+    facts = {key: value for key, value in facts.items() if value is not None and key not in ("sha256", "format")}
+    (checkpoint / manifest.NAME).unlink()
+    manifest.write(checkpoint, facts, facts.pop("files"))
+
+
+def name_no_files(checkpoint: Path) -> str:
+    """A manifest whose digest is right, and that vouches for nothing."""
+    rewrite_manifest(checkpoint, files={})
+    return f"{manifest.NAME} names no files"
+
+
+def forget_samples(checkpoint: Path) -> str:
+    """A manifest whose digest is right, without the position in the data."""
+    rewrite_manifest(checkpoint, samples=None)
+    return f"{manifest.NAME} has samples None instead of a number"
+
+
+def nest_manifest(checkpoint: Path) -> str:
+    """JSON that is too deep to read."""
+    overwrite(checkpoint / manifest.NAME, b"[" * 100_000)
+    return f"{manifest.NAME} cannot be read"
+
+
+def pipe_manifest(checkpoint: Path) -> str:
+    """A pipe, which could be read for ever."""
+    (checkpoint / manifest.NAME).unlink()
+    os.mkfifo(checkpoint / manifest.NAME)
+    return f"{manifest.NAME} cannot be read"
+
+
+def pipe_data(checkpoint: Path) -> str:
+    """A pipe in the place of a file of tensors."""
+    file = data_file(checkpoint)
+    file.unlink()
+    os.mkfifo(file)
+    return f"{file.name} cannot be read (not a regular file)"
+
+
+def link_to_itself(checkpoint: Path) -> str:
+    """A folder that is a link to itself."""
+    shutil.rmtree(checkpoint)
+    checkpoint.symlink_to(checkpoint.name)
+    return f"{manifest.NAME} cannot be read"
+
+
 DAMAGES: dict[str, Callable[[Path], str]] = {
     "a bit of a data file": flip_data,
     "a bit of the manifest": flip_manifest,
@@ -102,4 +171,12 @@ DAMAGES: dict[str, Callable[[Path], str]] = {
     "a manifest that is none": replace_manifest,
     "a manifest cut short": cut_manifest,
     "an empty manifest": empty_manifest,
+    "a file of tensors that the manifest does not name": add_tensors,
+    "another checkpoint under its number": renumber,
+    "a manifest that names no files": name_no_files,
+    "a manifest without the position": forget_samples,
+    "a manifest of 100,000 brackets": nest_manifest,
+    "a pipe as the manifest": pipe_manifest,
+    "a pipe as a file of tensors": pipe_data,
+    "a link to itself": link_to_itself,
 }

@@ -54,7 +54,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import data, flops, guard, keymap, manifest, process_group, sampler, saver, seal, stop, watch
+from common import data, flops, guard, keymap, manifest, process_group, ranks, sampler, saver, seal, stop, watch
 from common.workloads import resnet, text
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -238,6 +238,16 @@ def _patch_backward() -> None:
 # --- actions ----------------------------------------------------------------------------------------------
 
 
+def _pretend_version(package: str) -> None:
+    """As if this machine had another version of a package."""
+    sys.modules[package].__version__ = "1.2.3"  # type: ignore[attr-defined]
+
+
+def _pretend_bfloat16(native: bool) -> None:
+    """As if this machine's processor could compute in bfloat16, or could not."""
+    torch.cpu.get_capabilities = lambda: {"bf16": native}
+
+
 def _send(name: str, pause_s: float = 0.0) -> None:
     os.kill(os.getpid(), signal.Signals[name])
     time.sleep(pause_s)
@@ -352,6 +362,8 @@ def _die_in_a_deletion(run: str) -> None:
 
 ACTIONS: dict[str, Callable[..., None]] = {
     "signal": _send,
+    "other version": _pretend_version,
+    "bfloat16": _pretend_bfloat16,
     "signal later": _send_later,
     "signal the process group": _send_group,
     "raise": _raise,
@@ -408,6 +420,14 @@ def _trust_everything() -> None:
     _replace(manifest, "verify", lambda path, *_: (json.loads((path / manifest.NAME).read_text()), ""))
 
 
+def _take_any_name() -> None:
+    _replace(manifest, "_check", lambda *_: "")
+
+
+def _take_any_rank() -> None:
+    _replace(ranks, "check_same", lambda **_: None)
+
+
 def _compare_nothing() -> None:
     _replace(guard, "check_replicas", lambda *_: None)
 
@@ -441,6 +461,8 @@ def _seal_nothing() -> None:
 MUTANTS = {
     "nothing is sealed": _seal_nothing,
     "nothing is verified": _trust_everything,
+    "names are not compared": _take_any_name,
+    "ranks are not compared": _take_any_rank,
     "replicas are not compared": _compare_nothing,
     "nobody watches": _watch_nothing,
     "the position is that of the step before": _shift_position,

@@ -452,7 +452,7 @@ def run_traced(path: str, argv: list[str]) -> None:
 def records(run: Path, tag: str) -> dict[int, float]:
     """Step to value of one tag of a run, in float64."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[tag] for line in lines if tag in line}
+    return {line["step"]: float("nan") if line[tag] is None else line[tag] for line in lines if tag in line}
 
 
 def sections(text: str) -> dict[int, str]:
