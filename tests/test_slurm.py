@@ -31,7 +31,7 @@ FLAGS = [
 def call(*command: str | Path, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     words = [str(word) for word in command]
     env = os.environ | environ
-    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=540, check=False)
 
 
 def run(*command: str | Path, cwd: Path | None = None, **environ: str) -> str:
