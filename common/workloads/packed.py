@@ -26,7 +26,8 @@ class Packed:
         """
         self._path = path
         num_blocks = -(-2 * num_tokens // BLOCK_BYTES)
-        found, wanted = path.stat().st_size, 2 * num_tokens + 4 * num_blocks
+        found = path.stat().st_size
+        wanted = 2 * num_tokens + 4 * num_blocks
         if found != wanted:
             raise self._changed(f"it has {found} bytes instead of {wanted}")
         # A memory map cannot be empty.
