@@ -155,7 +155,7 @@ def _refuse_open_folder(path: Path) -> None:
     except (OSError, RuntimeError):  # a link to itself, which counts as damaged
         return
     for place in (path, *path.parents[:2]):  # the checkpoint, checkpoints/ and the run's folder
-        mode = place.stat().st_mode if place.exists() else 0  # a broken link counts as damaged
+        mode = place.stat().st_mode if place.is_dir() else 0  # a broken link, or one to a device, counts as damaged
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise UserError(f"{place} is writable by every user, so its checkpoints are not trusted: chmod o-w {place}")
 

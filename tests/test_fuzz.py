@@ -7,7 +7,6 @@ Each case is a function of the seed, the family and its number, so that one that
 
 import collections
 import os
-import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from tests.harness import clocked, fuzz, runner
 
 CASES = int(os.environ.get("FUZZ_CASES", "0"))  # over all families; 0 for what a plain `pytest` runs
-SEED = int(os.environ.get("FUZZ_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
+SEED = int(os.environ.get("FUZZ_SEED", "1"))  # the same in each run: a change must not fail by somebody else's bad luck
 LIMIT_S = 30.0  # for one case; the slowest takes 2 s on a free machine
 QUICK = 40  # of each family
 FAMILIES: dict[str, Callable[[fuzz.Case], str]] = {

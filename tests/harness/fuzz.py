@@ -317,7 +317,7 @@ def _damage_file(choose: random.Random, path: Path, notes: list[str]) -> bool:
     content = bytearray(path.read_bytes())
     kind = choose.choice(("whole", "whole", "whole", "cut", "bits", "bytes", "empty", "pipe", "loop", "device"))
     notes.append(kind)
-    if kind == "whole":
+    if kind == "whole" or not content:
         return True
     path.unlink()
     if kind == "pipe":
@@ -535,6 +535,8 @@ def _spoil(choose: random.Random, path: Path) -> str:
     """Do something to a checkpoint, if it is still one; returns it in words."""
     if path.is_symlink() or not path.is_dir() or not (path / manifest.NAME).is_file():
         return "nothing left"
+    if not all(file.is_file() for file in path.iterdir()):
+        return "a pipe or device is there"  # which the next damage would read for ever
     kind = choose.choice((*damage.DAMAGES, *damage.DAMAGES, *ODD))
     with contextlib.suppress(Exception):  # two damages may not go together
         (damage.DAMAGES.get(kind) or (lambda folder: ODD[kind](choose, folder)))(path)
