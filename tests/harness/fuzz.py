@@ -229,7 +229,7 @@ def try_data(case: Case) -> str:
 
     def attempt() -> str:
         if case.mutant:
-            images._to_8_bits = lambda image, _: image
+            images._to_8_bits = lambda image, _: image.rotate(90)
             packed.Packed.check = lambda *_: None  # type: ignore[method-assign]
         return kind(choose, case.folder / "data", notes)
 
