@@ -21,6 +21,11 @@ REFUSED = "exits/refused"
 # Blocked until `stop.Stop` handles them, so that a run that is still starting also saves before it stops.
 HELD_BACK = (signal.SIGTERM, signal.SIGUSR1)
 
+
+class Rewind(Exception):  # noqa: N818 (a request, not an error)
+    """All ranks begin again from the newest checkpoint: raised by all of them after the same collective."""
+
+
 # Publishes to the other ranks why this one raises; `watch` sets it when the training begins.
 report: Callable[[BaseException], None] | None = None
 
@@ -30,9 +35,15 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(main)
     def wrapped() -> None:
+        global report  # noqa: PLW0603 (a leaf that `watch` fills in)
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         try:
-            main()
+            while True:
+                try:
+                    return main()
+                except Rewind:
+                    report = None
+                    process_group.finish(again=True)
         except SystemExit:
             raise
         except BaseException as error:

@@ -144,14 +144,9 @@ class Run:
         Args:
             stopped: why the run stopped before its last step; "" if it did not.
         """
+        self.close()
         if self._world.rank != 0:
             return
-        self._bar.close()
-        for file in (self._tensorboard, self._records):
-            try:
-                file.close()
-            except OSError as error:
-                ranks.print0(f"warning: the last records were not written to {self.path}: {error}")
         took = f"{time.perf_counter() - self._began:.1f} s"
         if self._trained_s:
             rate = self._trained_samples / self._trained_s
@@ -169,6 +164,17 @@ class Run:
         ranks.print0(f"plot     tensorboard --host localhost --logdir {shlex.quote(str(self.path.parent))}")
         note = f"  (training is complete; raise {self._length_flag} to train longer)" if complete else ""
         ranks.print0(f"resume   {run_dir.resume_command(self.path, self._world.size)}{note}")
+
+    def close(self) -> None:
+        """Close the progress bar and the records."""
+        if self._world.rank != 0:
+            return
+        self._bar.close()
+        for file in (self._tensorboard, self._records):
+            try:
+                file.close()
+            except OSError as error:
+                ranks.print0(f"warning: the last records were not written to {self.path}: {error}")
 
     def _record(self, step: int, group: str, values: Mapping[str, float]) -> dict[str, float]:
         tagged = {key if "/" in key else f"{group}/{key}": value for key, value in values.items()}

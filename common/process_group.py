@@ -48,6 +48,8 @@ class World:
 
 
 joined: World | None = None  # set from `start` to `finish`
+_met: tuple[dist.Store, int, int, str] | None = None  # kept to begin again: the ranks' store, rank, size, and RUN_KEY
+_starts = 0
 
 
 def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: Mapping[str, Any]) -> World:
@@ -79,21 +81,25 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
     options: dict[str, Any] = {"backend": backend, "timeout": timedelta(seconds=TIMEOUT_S)}
     if backend == "cpu:gloo,cuda:nccl":
         options["device_id"] = device  # else collectives have to guess this rank's device
-    if backend == "mpi":
-        store: dist.Store = dist.HashStore()  # MPI connects the ranks itself, and has no store that they share
-    else:
-        store, options["rank"], options["world_size"] = _rendezvous()
-        options["store"] = store
+    global _met, _starts, joined  # noqa: PLW0603 (`exits` needs `joined` for an error anywhere in the process)
+    if _met is None:
+        # MPI connects the ranks itself, and has no store that they share.
+        place = (dist.HashStore(), 0, 1) if backend == "mpi" else _rendezvous()
+        _met = (*place, os.environ.pop("RUN_KEY", ""))
+    met, rank, size, run_key = _met
+    _starts += 1
+    store = dist.PrefixStore(f"start {_starts}", met)  # nothing that an earlier start has left there
+    if backend != "mpi":
+        options |= {"store": store, "rank": rank, "world_size": size}
     dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors then name parameters, such as one without a gradient
     dist.init_process_group(**options)
     rank, size = dist.get_rank(), dist.get_world_size()
     # A key of this start, so that nothing of an earlier one counts. The launcher hands down RUN_KEY. Without it, only
     # those who come to the store after the ranks have joined do not know this key.
-    start_key = seal.derive(os.environ.pop("RUN_KEY", ""), ranks.from_rank0(lambda: secrets.token_hex(16)))
+    start_key = seal.derive(run_key, ranks.from_rank0(lambda: secrets.token_hex(16)))
     sealed = seal.SealedStore(store, start_key)
     background.enter_context(private_api.sealed_objects(start_key))
     world = World(rank, size, local_rank, local_size, socket.gethostname(), device, backend, sealed)
-    global joined  # noqa: PLW0603 (`exits` needs it for an error anywhere in the process)
     joined = world
     # First, because ranks with another backend would wait in `_check_devices` and the barrier for ever.
     ranks.check_same(picked=picked)
@@ -220,10 +226,16 @@ def _check_devices(world: World) -> None:
         ranks.print0(f"note: the GPUs differ ({found}): the slowest sets the pace, and last digits depend on them")
 
 
-def finish() -> None:
-    """End the process group once every rank has finished (all ranks). Not for error paths: it can block."""
-    global joined  # noqa: PLW0603
+def finish(again: bool = False) -> None:
+    """End the process group once every rank has finished (all ranks). Not for error paths: it can block.
+
+    Args:
+        again: keep what the ranks need to `start` once more.
+    """
+    global joined, _met  # noqa: PLW0603
     dist.barrier()
     background.close()
     dist.destroy_process_group()
     joined = None
+    if not again:
+        _met = None

@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import UserError, checkpoint, manifest, private_api, process_group, ranks
+from common import UserError, checkpoint, guard, manifest, private_api, process_group, ranks
 from common.diagnose import SAVING
 
 Tensors = dict[str, torch.Tensor]
@@ -37,7 +37,14 @@ class Saver:
     """Writes the checkpoints of one run, in the background if asked to."""
 
     def __init__(
-        self, run_dir: Path, recipe: str, mesh: DeviceMesh, fingerprint: dict[str, Any], keep: int, in_background: bool
+        self,
+        run_dir: Path,
+        recipe: str,
+        mesh: DeviceMesh,
+        check: guard.StateCheck,
+        fingerprint: dict[str, Any],
+        keep: int,
+        in_background: bool,
     ) -> None:
         """Create a process group for saving: background saves must not mix with training collectives (all ranks).
 
@@ -45,6 +52,7 @@ class Saver:
             run_dir: the run's folder, which all ranks see.
             recipe: the train.py that runs.
             mesh: the ranks and their axes.
+            check: looks at what is written before it is committed.
             fingerprint: facts that give a position in the data its meaning, such as the seed; JSON values.
             keep: undamaged checkpoints to keep; older ones are deleted after each commit.
             in_background: copy the state and write it while the training continues; at most one save at a time.
@@ -59,10 +67,12 @@ class Saver:
             "world": dist.get_world_size(),
             "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
             "versions": ranks.versions(),
+            "checked": check.kinds,
         }
+        self._check = check
         self._stager = DefaultStager(STAGING) if in_background else None
         self._pending: threading.Thread | None = None
-        self._failure = ""
+        self._failure: UserError | None = None  # the same on all ranks
         process_group.background.callback(self._end)
 
     def _end(self) -> None:
@@ -81,6 +91,7 @@ class Saver:
 
         Raises:
             SaveError: the last checkpoint could not be written. An earlier one that fails only causes a warning.
+            BadStateError: this state, or the one written in the background before, must not be kept.
         """
         self.drain()
         facts = self._facts | {"step": step, "samples": samples}
@@ -92,22 +103,28 @@ class Saver:
             self._pending.start()
             return
         self._write(tensors, facts)
-        if last and self._failure:
-            raise SaveError(f"the last checkpoint was not saved: {self._failure}")
-        self.drain()
+        self.drain(last)
 
-    def drain(self) -> None:
-        """Wait for a save in progress, and warn if it failed (all ranks)."""
+    def drain(self, last: bool = False) -> None:
+        """Wait for a save in progress, and warn if it failed, or raise if it was the last one (all ranks).
+
+        Raises:
+            SaveError: the last checkpoint could not be written.
+            BadStateError: the state must not be kept.
+        """
         if self._pending:
             self._pending.join()
             self._pending = None
-        if self._failure:
-            ranks.print0(f"warning: {self._failure}; training continues")
-            self._failure = ""
+        failure, self._failure = self._failure, None
+        if isinstance(failure, guard.BadStateError):
+            raise failure
+        if failure and last:
+            raise SaveError(f"the last checkpoint was not saved: {failure}")
+        if failure:
+            ranks.print0(f"warning: {failure}; training continues")
 
     def _write(self, tensors: Tensors, facts: dict[str, Any]) -> None:
         """Write one checkpoint (all ranks); a failure is stored in `_failure`, the same on all ranks."""
-        self._failure = ""
         final = checkpoint.folder(self._run_dir, facts["step"])
         partial = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
         try:
@@ -123,10 +140,14 @@ class Saver:
             mine = functools.partial(private_api.files_of_rank, partial, dist.get_rank())
             files = self._together(lambda: {path.name: manifest.seal(path) for path in mine()})
             everything = {name: entry for part in files for name, entry in part.items()}
+            # After the writing, so that nothing that changes meanwhile is kept either.
+            self._check.judge(self._together(lambda: self._check.summarize(tensors)), facts["step"])
             self._together(lambda: self._commit(partial, final, facts, everything) if dist.get_rank() == 0 else None)
             self._tidy(final)
         except (Exception, dcp.CheckpointException) as error:  # CheckpointException derives from BaseException
-            self._failure = f"no checkpoint of step {facts['step']}: {_explain(error, self._run_dir)}"
+            self._failure = SaveError(f"no checkpoint of step {facts['step']}: {_explain(error, self._run_dir)}")
+            if isinstance(error, guard.BadStateError):
+                self._failure = error
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common import checkpoint, manifest, process_group, ranks, saver
+from common import checkpoint, guard, manifest, process_group, ranks, saver
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.harness import runner
@@ -35,6 +35,7 @@ def test_manifest_says_where_it_comes_from(tmp_path: Path) -> None:
         "step": 4,
         "samples": 40,
         "seed": 3,
+        "checked": ["finite", "replicas"],
     }
 
 
@@ -45,7 +46,8 @@ def save_own_and_common(run_dir: str) -> None:
     state[f"own.{rank}"] = torch.full((2,), 1.0 + rank)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "part"))
     for step, in_background in ((1, False), (2, True)):
-        saving = saver.Saver(Path(run_dir), str(RECIPE), mesh, {}, 9, in_background)
+        check = guard.StateCheck(torch.nn.Module(), compare=True)
+        saving = saver.Saver(Path(run_dir), str(RECIPE), mesh, check, {}, 9, in_background)
         saving.save(step, state, samples=0, last=False)
         saving.drain()
     dist.destroy_process_group()
