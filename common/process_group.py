@@ -48,8 +48,8 @@ class World:
 
 
 joined: World | None = None  # set from `start` to `finish`
-_met: tuple[dist.Store, int, int, str] | None = None  # kept to begin again: the ranks' store, rank, size, and RUN_KEY
-_starts = 0
+_met: tuple[dist.Store, int, int, str]  # the ranks' store, this rank, their number, and RUN_KEY
+_again = 0  # how often these processes have begun again with them
 
 
 def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: Mapping[str, Any]) -> World:
@@ -81,14 +81,13 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
     options: dict[str, Any] = {"backend": backend, "timeout": timedelta(seconds=TIMEOUT_S)}
     if backend == "cpu:gloo,cuda:nccl":
         options["device_id"] = device  # else collectives have to guess this rank's device
-    global _met, _starts, joined  # noqa: PLW0603 (`exits` needs `joined` for an error anywhere in the process)
-    if _met is None:
+    global _met, joined  # noqa: PLW0603 (`exits` needs `joined` for an error anywhere in the process)
+    if not _again:
         # MPI connects the ranks itself, and has no store that they share.
         place = (dist.HashStore(), 0, 1) if backend == "mpi" else _rendezvous()
         _met = (*place, os.environ.pop("RUN_KEY", ""))
     met, rank, size, run_key = _met
-    _starts += 1
-    store = dist.PrefixStore(f"start {_starts}", met)  # nothing that an earlier start has left there
+    store = dist.PrefixStore(f"start {_again}", met)  # without what an earlier start has left there
     if backend != "mpi":
         options |= {"store": store, "rank": rank, "world_size": size}
     dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors then name parameters, such as one without a gradient
@@ -230,12 +229,11 @@ def finish(again: bool = False) -> None:
     """End the process group once every rank has finished (all ranks). Not for error paths: it can block.
 
     Args:
-        again: keep what the ranks need to `start` once more.
+        again: these processes will `start` once more, and meet in the same store.
     """
-    global joined, _met  # noqa: PLW0603
+    global joined, _again  # noqa: PLW0603
     dist.barrier()
     background.close()
     dist.destroy_process_group()
     joined = None
-    if not again:
-        _met = None
+    _again = _again + 1 if again else 0

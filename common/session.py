@@ -164,6 +164,7 @@ class Session:
         Raises:
             BadStateError: they differ, or one is not finite; see `guard.StateCheck`.
         """
+        self._is_last(step)
         every = self._args.check_every
         if every and step % every == 0:
             with self._goes_back():

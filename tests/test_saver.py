@@ -292,7 +292,7 @@ def fail_in_turn(run_dir: str, told: str) -> None:
                     saving.save(2, state, 20, last)
                     assert saving._pending
                     saving._pending.join()
-                    failure = saving._failure
+                    failure = str(saving._failure)
                     saving.drain()
                 except saver.SaveError as error:
                     failure = str(error)

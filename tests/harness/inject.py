@@ -2,17 +2,19 @@
 
 A fault is (point, action, rank, step) and what the action needs: when `rank` comes to `point` for the first time
 in `step` or later, it does `action`. Rank -1 is the last one. Points and actions are named in POINTS and ACTIONS.
+A fault that is given twice comes again after the run has gone back (--on-bad-state rewind).
 
 Who renames one of these renames it here as well; a patch of a name that is not there fails every fault test:
 
     patched                                  what for
     common.process_group.start               point "at the start"
+    common.process_group.finish              faults that come again
     common.watch.Watch(...)                  point "before the first step"
     common.watch.Watch.step                  the step that this rank is in
     common.data.Loader(reader, ...)          point "reading": a reader around the reader
     common.stop.Stop.after                   point "end of a step"; note "done"
     common.manifest.seal, write              points "before the digests", "before the manifest"
-    common.guard.FiniteGuard(model, ...)     the parameters that the action "drift" may change
+    common.guard.FiniteGuard(model, ...)     what the actions "drift" and "damage state" may change
     common.watch.Watch._exit                 note "named": this rank prints the finding about another one
     common.watch.Watch._let_others_read      note "named": this rank has printed its own error
     common.flops.count_sample, peak_flops    no measurement
@@ -39,6 +41,7 @@ import itertools
 import json
 import math
 import os
+import random
 import re
 import runpy
 import shutil
@@ -54,7 +57,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import data, flops, guard, keymap, manifest, process_group, ranks, sampler, saver, seal, stop, watch
+from common import (
+    data,
+    flops,
+    guard,
+    keymap,
+    manifest,
+    process_group,
+    ranks,
+    sampler,
+    saver,
+    seal,
+    stop,
+    sync_batchnorm,
+    watch,
+)
 from common.workloads import resnet, text
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -80,6 +97,9 @@ class _Self:
     first_attempt = True
     events = Path(os.devnull)
     due: list[Fault] = []  # noqa: RUF012
+    later: list[Fault] = []  # noqa: RUF012
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
     shared: list[nn.Parameter] = []  # noqa: RUF012
     spoilt = False
 
@@ -92,10 +112,12 @@ def run(path: str, argv: Sequence[str], faults: Sequence[Fault], events: str, mu
     # A fault does not come again in the processes that torchrun starts in the place of those that died of it.
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     _Self.due = [one for one in faults if one[2] % size == _Self.rank and (not again or one[1] == "raise")]
+    _Self.later = [one for i, one in enumerate(_Self.due) if one in _Self.due[:i]]
+    _Self.due = [*dict.fromkeys(_Self.due)]
     assert all(point in POINTS and action in ACTIONS for point, action, *_ in faults)
     note("start")
     _shrink()
-    _patch(drifts=any(action == "drift" for _, action, *_ in faults))
+    _patch(drifts=any(action in ("drift", "damage state") for _, action, *_ in faults))
     if mutant:
         MUTANTS[mutant]()
     sys.argv = [path, *argv]
@@ -181,16 +203,17 @@ def _patch(drifts: bool) -> None:
     def begin_step(_: watch.Watch, step: int) -> None:
         _Self.step = step
 
-    def keep_shared(_: guard.FiniteGuard, model: nn.Module, *__: Any) -> None:
-        _Self.shared = _shared(model)
+    def keep_state(_: guard.FiniteGuard, model: nn.Module, optimizer: torch.optim.Optimizer, *__: Any) -> None:
+        _Self.model, _Self.optimizer, _Self.shared = model, optimizer, _shared(model)
 
     def reach_if_checkpoint(point: str) -> Callable[..., None]:
         """Of the last argument: what is renamed to it, or removed."""
         return lambda *args, **_: _reach(point) if _is_checkpoint(args[-1]) else None
 
+    _after(process_group, "finish", lambda **_: _Self.due.extend(_Self.later))
     _after(watch.Watch, "step", begin_step)
     if drifts:
-        _after(guard.FiniteGuard, "__init__", keep_shared)
+        _after(guard.FiniteGuard, "__init__", keep_state)
     _before(process_group, "start", _reaches("at the start"))
     _before(watch.Watch, "__init__", _reaches("before the first step"))
     _patch_reading()
@@ -304,6 +327,33 @@ def _drift() -> None:
     local[first] = torch.nextafter(local[first], torch.tensor(float("inf"), dtype=local.dtype))
 
 
+def _damage_state(kind: str, how: str, seed: int) -> None:
+    """Put a NaN, or a flipped bit of what another rank also holds, into a random element of one kind of state."""
+    drawn = random.Random(seed)
+    if kind == "buffer":
+        modules = [one for one in _Self.model.modules() if how == "nan" or sync_batchnorm.is_synchronized(one)]
+        found = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+    else:
+        parameters = _Self.shared if how == "bit" else [*_Self.model.parameters()]
+        found = [parameter.data for parameter in parameters]
+        if kind == "moment":
+            found = [value for one in parameters for value in _Self.optimizer.state[one].values() if value.ndim]
+    tensors = [one.to_local() if isinstance(one, DTensor) else one for one in found]
+    tensors = [one for one in tensors if one.is_floating_point() and one.numel()]
+    if not tensors:
+        note("nothing shared")
+        return
+    tensor = drawn.choice(tensors)
+    place = tuple(drawn.randrange(size) for size in tensor.shape)
+    changed = tensor[place].detach().reshape(1).clone()
+    if how == "nan":
+        changed[0] = float("nan")
+    else:
+        number = changed.view(torch.uint8)
+        number[drawn.randrange(len(number))] ^= 1 << drawn.randrange(8)
+    tensor[place] = changed[0]
+
+
 def _wait_for(path: str) -> None:
     end = time.monotonic() + WAIT_S
     while not Path(path).exists() and time.monotonic() < end:
@@ -373,6 +423,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "barrier": _mix_collectives,
     "spoil": _spoil,
     "drift": _drift,
+    "damage state": _damage_state,
     "wait for": _wait_for,
     "fill": _fill,
     "fill entries": _fill_entries,
@@ -429,7 +480,11 @@ def _take_any_rank() -> None:
 
 
 def _compare_nothing() -> None:
-    _replace(guard, "check_replicas", lambda *_: None)
+    _replace(guard, "_hashes", lambda _: {})
+
+
+def _look_at_nothing() -> None:
+    _replace(guard.StateCheck, "judge", lambda *_: None)
 
 
 def _watch_nothing() -> None:
@@ -464,6 +519,7 @@ MUTANTS = {
     "names are not compared": _take_any_name,
     "ranks are not compared": _take_any_rank,
     "replicas are not compared": _compare_nothing,
+    "state is not looked at": _look_at_nothing,
     "nobody watches": _watch_nothing,
     "the position is that of the step before": _shift_position,
     "updates that are not finite are made": _skip_nothing,
