@@ -39,7 +39,7 @@ def write(out: Path) -> None:
     for recipe in WRITTEN_BY:
         for size in SIZES:
             with tempfile.TemporaryDirectory() as folder:
-                case = FaultCase(recipe, Path(folder), size, lambda: Path())
+                case = FaultCase(recipe, Path(folder), size, Path)
                 result = case.start("--stop-after", str(STEP))
                 assert result.ok, str(result)
                 target = out / f"{recipe}-{size}"
@@ -53,13 +53,14 @@ def test_each_workload_and_size_is_there() -> None:
         assert {path.name for path in version.iterdir()} == {f"{one}-{size}" for one in WRITTEN_BY for size in SIZES}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("old", OLD, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_old_checkpoint(old: Path, tmp_path: Path) -> None:
     """One process reads the bits that were written; two or three ranks train on."""
     assert manifest.verify(old / "checkpoint")[1] == ""
     assert digests(old / "checkpoint") == json.loads((old / "digests.json").read_text())
     recipe, _, size = old.name.rpartition("-")
-    case = FaultCase(recipe, tmp_path, 3 if size == "2" else 2, lambda: Path())
+    case = FaultCase(recipe, tmp_path, 3 if size == "2" else 2, Path)
     result = case.start("--resume", str(old / "checkpoint"))
     assert result.ok, str(result)
     assert f"resuming from step {STEP} of {old / 'checkpoint'}" in result.outputs[0]
