@@ -34,6 +34,7 @@ from common import (
     watch,
 )
 
+SPIKE = 10  # times the largest loss so far, as Megatron-Core's rerun state machine has it
 went_back_from: list[int] = []  # steps with a bad state, which this process has computed again since
 
 
@@ -81,6 +82,7 @@ class Session:
         self._last_step = min(plan.max_steps, args.stop_after or plan.max_steps)
         self._done = plan.first_step
         self._stops = False
+        self._largest_loss = 0.0
         self._doubted = went_back_from[-1] if went_back_from else 0
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
@@ -146,8 +148,13 @@ class Session:
         self._is_last(step)
         self._log.add(sums)
         if self.logs(step):
-            self._log.log_train(step, data_wait_s, grad_norm=grad_norm.item(), **more)
+            logged = self._log.log_train(step, data_wait_s, grad_norm=grad_norm.item(), **more)
             self._report_skips()
+            loss = abs(logged.get("train/loss", 0.0))
+            with self._goes_back():
+                if loss > SPIKE * self._largest_loss > 0:
+                    self._look_again(step, f"the loss was over {SPIKE} times the largest before")
+            self._largest_loss = max(self._largest_loss, loss)  # in this order, NaN counts for nothing
         self._log.pause()
 
     def log_validation(self, step: int, means: Mapping[str, float]) -> None:
@@ -192,14 +199,18 @@ class Session:
             self._doubted = 0
 
     def _report_skips(self) -> None:
-        """Report skipped updates (all ranks); with --on-bad-state rewind, compute the first of them again, once."""
+        """Report skipped updates (all ranks)."""
         with self._goes_back():
-            skipped = self.finite.report()
-            if skipped and skipped in went_back_from:
-                ranks.print0(f"note: the gradient of step {skipped} is not finite again: this is no passing fault")
-                self._doubted = 0
-            elif skipped and self._args.on_bad_state == "rewind":
-                raise guard.BadStateError(f"the gradient was not finite in step {skipped}", skipped)
+            if skipped := self.finite.report():
+                self._look_again(skipped, "the gradient was not finite")
+
+    def _look_again(self, step: int, what: str) -> None:
+        """A step is suspicious, but its numbers may be right: with --on-bad-state rewind, compute it again, once."""
+        if step in went_back_from:
+            ranks.print0(f"note: {what} in step {step} again: this is no passing fault")
+            self._doubted = 0
+        elif self._args.on_bad_state == "rewind":
+            raise guard.BadStateError(f"{what} in step {step}", step)
 
     @contextlib.contextmanager
     def _goes_back(self) -> Iterator[None]:

@@ -112,7 +112,7 @@ def test_lasting_nan(case: FaultCase) -> None:
     """It is of the data or the program: skipped, as without --on-bad-state rewind."""
     result = case.start(*REWIND, faults=[("backward", "spoil", -1, 3)] * 2)
     assert result.ok, str(result)
-    case.record_message(result.outputs[0], "note: the gradient of step 3 is not finite again: this is no passing fault")
+    case.record_message(result.outputs[0], "note: the gradient was not finite in step 3 again: this is no passing")
     assert "it was a passing one" not in result.outputs[0]
 
 
@@ -126,6 +126,14 @@ def test_lasting_bit(case: FaultCase) -> None:
         result, r"error: replicas differ at step 4: .*; this is no passing fault, because the run went back"
     )
     assert list(checkpoints(case.run_dir)) == [2]
+
+
+@pytest.mark.fault("numbers: a loss spike in one step, computed again by --on-bad-state rewind")
+def test_passing_spike(case: FaultCase) -> None:
+    """Finite, and the same on all ranks: as when a batch or a checkpoint in memory was scaled by mistake."""
+    result = case.start(*REWIND, faults=[("end of a step", "grow", rank, 3) for rank in range(case.size)])
+    check_went_back(case, result, "the loss was over 10 times the largest before in step 4")
+    case.check_same_as_reference()
 
 
 # --- anywhere ---

@@ -117,7 +117,7 @@ def run(path: str, argv: Sequence[str], faults: Sequence[Fault], events: str, mu
     assert all(point in POINTS and action in ACTIONS for point, action, *_ in faults)
     note("start")
     _shrink()
-    _patch(drifts=any(action in ("drift", "damage state") for _, action, *_ in faults))
+    _patch(drifts=any(action in ("drift", "damage state", "grow") for _, action, *_ in faults))
     if mutant:
         MUTANTS[mutant]()
     sys.argv = [path, *argv]
@@ -354,6 +354,13 @@ def _damage_state(kind: str, how: str, seed: int) -> None:
     tensor[place] = changed[0]
 
 
+def _grow() -> None:
+    """All parameters."""
+    with torch.no_grad():
+        for parameter in _Self.model.parameters():
+            parameter.mul_(100)
+
+
 def _wait_for(path: str) -> None:
     end = time.monotonic() + WAIT_S
     while not Path(path).exists() and time.monotonic() < end:
@@ -424,6 +431,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "spoil": _spoil,
     "drift": _drift,
     "damage state": _damage_state,
+    "grow": _grow,
     "wait for": _wait_for,
     "fill": _fill,
     "fill entries": _fill_entries,
