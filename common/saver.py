@@ -115,7 +115,8 @@ class Saver:
         if self._pending:
             self._pending.join()
             self._pending = None
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
         if isinstance(failure, guard.BadStateError):
             raise failure
         if failure and last:

@@ -11,7 +11,7 @@ DDP averages the gradients over the ranks, bucket by bucket, so every rank then 
 
 One step sends: one all-reduce of the gradients, in buckets of up to 25 MB, in the last backward pass (earlier ones
 of an accumulated step send nothing); one broadcast of BatchNorm's running statistics from rank 0 in a forward
-pass; with --sync-bn, three small all-reduces per BatchNorm layer and micro-batch.
+pass, or with --sync-bn three small all-reduces per BatchNorm layer and micro-batch.
 
     python recipes/ddp_resnet/train.py                           # one process
     bash launch/torchrun.sh recipes/ddp_resnet                   # one per GPU, else 2 on the CPU
@@ -145,7 +145,9 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     model = initial.materialize(model, args.seed, device, precision.param_dtype(dtype))
     if args.sync_bn:
         model = sync_batchnorm.convert(model, mesh.get_group("dp"))
-    return DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
+    model.broadcast_buffers = not args.sync_bn  # with it, running statistics are the same on all ranks already
+    return model
 
 
 def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], dp_size: int) -> metrics.Sums:

@@ -147,7 +147,7 @@ POINTS = {  # and whether they are rank 0's alone
 @pytest.mark.rest
 @pytest.mark.fault("numbers: a flipped bit or NaN at a random place, {number}")
 @pytest.mark.parametrize("number", range(8))
-def test_drawnplace(number: int, case: FaultCase) -> None:
+def test_random_place(number: int, case: FaultCase) -> None:
     """The run that continues ends with the reference's bits, or refuses: never a quiet difference."""
     drawn = random.Random(f"{case.recipe} {number}")
     kind = drawn.choice(KINDS)
