@@ -79,7 +79,9 @@ class Session:
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
         run_dir.claim(found.run_dir)
         self._stop = stop.Stop(world, args.deadline, plan.first_step, self._last_step)
-        self._watch = watch.Watch(world, found.run_dir, plan.first_step, args.hang_timeout)
+        assert watch.alive, "process_group.start has made it"
+        self._watch = watch.alive
+        self._watch.begin(found.run_dir, plan.first_step, args.hang_timeout)
         self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips)
         self._saver = saver.Saver(found.run_dir, recipe, mesh, found.fingerprint, args.keep, args.async_save)
         dtype = precision.compute_dtype(args.dtype, world.device)

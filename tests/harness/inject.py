@@ -7,7 +7,7 @@ Who renames one of these renames it here as well; a patch of a name that is not 
 
     patched                                  what for
     common.process_group.start               point "at the start"
-    common.watch.Watch(...)                  point "before the first step"
+    common.watch.Watch.begin                 point "before the first step"
     common.watch.Watch.step                  the step that this rank is in
     common.data.Loader(reader, ...)          point "reading": a reader around the reader
     common.stop.Stop.after                   point "end of a step"; note "done"
@@ -192,7 +192,7 @@ def _patch(drifts: bool) -> None:
     if drifts:
         _after(guard.FiniteGuard, "__init__", keep_shared)
     _before(process_group, "start", _reaches("at the start"))
-    _before(watch.Watch, "__init__", _reaches("before the first step"))
+    _before(watch.Watch, "begin", _reaches("before the first step"))
     _patch_reading()
     _patch_backward()
     _before(nn.Module, "eval", _reaches("evaluation"))
@@ -433,7 +433,7 @@ def _compare_nothing() -> None:
 
 
 def _watch_nothing() -> None:
-    for name in ("_watch", "_watch_store", "report"):
+    for name in ("_watch", "_tick", "_feel_next", "report"):
         _replace(watch.Watch, name, lambda *_: None)
 
 
