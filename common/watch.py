@@ -205,7 +205,7 @@ class Watch:
             silent_s = silent_s + BEAT_S if self._beats == beats else 0.0
             beats = self._beats
             if silent_s > self._heart.limit_s():
-                self._exit(f"{self._name()} gets no answer from the store: {STORE_HOST} is frozen or cut off\n")
+                self._exit(f"{self._name()} gets no answer from the store: {STORE_HOST} is frozen or cut off\n", False)
 
     def _feel_next(self) -> None:
         """Notice at once when the next rank's process has ended: then the kernel closes its connection."""
@@ -256,7 +256,7 @@ class Watch:
         """Publish a finding unless there is one already; returns the one that counts."""
         return self._store.compare_set(FINDING, "", finding).decode()
 
-    def _exit(self, finding: str) -> None:
+    def _exit(self, finding: str, store_answers: bool = True) -> None:
         """Print the finding and end this process, whatever its main thread waits for."""
         self._exiting.acquire()  # never released: if two threads have the same finding, only one prints it
         own = self._own_freeze()
@@ -271,7 +271,8 @@ class Watch:
             if self._logs:
                 trace = self._logs / f"flight_recorder_{self._world.rank:05d}.json"
                 trace.write_text(json.dumps(private_api.flight_recorder(self._world.device, only_active=False)))
-            self._let_others_read(finding)
+            if store_answers:
+                self._let_others_read(finding)
         finally:  # also where the disk is full
             os._exit(exits.PEER_FAILED)
 
