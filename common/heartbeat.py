@@ -1,6 +1,7 @@
 """What this rank is doing, one look at its main thread at a time: step, phase, stack, and since when nothing moves."""
 
 import contextlib
+import faulthandler
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ from types import FrameType
 from common import data, diagnose, private_api, process_group
 
 BEAT_S = 0.25
+DEAD_S = 6 * BEAT_S  # a process whose heartbeat stays the same for this long is dead or frozen
 
 
 class Heartbeat:
@@ -35,6 +37,8 @@ class Heartbeat:
         self._position: object = None
         self._waits_in: str | None = None
         self._written = 0
+        self._ticked = time.monotonic()
+        self._freeze = (0, 0.0)  # the step in which this process stood still, and for how many seconds
         self.step = 0
         self.noted = ""
         self.stalled_s = 0.0
@@ -83,6 +87,30 @@ class Heartbeat:
         beat: diagnose.Beat = {"rank": self._world.rank, "name": self.name(), "phase": phase, "stack": stack}
         beat |= {"waits_in": self._waits_in or "", "stalled_s": self.stalled_s, "limit_s": self.limit_s(phase)}
         return beat | {"time": time.time()}
+
+    def tick(self) -> None:
+        """Notice whether this process has stood still (a thread that waits for nothing else, every `BEAT_S`)."""
+        now = time.monotonic()
+        gap_s = now - self._ticked
+        self._ticked = now
+        if gap_s > self._freeze[1] or self.step > self._freeze[0] + 1:
+            self._freeze = (self.step, gap_s)
+        if self._timeout_s < float("inf"):
+            # A C thread: while a function keeps the interpreter's lock, no thread of Python runs. It waits for at least
+            # TIMEOUT_S, because it also counts the time in which this process was stopped.
+            limit_s = max(self.limit_s(), process_group.TIMEOUT_S)
+            faulthandler.dump_traceback_later(limit_s + 2 * DEAD_S, exit=True, file=2)
+
+    def own_freeze(self) -> str:
+        """That this process stood still for so long that the others have given it up; "" if it did not."""
+        since_s = time.monotonic() - self._ticked
+        step, gap_s = (self.step, since_s) if since_s > self._freeze[1] else self._freeze
+        if gap_s < max(2 * DEAD_S, self.limit_s() / 2) or self.step > step + 1:
+            return ""
+        return (
+            f"{self.name()} was frozen itself for {gap_s:.0f} s (suspended, stopped, or its interpreter locked): "
+            "the other ranks have given it up\n"
+        )
 
     def _bytes_written(self) -> int:
         """Bytes that this rank has written to the checkpoint that is being saved."""

@@ -27,9 +27,8 @@ import torch
 import torch.distributed as dist
 
 from common import UserError, diagnose, exits, private_api, process_group, ranks, run_dir
-from common.heartbeat import BEAT_S, Heartbeat
+from common.heartbeat import BEAT_S, DEAD_S, Heartbeat
 
-DEAD_S = 6 * BEAT_S  # a process whose heartbeat stays the same for this long is dead or frozen
 DECIDERS = 8  # the first ranks to compare heartbeats: a thousand ranks must not all read a thousand heartbeats
 FINDING = "watch/finding"
 STORE_HOST = "its host (rank 0 or the launcher)"
@@ -55,8 +54,6 @@ class Watch:
         # The main thread may be waiting in the store itself.
         self._store = world.store.clone() if world.size > 1 else world.store
         self._beats = 0
-        self._ticked = time.monotonic()
-        self._freeze = (0, 0.0)  # the step in which this process stood still, and for how many seconds
         targets = [self._watch, self._tick]
         self._connected = world.size > 1 and world.backend != "mpi"  # whose ranks have no store in common either
         if self._connected:
@@ -119,7 +116,7 @@ class Watch:
         try:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
                 beats, dead = self._compare()
-                if accused := self._finding() or self._own_freeze() or diagnose.accuse_dead(beats, dead):
+                if accused := self._finding() or self._heart.own_freeze() or diagnose.accuse_dead(beats, dead):
                     self._exit(self._publish_finding(accused))
                 finding += "".join(diagnose.describe(beat) for beat in beats if beat["rank"] != self._world.rank)
             self._publish_finding(finding)
@@ -135,7 +132,7 @@ class Watch:
         with contextlib.suppress(dist.DistError):  # the store has gone before
             if self._world.rank:
                 self._store.set(f"watch/{self._world.rank}/exits", "")
-            elif self._world.size > 1:
+            elif self._world.size > 1 and not self._heart.own_freeze():
                 beats, dead = self._compare(to_the_end=True)
                 more = {rank for rank in dead if f"rank {rank} (" not in finding and not self._exits(rank)}
                 sys.stderr.write(diagnose.accuse_dead(beats, more))
@@ -146,7 +143,7 @@ class Watch:
 
     def _store_lost(self, error: Exception) -> str:
         lost = f"{self._name()} has lost its connection to the store: {STORE_HOST} is dead or cut off ({error})\n"
-        return self._own_freeze() or lost
+        return self._heart.own_freeze() or lost
 
     def _name(self) -> str:
         return self._heart.name()
@@ -155,17 +152,6 @@ class Watch:
         if not self._closing.is_set() and (not self._reported or not self._logs):
             with contextlib.suppress(dist.DistError):  # the store has gone before
                 self._publish_finding(self._last_words or f"{self._name()} exited before the training was done\n")
-
-    def _own_freeze(self) -> str:
-        """That this process stood still for so long that the others have given it up; "" if it did not."""
-        since = time.monotonic() - self._ticked
-        step, gap_s = (self._heart.step, since) if since > self._freeze[1] else self._freeze
-        if gap_s < max(2 * DEAD_S, self._heart.limit_s() / 2) or self._heart.step > step + 1:
-            return ""
-        return (
-            f"{self._name()} was frozen itself for {gap_s:.0f} s (suspended, stopped, or its interpreter locked): "
-            "the other ranks have given it up\n"
-        )
 
     def _watch(self) -> None:
         patience_s = 0 if self._world.rank < DECIDERS else 2 * DEAD_S
@@ -193,15 +179,7 @@ class Watch:
         beats = 0
         silent_s = 0.0
         while not self._closing.wait(BEAT_S):
-            now = time.monotonic()
-            if now - self._ticked > self._freeze[1] or self._heart.step > self._freeze[0] + 1:
-                self._freeze = (self._heart.step, now - self._ticked)
-            self._ticked = now
-            if self._logs:
-                # A C thread: while a function keeps the interpreter's lock, no thread of Python runs. Never sooner than
-                # TIMEOUT_S, because it also counts the time in which this process was stopped.
-                limit_s = max(self._heart.limit_s(), process_group.TIMEOUT_S)
-                faulthandler.dump_traceback_later(limit_s + 2 * DEAD_S, exit=True, file=2)
+            self._heart.tick()
             silent_s = silent_s + BEAT_S if self._beats == beats else 0.0
             beats = self._beats
             if silent_s > self._heart.limit_s():
@@ -219,7 +197,7 @@ class Watch:
     def _accuse(self, stalled: bool) -> None:
         """Compare the heartbeats, and publish who is to blame, if anybody; `_watch` prints it."""
         beats, dead = self._compare()
-        accused = self._own_freeze() or diagnose.accuse_dead(beats, dead)
+        accused = self._heart.own_freeze() or diagnose.accuse_dead(beats, dead)
         if accused := accused or (diagnose.accuse_stalled(beats) if stalled else ""):
             self._publish_finding(accused)
 
@@ -259,7 +237,7 @@ class Watch:
     def _exit(self, finding: str, store_answers: bool = True) -> None:
         """Print the finding and end this process, whatever its main thread waits for."""
         self._exiting.acquire()  # never released: if two threads have the same finding, only one prints it
-        own = self._own_freeze()
+        own = self._heart.own_freeze()
         finding = ranks.printable(finding if own in finding else own + finding)
         finding = f"{finding}rank {self._world.rank} exits; {self._outlook}\n"
         try:

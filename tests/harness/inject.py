@@ -526,7 +526,7 @@ def _seal_nothing() -> None:
 MUTANTS = {
     "the bytes of a save do not count": lambda: _replace(heartbeat.Heartbeat, "_bytes_written", lambda _: 0),
     "who fails alone in a save stays in its group": lambda: _replace(saver.Saver, "_leave", lambda _: None),
-    "nobody notices that it was frozen": lambda: _replace(watch.Watch, "_own_freeze", lambda _: ""),
+    "nobody notices that it was frozen": lambda: _replace(heartbeat.Heartbeat, "own_freeze", lambda _: ""),
     "no rank feels the end of the next one": lambda: _replace(watch.Watch, "_feel_next", lambda _: None),
     "no thread of C watches the interpreter": lambda: _replace(
         faulthandler, "dump_traceback_later", lambda *_, **__: None
