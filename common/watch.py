@@ -111,7 +111,9 @@ class Watch:
         headline = f"{self._name()} failed in {phase}: {type(error).__name__}: {error}\n"
         finding = headline + stack
         if not self._logs and isinstance(error, UserError | KeyboardInterrupt):
-            self._last_words = finding  # mostly all ranks raise the same, and rank 0 prints it
+            # Mostly all ranks raise the same, and rank 0 prints it. Else the others read it once this rank has exited.
+            self._last_words = finding
+            self._closing.set()
             return
         try:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
@@ -149,7 +151,7 @@ class Watch:
         return self._heart.name()
 
     def _report_early_exit(self) -> None:
-        if not self._closing.is_set() and (not self._reported or not self._logs):
+        if self._last_words or not (self._closing.is_set() or self._reported):
             with contextlib.suppress(dist.DistError):  # the store has gone before
                 self._publish_finding(self._last_words or f"{self._name()} exited before the training was done\n")
 
