@@ -60,7 +60,9 @@ def measure(folder: str) -> None:
     plan = sampler.make_plan(division, 10000, run_seed=0, epochs=0, max_steps=10**6, progress={})
     idle_before = idle_s(lambda step: None)
     stopping = stop.Stop(world, 0, 0, plan.max_steps)
-    watching = watch.Watch(world, path, 0, 60.0)
+    watching = watch.alive
+    assert watching, "process_group.start has made it"
+    watching.begin(path, 0, 60.0)
     finite = guard.FiniteGuard(model, optimizer, plan, 3)
     check = guard.StateCheck(model, compare=True)
     norm = torch.ones(())

@@ -8,14 +8,14 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from common import UserError, precision, private_api, ranks, seal
+from common import UserError, health, precision, private_api, ranks, seal
 
 # Ranks may reach a collective minutes apart (a cold disk, a compile); a rank that takes longer is assumed dead.
 TIMEOUT_S = 600
@@ -36,6 +36,7 @@ class World:
     device: torch.device
     backend: str
     store: seal.SealedStore  # small values that any rank can set and read, and nobody else
+    parent: int = field(default_factory=os.getppid)  # process that started this one
 
     def __str__(self) -> str:
         """One line for the terminal: how many processes, on which hosts and devices."""
@@ -64,7 +65,8 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
         **same: see `ranks.check_same`.
 
     Raises:
-        UserError: the backend or a GPU is missing, there are more processes than GPUs, or the ranks differ.
+        UserError: the backend or a GPU is missing, there are more processes than GPUs, the ranks differ, or a device
+            computes wrongly.
     """
     local_rank = ranks.env_int("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", default=0)
     local_size = ranks.env_int("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
@@ -106,6 +108,10 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
     dist.barrier()  # all ranks have joined: from here on, a refusal of one cannot keep another from joining
     code = ranks.code_digests(recipe) if recipe else {}
     ranks.check_same(**same, code=code, version=ranks.versions())
+    health.check(device)
+    from common import watch  # which imports this module
+
+    watch.Watch(world)  # from here on, a rank that dies is named
     return world
 
 

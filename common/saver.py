@@ -6,6 +6,7 @@ and if one rank failed, all drop the checkpoint.
 
 import errno
 import functools
+import gc
 import os
 import shutil
 import socket
@@ -26,6 +27,7 @@ from common import UserError, checkpoint, guard, manifest, private_api, process_
 from common.diagnose import SAVING
 
 Tensors = dict[str, torch.Tensor]
+LOST = "the connection to another rank was lost"
 STAGING = StagingOptions(False, False, False, False)  # into plain memory of the CPU, before `stage` returns
 
 
@@ -59,9 +61,7 @@ class Saver:
         """
         self._run_dir = run_dir
         self._keep = keep
-        self._group: Any = dist.new_group(
-            backend="gloo", group_desc=SAVING, timeout=timedelta(seconds=process_group.TIMEOUT_S)
-        )
+        self._group = _new_group()
         self._facts = fingerprint | {
             "recipe": Path(recipe).resolve().parent.name,
             "world": dist.get_world_size(),
@@ -72,7 +72,8 @@ class Saver:
         self._check = check
         self._stager = DefaultStager(STAGING) if in_background else None
         self._pending: threading.Thread | None = None
-        self._failure: UserError | None = None  # the same on all ranks
+        self._failure = ""
+        self._bad: guard.BadStateError | None = None
         process_group.background.callback(self._end)
 
     def _end(self) -> None:
@@ -103,6 +104,7 @@ class Saver:
             self._pending.start()
             return
         self._write(tensors, facts)
+        self._agree()
         self.drain(last)
 
     def drain(self, last: bool = False) -> None:
@@ -115,17 +117,35 @@ class Saver:
         if self._pending:
             self._pending.join()
             self._pending = None
-        failure = self._failure
-        self._failure = None
-        if isinstance(failure, guard.BadStateError):
-            raise failure
-        if failure and last:
-            raise SaveError(f"the last checkpoint was not saved: {failure}")
-        if failure:
-            ranks.print0(f"warning: {failure}; training continues")
+            self._agree()
+        if self._bad:
+            raise self._bad
+        if self._failure and last:
+            raise SaveError(f"the last checkpoint was not saved: {self._failure}")
+        if self._failure:
+            ranks.print0(f"warning: {self._failure}; training continues")
+            self._failure = ""
+
+    def _agree(self) -> None:
+        """Let all ranks know what has failed (all ranks); make a new group if one has left that of the save."""
+        outcomes = ranks.gather((self._failure, self._group is None))
+        failures = sorted((failure for failure, _ in outcomes if failure), key=lambda failure: LOST in failure)
+        self._failure = ranks.printable(failures[0]) if failures else ""  # the cause before its effects
+        if any(left for _, left in outcomes):
+            self._leave()
+            self._group = _new_group()
+
+    def _leave(self) -> None:
+        """Close this rank's connections for saving: the others, which may wait for this rank, then fail at once."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+        self._group = None
+        gc.collect()  # what refers to the group keeps the connections open
 
     def _write(self, tensors: Tensors, facts: dict[str, Any]) -> None:
-        """Write one checkpoint (all ranks); a failure is stored in `_failure`, the same on all ranks."""
+        """Write one checkpoint (all ranks); a failure is stored in `_failure`, until `_agree` on this rank only."""
+        self._failure = ""
+        alone = False
         final = checkpoint.folder(self._run_dir, facts["step"])
         partial = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
         try:
@@ -146,11 +166,15 @@ class Saver:
             self._together(lambda: self._commit(partial, final, facts, everything) if dist.get_rank() == 0 else None)
             self._tidy(final)
         except (Exception, dcp.CheckpointException) as error:  # CheckpointException derives from BaseException
-            self._failure = SaveError(f"no checkpoint of step {facts['step']}: {_explain(error, self._run_dir)}")
-            if isinstance(error, guard.BadStateError):
-                self._failure = error
+            self._bad = error if isinstance(error, guard.BadStateError) else None
+            # These are raised on all ranks, others on one alone.
+            alone = not isinstance(error, SaveError | dcp.CheckpointException | guard.BadStateError)
+            fault = SaveError(_describe(error)) if alone and not _is_lost(error) else error
+            self._failure = f"no checkpoint of step {facts['step']}: {_explain(fault, self._run_dir)}"
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
+        if alone:  # now that the error no longer refers to the group
+            self._leave()
 
     def _together(self, part: Callable[[], Any]) -> list[Any]:
         """Let every rank do its part; every rank gets all results, JSON values, or every rank raises SaveError."""
@@ -158,7 +182,7 @@ class Saver:
         try:
             outcome = (part(), "")
         except Exception as error:
-            outcome = (None, f"rank {dist.get_rank()} on {socket.gethostname()}: {type(error).__name__}: {error}")
+            outcome = (None, _describe(error))
         outcomes = ranks.gather(outcome, self._group)
         faults = [fault for _, fault in outcomes if fault]
         if faults:
@@ -207,11 +231,24 @@ class Saver:
             ranks.print0(f"warning: {final} is saved, but an older checkpoint could not be deleted: {error}")
 
 
+def _new_group() -> Any:
+    # `watch` ends a save in which nothing moves; one in which bytes come in may take its time.
+    return dist.new_group(backend="gloo", group_desc=SAVING, timeout=timedelta(days=1))
+
+
+def _describe(error: BaseException) -> str:
+    return f"rank {dist.get_rank()} on {socket.gethostname()}: {type(error).__name__}: {error}"
+
+
+def _is_lost(error: BaseException) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
 def _explain(error: BaseException, run_dir: Path) -> str:
     """The cause of a failed save in one line, with the free space: torch and safetensors wrap it in many."""
     text = str(error).strip() or type(error).__name__
-    if isinstance(error, dist.DistError) or "gloo" in text:  # the cause is not a disk; `watch` names the rank
-        return "the connection to another rank was lost"
+    if _is_lost(error):  # the cause is not a disk; `watch` names the rank
+        return LOST
     place = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     space, entries = shutil.disk_usage(place).free, os.statvfs(place).f_favail
     full = any(sign in text for sign in ("No space left", "Errno 28", "os error 28", "unexpected pos"))

@@ -88,7 +88,9 @@ class Session:
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
         run_dir.claim(found.run_dir)
         self._stop = stop.Stop(world, args.deadline, plan.first_step, self._last_step)
-        self._watch = watch.Watch(world, found.run_dir, plan.first_step, args.hang_timeout)
+        assert watch.alive, "process_group.start has made it"
+        self._watch = watch.alive
+        self._watch.begin(found.run_dir, plan.first_step, args.hang_timeout)
         self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips)
         self._check = guard.StateCheck(model, compare=args.check_every > 0)
         self._saver = saver.Saver(

@@ -17,11 +17,17 @@ import torch.distributed as dist
 
 from common import process_group, ranks
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 POLL_S = 0.2
 # torchrun forwards a signal that the terminal or Slurm also sends to the ranks: within this time it counts as one.
 SAME_SIGNAL_S = 2.0
 END_MARGIN_S = 120.0  # for the current step and the save, before Slurm ends the job
+
+
+def taken_over() -> list[signal.Signals]:
+    """The signals that mean a request to stop: SIGNALS, but not SIGHUP if this process ignores it, as under nohup."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
 
 
 class Stop:
@@ -56,9 +62,11 @@ class Stop:
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        for number in SIGNALS:
+        for number in taken_over():
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        # torchrun's own process. Without torchrun, the parent is a shell, which may end while the training runs.
+        self._launcher = world.parent if "TORCHELASTIC_RUN_ID" in os.environ else 0
         # The main thread may be waiting in the store itself.
         self._store = world.store.clone() if world.size > 1 else world.store
         self._closing = threading.Event()
@@ -110,6 +118,8 @@ class Stop:
             return f"{signal.Signals(numbers[0]).name} on rank {self._rank}"
         if time.monotonic() > self._deadline:
             return f"--deadline, or Slurm's time limit, on rank {self._rank}"
+        if self._launcher and os.getppid() != self._launcher:
+            return f"the launcher (process {self._launcher}) has died, on rank {self._rank}"
         return ranks.printable(self._store.peek("stop/reason"))
 
     def _agree(self, reason: str) -> None:

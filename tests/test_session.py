@@ -105,7 +105,7 @@ def in_one_process(target: Callable[..., None], *args: Any) -> runner.Result:
 PARTS = {
     "claim": (run_dir, "claim"),
     "Stop": (stop, "Stop"),
-    "Watch": (session.watch, "Watch"),
+    "Watch": (session.watch.Watch, "begin"),
     "FiniteGuard": (guard, "FiniteGuard"),
     "Saver": (session.saver, "Saver"),
     "Run": (log, "Run"),

@@ -171,6 +171,7 @@ class FaultCase:
         faults: Sequence[inject.Fault] = (),
         options: Sequence[str] = (),
         size: int = 0,
+        mutant: str = "",
         meanwhile: Callable[[subprocess.Popen[str], Path], None] = lambda *_: None,
         **environ: str,
     ) -> tuple[int, str]:
@@ -182,7 +183,7 @@ class FaultCase:
         file, output = self._new_events_file(), self.folder / "output"
         folder = self.folder / self.recipe
         folder.mkdir(exist_ok=True)
-        call = f"inject.run({str(self.train_py)!r}, sys.argv[1:], {[*faults]!r}, {str(file)!r})"
+        call = f"inject.run({str(self.train_py)!r}, sys.argv[1:], {[*faults]!r}, {str(file)!r}, {mutant!r})"
         folder.joinpath("train.py").write_text(f"import sys\nfrom tests.harness import inject\n\n{call}\n")
         size = size or self.size
         argv = [*flags_of(self.recipe, size), "--out", str(self.out), "--name", "run", *flags]

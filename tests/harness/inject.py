@@ -9,7 +9,7 @@ Who renames one of these renames it here as well; a patch of a name that is not 
     patched                                  what for
     common.process_group.start               point "at the start"
     common.process_group.finish              faults that come again
-    common.watch.Watch(...)                  point "before the first step"
+    common.watch.Watch.begin                 point "before the first step"
     common.watch.Watch.step                  the step that this rank is in
     common.data.Loader(reader, ...)          point "reading": a reader around the reader
     common.stop.Stop.after                   point "end of a step"; note "done"
@@ -35,7 +35,9 @@ MUTANTS patch what a proof must notice, each next to its name.
 
 import atexit
 import contextlib
+import ctypes
 import errno
+import faulthandler
 import functools
 import itertools
 import json
@@ -61,8 +63,11 @@ from common import (
     data,
     flops,
     guard,
+    health,
+    heartbeat,
     keymap,
     manifest,
+    private_api,
     process_group,
     ranks,
     sampler,
@@ -215,7 +220,7 @@ def _patch(drifts: bool) -> None:
     if drifts:
         _after(guard.FiniteGuard, "__init__", keep_state)
     _before(process_group, "start", _reaches("at the start"))
-    _before(watch.Watch, "__init__", _reaches("before the first step"))
+    _before(watch.Watch, "begin", _reaches("before the first step"))
     _patch_reading()
     _patch_backward()
     _before(nn.Module, "eval", _reaches("evaluation"))
@@ -286,6 +291,46 @@ def _send_group(name: str) -> None:
     """As torchrun does, to the loader workers as well."""
     os.setpgrp()
     os.killpg(0, signal.Signals[name])
+
+
+def _trickle(run: str, seconds: float) -> None:
+    """As a slow disk: bytes come in, while this thread waits in one call."""
+    partial = next(Path(run, "checkpoints").glob("step_*.tmp-*"))
+    file = private_api.files_of_rank(partial, _Self.rank) or [partial / f"shard-{_Self.rank + 1:05d}-slow.safetensors"]
+    script = f'for i in $(seq {5 * seconds:.0f}); do printf x >>"$0"; sleep 0.2; done; rm "$0"'
+    subprocess.run(["sh", "-c", script, str(file[0])], check=True, timeout=WAIT_S)
+
+
+def _lock() -> None:
+    """A function of C that does not give the interpreter's lock back."""
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def _no_memory() -> None:
+    raise MemoryError
+
+
+def _miscompute() -> None:
+    real = health.multiply
+
+    def multiply(rows: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        found = real(rows, device, dtype)
+        found[-1, -1] += dtype.is_floating_point
+        return found
+
+    health.multiply = multiply
+
+
+def _forget() -> None:
+    real = torch.full
+
+    def full(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found = real(*args, **kwargs)
+        if found.numel() == health.MEMORY_BYTES // 4:
+            found[-1] ^= 4
+        return found
+
+    torch.full = full
 
 
 def _raise() -> None:
@@ -423,6 +468,13 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "bfloat16": _pretend_bfloat16,
     "signal later": _send_later,
     "signal the process group": _send_group,
+    "patience": lambda seconds: setattr(process_group, "TIMEOUT_S", seconds),
+    "trickle": _trickle,
+    "lock": _lock,
+    "no memory": _no_memory,
+    "computes wrongly": _miscompute,
+    "forgets": _forget,
+    "ignore": lambda name: signal.signal(signal.Signals[name], signal.SIG_IGN),
     "raise": _raise,
     "sleep": lambda: time.sleep(1000),
     "sleep a little": lambda: time.sleep(0.5),
@@ -496,7 +548,7 @@ def _look_at_nothing() -> None:
 
 
 def _watch_nothing() -> None:
-    for name in ("_watch", "_watch_store", "report"):
+    for name in ("_watch", "_tick", "_feel_next", "report"):
         _replace(watch.Watch, name, lambda *_: None)
 
 
@@ -522,6 +574,15 @@ def _seal_nothing() -> None:
 
 
 MUTANTS = {
+    "the bytes of a save do not count": lambda: _replace(heartbeat.Heartbeat, "_bytes_written", lambda _: 0),
+    "who fails alone in a save stays in its group": lambda: _replace(saver.Saver, "_leave", lambda _: None),
+    "nobody notices that it was frozen": lambda: _replace(heartbeat.Heartbeat, "own_freeze", lambda _: ""),
+    "no rank feels the end of the next one": lambda: _replace(watch.Watch, "_feel_next", lambda _: None),
+    "no thread of C watches the interpreter": lambda: _replace(
+        faulthandler, "dump_traceback_later", lambda *_, **__: None
+    ),
+    "no device is tried": lambda: _replace(health, "find_fault", lambda _: ""),
+    "the launcher may die": lambda: _replace(os, "getppid", functools.cache(os.getppid)),
     "nothing is sealed": _seal_nothing,
     "nothing is verified": _trust_everything,
     "names are not compared": _take_any_name,
