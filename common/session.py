@@ -65,7 +65,8 @@ class Session:
             sample: FLOPs and units of a sample; without it, neither MFU nor tokens per second are shown.
 
         Raises:
-            UserError: the folder is in use, or a micro-batch has too few samples for the model.
+            UserError: the folder is in use, or another job has saved there since `found`; or a micro-batch has too few
+                samples for the model.
         """
         sampler.check_min_samples(plan, sync_batchnorm.min_samples(model))
         self._args = args
@@ -78,6 +79,7 @@ class Session:
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
         run_dir.claim(found.run_dir)
+        checkpoint.check_newest(found)
         self._stop = stop.Stop(world, args.deadline, plan.first_step, self._last_step)
         self._watch = watch.Watch(world, found.run_dir, plan.first_step, args.hang_timeout)
         self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips)
