@@ -103,7 +103,8 @@ def test_umask(case: FaultCase) -> None:
     result = case.start(faults=[("at the start", "umask", rank, 0, 0) for rank in range(case.size)])
     assert result.ok, str(result)
     case.record_message(result.outputs[0], "resuming from step 4 of")
-    case.check_same_as_reference()
+    case.check_same_curves("train/loss", "train/grad_norm")
+    case.check_same_checkpoints(STEPS)
 
 
 # --- what another job has done meanwhile -------------------------------------------------------------------
