@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from common import flops, metrics, output, process_group, ranks, run_dir, sampler
 
-ROOM = 2**16  # bytes that TensorBoard's file needs to be begun, and to take some records
 STOPPED = "stopped.json"  # in the run's folder: the run was asked to stop, saved this step, and can be queued again
 
 
@@ -75,6 +74,7 @@ class Run:
         threading.excepthook = _show_unless_events
         try:
             (path / STOPPED).unlink(missing_ok=True)
+            self._records = run_dir.open_records(path, plan.first_step)
             for change in run_dir.write_config(path, recipe, args, world):
                 ranks.print0(change)
         except OSError as error:
@@ -206,9 +206,8 @@ class Run:
             if not self._events:
                 from torch.utils.tensorboard import SummaryWriter
 
-                with tempfile.TemporaryFile(dir=self.path) as probe:  # else it leaves an empty file at each attempt
-                    probe.write(bytes(ROOM))
-                    probe.flush()
+                with tempfile.TemporaryFile(dir=self.path, buffering=0) as probe:
+                    probe.write(bytes(2**16))  # without room, the writer would leave an empty file at each attempt
                 # The events of steps that a resumed run repeats are hidden.
                 purge = self._plan.first_step + 1 if self._shown_step == self._plan.first_step else None
                 self._events = SummaryWriter(str(self.path), purge_step=purge)

@@ -34,7 +34,7 @@ def _keep(content: bytes, reason: str) -> None:
     if not _warned:
         _warned = True
         where = f"; what follows is in {spare}" if spare else ""
-        warning = f"warning: the output cannot be written ({reason}), and training continues{where}\n".encode()
+        warning = f"warning: the output cannot be written ({reason}), which ends no training{where}\n".encode()
         content = warning + content
         with contextlib.suppress(OSError):
             os.write(2, warning)  # not through sys.stderr, whose write this may be
@@ -49,7 +49,9 @@ def protect() -> None:
     """Let no write to sys.stdout and sys.stderr raise an OSError, nor the flush at the interpreter's exit."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
-        if stream and stream is getattr(sys, f"__{name}__"):  # neither a notebook's, nor protected already
+        if stream is None:  # the process was started without it
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        elif stream is getattr(sys, f"__{name}__"):  # neither a notebook's, nor protected already
             buffer = io.BufferedWriter(_Lasting(number, "w", closefd=False))
             setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=True))
 

@@ -39,9 +39,9 @@ def choose(out: str, name: str) -> Path:
         try:
             path = (Path(out).expanduser() / (name or datetime.now().strftime("%Y%m%d-%H%M%S"))).resolve()
             existing = next(parent for parent in (path, *path.parents) if parent.exists())
+            refuse_open(path)
         except (OSError, RuntimeError) as error:  # a name that is too long, or ~user of an unknown user
             raise UserError(f"--out {out}, --name {name}: {error}") from error
-        refuse_open(path)
         try:
             with tempfile.TemporaryFile(dir=existing):
                 return str(path)
@@ -87,7 +87,7 @@ def claim(path: Path) -> None:
         try:
             path.mkdir(parents=True, exist_ok=True)
             refuse_open(path)
-            file = (path / "lock").open("a+")
+            file = _append_to(path / "lock")
         except OSError as error:
             raise UserError(f"--out {path.parent}: {error}") from error
         try:
@@ -222,9 +222,14 @@ def open_records(path: Path, first_step: int) -> TextIO:
             size = end
         elif not record:
             ranks.print0(f"warning: line {number} of {file} is damaged, and is left out of the curves")
-    if file.exists():
-        os.truncate(file, size)
-    return file.open("a")
+    found = _append_to(file)
+    found.truncate(size)
+    return found
+
+
+def _append_to(file: Path) -> TextIO:
+    """Open a file of the run to read and append to it; a link could lead to somebody's file elsewhere."""
+    return os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
 
 
 def record_line(values: Mapping[str, float]) -> str:

@@ -37,7 +37,7 @@ def test_lost(what: str, target: str, case: FaultCase) -> None:
     case.check_same_as_reference()
     log = (case.run_dir / "logs" / "rank_00000.log").read_text()
     case.record_message(
-        log, r"warning: the output cannot be written \(.*\), and training continues; what follows is in"
+        log, r"warning: the output cannot be written \(.*\), which ends no training; what follows is in"
     )
     assert log.count("the output cannot be written") == 1
     assert f"done     step {STEPS} of {STEPS}" in log

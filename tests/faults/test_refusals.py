@@ -81,7 +81,7 @@ def test_links_in_a_trusted_folder(case: FaultCase) -> None:
     case.run_dir.chmod(0o777)
     mine = case.folder / "mine"
     mine.write_text("precious")
-    for name in ("config.tmp", "train.tmp", "stopped.tmp"):
+    for name in ("config.tmp", "train.tmp", "metrics.jsonl"):
         (case.run_dir / name).symlink_to(mine)
     trusts = [("at the start", "set", rank, 0, "TRUST_OPEN_FOLDERS", "1") for rank in range(case.size)]
     result = case.start("--stop-after", "2", faults=trusts)
