@@ -74,11 +74,11 @@ class Run:
         threading.excepthook = _show_unless_events
         try:
             (path / STOPPED).unlink(missing_ok=True)
-            self._records = run_dir.open_records(path, plan.first_step)
             for change in run_dir.write_config(path, recipe, args, world):
                 ranks.print0(change)
+            self._records = run_dir.open_records(path, plan.first_step)
         except OSError as error:
-            ranks.print0(f"warning: config.json and train.py were not written to {path}: {error}")
+            ranks.print0(f"warning: not all files of this start were written to {path}: {error}")
         details = "".join(f", {number:,} {unit} each" for unit, number in sample.units.items())
         details += f"; {str(dtype).removeprefix('torch.')}"
         ranks.print0(f"{world}\n{plan}{details if plan.first_step < plan.max_steps else ''}")
