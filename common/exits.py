@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from common import UserError, process_group, ranks
+from common import UserError, output, process_group, ranks
 
 USAGE_ERROR = 2  # exit code of every refusal
 PEER_FAILED = 3  # exit code of a rank that stops because another one failed
@@ -36,6 +36,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(main)
     def wrapped() -> None:
         global report  # noqa: PLW0603 (a leaf that `watch` fills in)
+        output.protect()
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         try:
             while True:

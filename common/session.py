@@ -72,7 +72,8 @@ class Session:
             sample: FLOPs and units of a sample; without it, neither MFU nor tokens per second are shown.
 
         Raises:
-            UserError: the folder is in use, or a micro-batch has too few samples for the model.
+            UserError: the folder is in use, or another job has saved there since `found`; or a micro-batch has too few
+                samples for the model.
         """
         sampler.check_min_samples(plan, sync_batchnorm.min_samples(model))
         self._args = args
@@ -87,6 +88,7 @@ class Session:
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
         run_dir.claim(found.run_dir)
+        checkpoint.check_newest(found)
         self._stop = stop.Stop(world, args.deadline, plan.first_step, self._last_step)
         assert watch.alive, "process_group.start has made it"
         self._watch = watch.alive

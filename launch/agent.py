@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
+from common import output
 from common.exits import PEER_FAILED, USAGE_ERROR
 from common.stop import taken_over
 from launch import private_api, rendezvous
@@ -31,6 +32,7 @@ started: list[SubprocessContext] = []  # this machine's ranks, one entry for eac
 
 def main() -> None:
     """Run the recipe; exit with the code of the rank that failed first."""
+    output.protect()
     if missing := private_api.missing():
         print(f"error: {missing}", file=sys.stderr)
         sys.exit(USAGE_ERROR)

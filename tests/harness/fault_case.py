@@ -173,12 +173,13 @@ class FaultCase:
         size: int = 0,
         mutant: str = "",
         meanwhile: Callable[[subprocess.Popen[str], Path], None] = lambda *_: None,
+        onto: int | None = None,
         **environ: str,
     ) -> tuple[int, str]:
         """The same through launch/torchrun.sh, on a folder whose train.py puts the faults in and runs the recipe.
 
-        `options` are torchrun's; `meanwhile` gets the launcher and the file of events. Returns the exit code and
-        everything that was printed.
+        `options` are torchrun's; `meanwhile` gets the launcher and the file of events; `onto` is an open file for
+        what is printed. Returns the exit code and everything that was printed, but for that.
         """
         file, output = self._new_events_file(), self.folder / "output"
         folder = self.folder / self.recipe
@@ -197,8 +198,8 @@ class FaultCase:
                 ["bash", str(runner.ROOT / "launch" / "torchrun.sh"), *options, str(folder), *argv],
                 cwd=runner.ROOT,
                 env=os.environ | variables,
-                stdout=printed,
-                stderr=printed,
+                stdout=onto or printed,
+                stderr=onto or printed,
                 text=True,
             )
         try:

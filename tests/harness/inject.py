@@ -9,6 +9,7 @@ Who renames one of these renames it here as well; a patch of a name that is not 
     patched                                  what for
     common.process_group.start               point "at the start"
     common.process_group.finish              faults that come again
+    common.run_dir.claim                     point "before the claim"
     common.watch.Watch.begin                 point "before the first step"
     common.watch.Watch.step                  the step that this rank is in
     common.data.Loader(reader, ...)          point "reading": a reader around the reader
@@ -60,6 +61,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import (
+    checkpoint,
     data,
     flops,
     guard,
@@ -67,9 +69,11 @@ from common import (
     heartbeat,
     keymap,
     manifest,
+    output,
     private_api,
     process_group,
     ranks,
+    run_dir,
     sampler,
     saver,
     seal,
@@ -87,7 +91,16 @@ from tests.harness import damage
 
 Fault = tuple[Any, ...]
 POINTS = (
-    *("at the start", "before the first step", "reading", "backward", "update", "end of a step", "evaluation"),
+    *(
+        "at the start",
+        "before the claim",
+        "before the first step",
+        "reading",
+        "backward",
+        "update",
+        "end of a step",
+        "evaluation",
+    ),
     *("before the data", "between the files", "in a file", "before the digests", "before the manifest"),
     *("before the rename", "after the rename", "during retention"),
 )
@@ -220,6 +233,7 @@ def _patch(drifts: bool) -> None:
     if drifts:
         _after(guard.FiniteGuard, "__init__", keep_state)
     _before(process_group, "start", _reaches("at the start"))
+    _before(run_dir, "claim", _reaches("before the claim"))
     _before(watch.Watch, "begin", _reaches("before the first step"))
     _patch_reading()
     _patch_backward()
@@ -441,6 +455,31 @@ def _free(folder: str) -> None:
     shutil.rmtree(ballast) if ballast.is_dir() else ballast.unlink()
 
 
+def _print_to(path: str) -> None:
+    """As if standard output and error had been a file there, or a pipe to a reader who has left."""
+    if path:
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    else:
+        reader, target = os.pipe()
+        os.close(reader)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+
+
+def _lose_server(what: str, folder: str) -> None:
+    """As on NFS, when the server no longer knows a folder."""
+    real = getattr(Path, what)
+
+    def lost(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if Path(folder) in (self, *self.parents):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self))
+        return real(self, *args, **kwargs)
+
+    _replace(Path, what, lost)
+
+
 def _btrfs(folder: str, *command: str) -> None:
     subprocess.run(["btrfs", *command, folder], check=True, timeout=WAIT_S)
 
@@ -490,6 +529,10 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "free": _free,
     "remount": _remount,
     "btrfs": _btrfs,
+    "print to": _print_to,
+    "lose the server": _lose_server,
+    "umask": os.umask,
+    "set": lambda name, value: os.environ.update({name: value}),
     "remove": shutil.rmtree,
     "die in a file": _die_in_a_file,
     "die in a deletion": _die_in_a_deletion,
@@ -573,6 +616,18 @@ def _seal_nothing() -> None:
     _replace(seal, "unseal", lambda key, name, sealed: sealed)
 
 
+def _print_directly() -> None:
+    _replace(output, "protect", lambda: None)
+
+
+def _trust_open_folders() -> None:
+    _replace(run_dir, "refuse_open", lambda _: None)
+
+
+def _look_once() -> None:
+    _replace(checkpoint, "check_newest", lambda _: None)
+
+
 MUTANTS = {
     "the bytes of a save do not count": lambda: _replace(heartbeat.Heartbeat, "_bytes_written", lambda _: 0),
     "who fails alone in a save stays in its group": lambda: _replace(saver.Saver, "_leave", lambda _: None),
@@ -583,6 +638,9 @@ MUTANTS = {
     ),
     "no device is tried": lambda: _replace(health, "find_fault", lambda _: ""),
     "the launcher may die": lambda: _replace(os, "getppid", functools.cache(os.getppid)),
+    "output is not protected": _print_directly,
+    "open folders are trusted": _trust_open_folders,
+    "the folder is looked at once": _look_once,
     "nothing is sealed": _seal_nothing,
     "nothing is verified": _trust_everything,
     "names are not compared": _take_any_name,
