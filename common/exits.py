@@ -44,7 +44,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
                     return main()
                 except Rewind:
                     report = None
-                    process_group.finish(again=True)
+                    process_group.finish(begins_again=True)
         except SystemExit:
             raise
         except BaseException as error:

@@ -50,7 +50,7 @@ class World:
 
 joined: World | None = None  # set from `start` to `finish`
 _met: tuple[dist.Store, int, int, str]  # the ranks' store, this rank, their number, and RUN_KEY
-_again = 0  # how often these processes have begun again with them
+again = 0  # how often these processes have begun again, with what they had then
 
 
 def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: Mapping[str, Any]) -> World:
@@ -84,12 +84,12 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
     if backend == "cpu:gloo,cuda:nccl":
         options["device_id"] = device  # else collectives have to guess this rank's device
     global _met, joined  # noqa: PLW0603 (`exits` needs `joined` for an error anywhere in the process)
-    if not _again:
+    if not again:
         # MPI connects the ranks itself, and has no store that they share.
         place = (dist.HashStore(), 0, 1) if backend == "mpi" else _rendezvous()
         _met = (*place, os.environ.pop("RUN_KEY", ""))
     met, rank, size, run_key = _met
-    store = dist.PrefixStore(f"start {_again}", met)  # without what an earlier start has left there
+    store = dist.PrefixStore(f"start {again}", met)  # without what an earlier start has left there
     if backend != "mpi":
         options |= {"store": store, "rank": rank, "world_size": size}
     dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors then name parameters, such as one without a gradient
@@ -231,15 +231,15 @@ def _check_devices(world: World) -> None:
         ranks.print0(f"note: the GPUs differ ({found}): the slowest sets the pace, and last digits depend on them")
 
 
-def finish(again: bool = False) -> None:
+def finish(begins_again: bool = False) -> None:
     """End the process group once every rank has finished (all ranks). Not for error paths: it can block.
 
     Args:
-        again: these processes will `start` once more, and meet in the same store.
+        begins_again: these processes will `start` once more, and meet in the same store.
     """
-    global joined, _again  # noqa: PLW0603
+    global joined, again  # noqa: PLW0603
     dist.barrier()
     background.close()
     dist.destroy_process_group()
     joined = None
-    _again = _again + 1 if again else 0
+    again = again + 1 if begins_again else 0

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import UserError, checkpoint, guard, manifest, private_api, process_group, ranks
+from common import UserError, checkpoint, guard, manifest, private_api, process_group, ranks, run_dir
 from common.diagnose import SAVING
 
 Tensors = dict[str, torch.Tensor]
@@ -223,8 +223,7 @@ class Saver:
                 kept += not any(fault for _, fault in self._together(verify))
             if dist.get_rank() == 0:
                 latest = final.with_name("latest")  # for people; `find` does not read it
-                latest.with_suffix(".tmp").write_text(final.name)
-                latest.with_suffix(".tmp").replace(latest)
+                run_dir.replace(latest, final.name)
                 for path in (*older, *final.parent.glob("step_*.tmp-*")):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         except (SaveError, OSError) as error:  # SaveError is raised on all ranks

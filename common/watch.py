@@ -22,6 +22,7 @@ import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,7 @@ class Watch:
         self._connected = world.size > 1 and world.backend != "mpi"  # whose ranks have no store in common either
         if self._connected:
             self._farewell = torch.zeros(1)
-            self._message = dist.irecv(self._farewell, (world.rank + 1) % world.size, tag=FAREWELL_TAG)
+            self._message: Any = dist.irecv(self._farewell, (world.rank + 1) % world.size, tag=FAREWELL_TAG)
             targets.append(self._feel_next)
         self._threads = [threading.Thread(target=target, name=target.__name__, daemon=True) for target in targets]
         for thread in self._threads:

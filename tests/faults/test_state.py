@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.harness import inject, runner
-from tests.harness.fault_case import FaultCase, checkpoints
+from tests.harness.fault_case import STEPS, FaultCase, checkpoints
 from tests.harness.states import same_tensors
 
 KINDS = ("parameter", "moment", "buffer")
@@ -104,7 +104,22 @@ def test_passing_nan(case: FaultCase) -> None:
     """No update is skipped in the end."""
     result = case.start(*REWIND, "--save-every", "1", "--log-every", "9", faults=[("backward", "spoil", -1, 3)])
     check_went_back(case, result, "the gradient was not finite in step 3")
-    case.check_same_checkpoints(6)
+    case.check_same_checkpoints(STEPS)
+
+
+@pytest.mark.fault("stop: SIGTERM just before --on-bad-state rewind", least=2)
+def test_request_outlives_it(case: FaultCase) -> None:
+    """The ranks go back, stop as asked, and continue as if undisturbed."""
+    request = ("end of a step", "signal", 0, 3, "SIGTERM", 0.5)
+    pauses = [("end of a step", "sleep a little", -1, 3)] * 2  # the second after it has gone back
+    result = case.start(*REWIND, faults=[damage("parameter", "bit"), request, *pauses])
+    if any(event["event"] == "nothing shared" for event in case.events):
+        pytest.skip("not applicable: no two ranks hold the same part of this state")
+    assert result.ok, str(result)
+    case.record_message(result.outputs[0], r"stopped  checkpoint saved \(SIGTERM")
+    assert max(checkpoints(case.run_dir)) < STEPS
+    case.resume_and_check(exact=False)
+    case.check_same_checkpoints(STEPS)
 
 
 @pytest.mark.fault("numbers: NaN in a step, also when it is computed again")
