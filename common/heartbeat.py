@@ -66,6 +66,7 @@ class Heartbeat:
     def look(self) -> diagnose.Beat:
         """One heartbeat (the watching thread, every `BEAT_S`)."""
         frames = sys._current_frames()
+        del frames[threading.get_ident()]  # else it holds itself, and with it the loader's workers, after the training
         frame = frames.get(self._main)
         place = [_place(frame)]
         phase, stack = diagnose.phase_and_stack(reversed(list(traceback.walk_stack(frame))), self.noted)
