@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from common import UserError, keymap, private_api, ranks, sampler, sync_batchnorm
 
-NOT_SAVED = "A device or its memory may be faulty: exclude it if this happens again. This state is not saved"
+NOT_SAVED = "This state is not saved, and the same command continues from the newest checkpoint"
 
 
 class BadStateError(UserError):
@@ -144,7 +144,11 @@ class StateCheck:
         """
         for rank, (names, _) in enumerate(summaries):
             if names:
-                raise BadStateError(f"not finite at step {step}: {names[0]} on rank {rank}. {NOT_SAVED}", step)
+                raise BadStateError(
+                    f"not finite at step {step}: {names[0]} on rank {rank}. An update may have overflowed (lower --lr), "
+                    f"or a device or its memory may be faulty. {NOT_SAVED}",
+                    step,
+                )
         everyone = [hashes for _, hashes in summaries]
         for key in {key: None for one in everyone for key in one}:
             holders = {rank: one[key] for rank, one in enumerate(everyone) if key in one}
@@ -155,7 +159,11 @@ class StateCheck:
             different = [rank for rank, value in holders.items() if value != majority]
             others = f"rank {min(holders)}" if len(holders) == 2 else f"most of its {len(holders)} ranks"
             named = f"{key} on rank {', '.join(map(str, different))} differs from {others}"
-            raise BadStateError(f"replicas differ at step {step}: {named}. {NOT_SAVED}", step)
+            raise BadStateError(
+                f"replicas differ at step {step}: {named}. A device or its memory may be faulty: exclude it if this "
+                f"happens again. {NOT_SAVED}",
+                step,
+            )
 
 
 def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:

@@ -89,7 +89,7 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
         place = (dist.HashStore(), 0, 1) if backend == "mpi" else _rendezvous()
         _met = (*place, os.environ.pop("RUN_KEY", ""))
     met, rank, size, run_key = _met
-    store = dist.PrefixStore(f"start {again}", met)  # without what an earlier start has left there
+    store = dist.PrefixStore(f"start {again}", met) if again else met  # without what is there of an earlier start
     if backend != "mpi":
         options |= {"store": store, "rank": rank, "world_size": size}
     dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors then name parameters, such as one without a gradient

@@ -227,8 +227,7 @@ class Session:
             yield
         except guard.BadStateError as error:
             if self._args.on_bad_state == "stop":
-                how = "to continue from the newest checkpoint, run the same command, or use --on-bad-state rewind"
-                raise guard.BadStateError(f"{error}; {how}", error.step) from None
+                raise
             if went_back_from and error.step <= went_back_from[-1]:
                 why = f"this is no passing fault, because the run went back from step {went_back_from[-1]} before"
                 raise guard.BadStateError(f"{error}; {why}", error.step) from None

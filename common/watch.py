@@ -79,6 +79,7 @@ class Watch:
         self._logs = path / "logs"
         self._outlook = _outlook(path, self._world.size)
         self._heart.begin(path, first_step, hang_timeout_s)
+        self._heart.tick()  # the first step may already keep the interpreter's lock
         process_group.background.callback(self.close)  # again: now before what has begun since `start`
 
     def step(self, step: int) -> None:
@@ -159,7 +160,7 @@ class Watch:
     def _watch(self) -> None:
         patience_s = 0 if self._world.rank < DECIDERS else 2 * DEAD_S
         warned = slow = False
-        while not self._closing.wait(BEAT_S):
+        while True:
             try:
                 if self._publish_heartbeat() > self._heart.limit_s() + patience_s:
                     self._accuse(stalled=True)
@@ -176,6 +177,8 @@ class Watch:
                 if self._closing.is_set() or self._reported:
                     return
                 self._exit(self._store_lost(error))
+            if self._closing.wait(BEAT_S):
+                return
 
     def _tick(self) -> None:
         """Keep the clocks that need no store: of a store that does not answer, and of an interpreter that is locked."""

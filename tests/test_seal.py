@@ -111,7 +111,7 @@ def test_torch_reads_through_it(raw: dist.Store, store: seal.SealedStore) -> Non
 def meet() -> None:
     """Ranks read each other's values; a stranger with a connection of its own neither reads nor forges them."""
     world = process_group.start()
-    assert isinstance(world.store._store.underlying_store, dist.TCPStore)
+    assert isinstance(world.store._store, dist.TCPStore)
     world.store.set(f"from/{world.rank}", json.dumps(world.rank))
     assert json.loads(world.store.get(f"from/{1 - world.rank}")) == 1 - world.rank
     stranger = world.store._store.clone()
