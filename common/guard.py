@@ -144,11 +144,9 @@ class StateCheck:
         """
         for rank, (names, _) in enumerate(summaries):
             if names:
-                raise BadStateError(
-                    f"not finite at step {step}: {names[0]} on rank {rank}. An update may have overflowed (lower --lr), "
-                    f"or a device or its memory may be faulty. {NOT_SAVED}",
-                    step,
-                )
+                where = f"not finite at step {step}: {names[0]} on rank {rank}"
+                why = "An update may have overflowed (lower --lr), or a device or its memory may be faulty"
+                raise BadStateError(f"{where}. {why}. {NOT_SAVED}", step)
         everyone = [hashes for _, hashes in summaries]
         for key in {key: None for one in everyone for key in one}:
             holders = {rank: one[key] for rank, one in enumerate(everyone) if key in one}

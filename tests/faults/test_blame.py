@@ -153,7 +153,8 @@ def test_mutant_feels_nothing(case: FaultCase) -> None:
 @pytest.mark.fault("rank: keeps the interpreter's lock")
 def test_locked(case: FaultCase) -> None:
     """Alone, a thread of C ends it; of several, the others name it."""
-    result = case.start(faults=[*patient(case, 3.0), ("update", "lock", -1, 4)])
+    faults = [("update", "sleep a little", -1, 4), ("update", "lock", -1, 4)]  # first a heartbeat or two
+    result = case.start(faults=[*patient(case, 3.0), *faults])
     last = case.size - 1
     assert result.codes[last], str(result)
     if case.size > 1:
