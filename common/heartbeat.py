@@ -16,6 +16,8 @@ from common import data, diagnose, private_api, process_group
 BEAT_S = 0.25
 DEAD_S = 6 * BEAT_S  # a process whose heartbeat stays the same for this long is dead or frozen
 
+MOST_S = 1e8  # three years: the clock of C ends somewhere
+
 
 class Heartbeat:
     """Looks at this rank's main thread.
@@ -99,8 +101,8 @@ class Heartbeat:
         if self._timeout_s < float("inf"):
             # A C thread: while a function keeps the interpreter's lock, no thread of Python runs. It waits for at least
             # TIMEOUT_S, because it also counts the time in which this process was stopped.
-            limit_s = max(self.limit_s(), process_group.TIMEOUT_S)
-            faulthandler.dump_traceback_later(limit_s + 2 * DEAD_S, exit=True, file=2)
+            limit_s = min(max(self.limit_s(), process_group.TIMEOUT_S) + 2 * DEAD_S, MOST_S)
+            faulthandler.dump_traceback_later(limit_s, exit=True, file=2)
 
     def own_freeze(self) -> str:
         """That this process stood still for so long that the others have given it up; "" if it did not."""
