@@ -1,12 +1,13 @@
 """Training under fire: `uv run python -m benchmarks.soak --minutes 10` writes docs/soak.md.
 
-One run without faults, then the same training with a random fault about every 20 s: a rank killed, frozen or
-told to leave, the launcher killed with all its ranks (a power cut), a bit flipped in the newest checkpoint.
+One run without faults, then the same training with a random fault about every 20 s: a rank killed or frozen, the
+launcher asked to stop, killed alone, or killed with its ranks (a power cut), a bit flipped in the newest checkpoint.
 Whatever ends is started again with the same command. At the end both runs must have the same parameters, bit
 for bit. Goodput is the time that the steps take without faults over the time that the faulted run took.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -72,6 +73,10 @@ def inject(fault: str, launcher: subprocess.Popen[bytes], run: Path, chance: ran
     elif fault == "SIGTERM to the launcher":
         launcher.terminate()
         launcher.wait(60)
+    elif fault == "SIGKILL to the launcher":
+        launcher.kill()
+        for pid in pids:  # they save and stop; until then they hold the run's folder
+            wait_for_end(pid)
     else:
         for pid in [launcher.pid, *pids]:
             os.kill(pid, signal.SIGKILL)
@@ -83,18 +88,56 @@ FAULTS = [
     "SIGKILL to a rank",
     "SIGSTOP to a rank",
     "SIGTERM to the launcher",
+    "SIGKILL to the launcher",
     "power cut",
     "power cut and a bit flipped",
 ]
 
 
-def wait_for_progress(launcher: subprocess.Popen[bytes], run: Path, beyond: int) -> bool:
-    """Whether a step beyond this one is recorded before the launcher ends."""
-    while launcher.poll() is None:
-        if newest_step(run) > beyond:
-            return True
+def wait_for_end(pid: int) -> None:
+    """Until a process that need not be a child of this one has ended."""
+    until = time.monotonic() + 60
+    while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < until:
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return
         time.sleep(0.05)
-    return False
+
+
+# From a fault to the next step: what ends each part.
+PARTS = (
+    "until all ranks of before had ended",
+    "until the launcher had started new ones",
+    "until these had imported, joined and loaded",
+    "until a step beyond the one that the fault hit",
+)
+
+
+class Recovery:
+    """When each of PARTS ended, from a fault on.
+
+    Attributes:
+        marks: seconds on the clock: the fault, and the ends of the parts so far.
+    """
+
+    def __init__(self, launcher: subprocess.Popen[bytes], log: Path) -> None:
+        """Begin just before the fault."""
+        self._log = log
+        self._before = {*rank_pids(launcher)}
+        self._size = log.stat().st_size
+        self.marks = [time.monotonic()]
+
+    def look(self, launcher: subprocess.Popen[bytes], progress: bool) -> bool:
+        """Note which parts have ended by now; returns whether all have."""
+        pids = {*rank_pids(launcher)} if launcher.poll() is None else set()
+        news = self._log.read_bytes()[self._size :]
+        ended = (not pids & self._before, len(pids - self._before) == RANKS, b"\nsteps " in news, progress)
+        count = max((i + 1 for i, one in enumerate(ended) if one), default=0)  # a short part may have gone unseen
+        self.marks += [time.monotonic()] * (1 + count - len(self.marks))
+        return progress
+
+    def seconds(self) -> list[float]:
+        """How long each part took."""
+        return [end - begin for begin, end in itertools.pairwise(self.marks)]
 
 
 def main() -> None:
@@ -116,18 +159,23 @@ def main() -> None:
 
         run, began = out / "soak", time.monotonic()
         launcher, starts, recoveries, done = start(out, "soak", steps), 1, [], Counter[str]()
+        parts: list[list[float]] = []
         next_fault = began + PAUSE_S
         while launcher.poll() is None or newest_step(run) < steps:
             if launcher.poll() is not None:
                 launcher, starts = start(out, "soak", steps), starts + 1
             if time.monotonic() > next_fault and len(rank_pids(launcher)) == RANKS and newest_step(run) > 5:
-                fault, hurt = chance.choice(FAULTS), time.monotonic()
+                fault, recovery = chance.choice(FAULTS), Recovery(launcher, out / "soak.log")
                 inject(fault, launcher, run, chance)
                 before = newest_step(run)
                 done[fault] += 1
-                while not wait_for_progress(launcher, run, before) and newest_step(run) < steps:
-                    launcher, starts = start(out, "soak", steps), starts + 1
-                recoveries.append(time.monotonic() - hurt)
+                while not recovery.look(launcher, newest_step(run) > before) and newest_step(run) < steps:
+                    if launcher.poll() is not None:
+                        launcher, starts = start(out, "soak", steps), starts + 1
+                    time.sleep(0.05)
+                recovery.look(launcher, progress=True)  # also where the training ended meanwhile
+                parts.append(recovery.seconds())
+                recoveries.append(sum(parts[-1]))
                 print(
                     f"{time.monotonic() - began:6.1f} s  {fault:24} at step {before}: {recoveries[-1]:.1f} s",
                     flush=True,
@@ -148,6 +196,7 @@ def main() -> None:
         "the same of the fault-free run, with its start": f"{100 * steps * step_s / calm_s:.1f} %",
         "from a fault to a step beyond the one it hit": f"median {statistics.median(recoveries):.1f} s, "
         f"longest {max(recoveries):.1f} s",
+        **{f"- {part}": f"median {statistics.median(one[i] for one in parts):.1f} s" for i, part in enumerate(PARTS)},
         "starts of the launcher": str(starts),
     }
     table = "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows.items())])

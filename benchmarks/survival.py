@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import guard, keymap, process_group, run_dir, sampler, saver, stop, watch
+from common import guard, keymap, process_group, ranks, run_dir, sampler, saver, stop, watch
 from common.workloads.resnet import make_resnet
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT
@@ -42,6 +42,11 @@ def idle_s(begin_step: Callable[[int], object]) -> float:
     return (time.process_time() - before) / IDLE_STEPS
 
 
+def judge(check: guard.StateCheck, tensors: dict[str, torch.Tensor]) -> None:
+    """What `Session.check_replicas` does."""
+    check.judge(ranks.gather(check.summarize(tensors)), 1)
+
+
 def measure(folder: str) -> None:
     """One rank's part; rank 0 prints the rows of the tables."""
     world = process_group.start()
@@ -55,8 +60,11 @@ def measure(folder: str) -> None:
     plan = sampler.make_plan(division, 10000, run_seed=0, epochs=0, max_steps=10**6, progress={})
     idle_before = idle_s(lambda step: None)
     stopping = stop.Stop(world, 0, 0, plan.max_steps)
-    watching = watch.Watch(world, path, 0, 60.0)
+    watching = watch.alive
+    assert watching, "process_group.start has made it"
+    watching.begin(path, 0, 60.0)
     finite = guard.FiniteGuard(model, optimizer, plan, 3)
+    check = guard.StateCheck(model, compare=True)
     norm = torch.ones(())
     finite.skip_if_not_finite(norm)
     step = iter(range(10**9))
@@ -65,11 +73,11 @@ def measure(folder: str) -> None:
         "Stop.after": timed(lambda: stopping.after(next(step))),
         "FiniteGuard.skip_if_not_finite": timed(lambda: finite.skip_if_not_finite(norm)),
         "FiniteGuard.restore_if_skipped": timed(lambda: finite.restore_if_skipped(1)),
-        "check_replicas, every 100 steps": timed(lambda: guard.check_replicas(model, 1)) / 100,
+        "StateCheck, every 100 steps": timed(lambda: judge(check, keymap.model_tensors(model))) / 100,
     }
     rows["threads of Watch and Stop, their processor time"] = idle_s(watching.step) - idle_before
 
-    savers = {flag: saver.Saver(path, __file__, mesh, {}, 1, flag) for flag in (False, True)}
+    savers = {flag: saver.Saver(path, __file__, mesh, check, {}, 1, flag) for flag in (False, True)}
     tensors = keymap.model_tensors(model) | keymap.optimizer_tensors(model, optimizer)
     stalls: dict[bool, list[float]] = {False: [], True: []}
     for i in range(2 * SAVES + 2):

@@ -9,7 +9,6 @@ number saved.
 import functools
 import re
 import socket
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from common import UserError, keymap, manifest, ranks
+from common import UserError, keymap, manifest, ranks, run_dir
 from common.ranks import Answer
 
 ADVICE = " (use the flags that it was trained with, or another checkpoint)"
@@ -33,9 +32,16 @@ def folder(run_dir: Path, step: int) -> Path:
 
 
 def committed(run_dir: Path) -> list[Path]:
-    """Every committed checkpoint of a run, newest first."""
-    found = (run_dir / "checkpoints").glob("step_*")
-    return sorted((path for path in found if re.fullmatch("[0-9]+", path.name[5:])), key=step_of, reverse=True)
+    """Every committed checkpoint of a run, newest first.
+
+    Raises:
+        OSError: the folder cannot be listed; `glob` would hide that, and the run would start from scratch.
+    """
+    try:
+        found = [*(run_dir / "checkpoints").iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((path for path in found if re.fullmatch("step_[0-9]+", path.name)), key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
@@ -52,12 +58,14 @@ class Found:
         fingerprint: the facts of this run that give a position in the data its meaning, such as the seed.
         path: the checkpoint to load; None for a new run.
         progress: its manifest, with "step" and "samples"; empty for a new run.
+        newest: the newest committed step of the run's own folder at that time, damaged or not; -1 for none.
     """
 
     run_dir: Path
     fingerprint: dict[str, Any]
     path: Path | None
     progress: dict[str, Any]
+    newest: int = -1
 
 
 def find(run_dir: Path, resume: str, model: nn.Module | None = None, **fingerprint: Any) -> Found:
@@ -76,21 +84,40 @@ def find(run_dir: Path, resume: str, model: nn.Module | None = None, **fingerpri
             all ranks; rank 0 prints a note if the checkpoint was written with others.
 
     Raises:
-        UserError: all checkpoints are damaged, `resume` names no checkpoint, the checkpoint is of another model, or the
-            fingerprint differs between ranks.
+        UserError: all checkpoints are damaged or cannot be read, `resume` names no checkpoint, the checkpoint is of
+            another model, or the fingerprint differs between ranks.
     """
     ranks.check_same(data=fingerprint, version=ranks.versions())  # now with those of the data's packages
-    continued = ranks.from_rank0(lambda: bool(committed(run_dir)))
-    if not continued and not resume:
+    newest = _newest(run_dir)
+    if newest < 0 and not resume:
         return Found(run_dir, fingerprint, None, {})
-    path, progress = choose(run_dir) if continued else choose(Path(resume), "--resume ")
+    path, progress = choose(run_dir) if newest >= 0 else choose(Path(resume), "--resume ")
     ranks.print0(f"resuming from step {progress['step']} of {path}")
     for key, value in fingerprint.items():
         if progress.get(key, value) != value:
             ranks.print0(f"note: the checkpoint was written with {key} {progress[key]}, this run has {key} {value}")
     if model:
         check_fits(path, model)
-    return Found(run_dir, fingerprint, path, progress)
+    return Found(run_dir, fingerprint, path, progress, newest)
+
+
+def check_newest(found: Found) -> None:
+    """Look again, now that no other job can save in the run's folder (all ranks).
+
+    Raises:
+        UserError: another job has saved there since `find`: this one would overwrite what that one has recorded.
+    """
+    newest = _newest(found.run_dir)
+    if newest != found.newest:
+        raise UserError(
+            f"--name {found.run_dir.name}: another job has saved step {newest} in {found.run_dir} while this one was "
+            "starting: start this one again, and it resumes from there"
+        )
+
+
+def _newest(run_dir: Path) -> int:
+    """The newest committed step, -1 for none (all ranks)."""
+    return _from_rank0(run_dir, lambda: max(map(step_of, committed(run_dir)), default=-1))
 
 
 def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
@@ -107,18 +134,15 @@ def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
     """
 
     def candidates() -> list[str]:
-        try:
-            place = where.expanduser()
-            found = [place] if (place / manifest.NAME).is_file() else committed(place)
-        except (OSError, RuntimeError) as error:
-            raise UserError(f"{flag}{where} cannot be read: {error}") from error
+        place = where.expanduser()
+        found = [place] if (place / manifest.NAME).is_file() else committed(place)
         if not found:
             raise UserError(f"{flag}{where}: no checkpoint there; name a run's folder or one of its checkpoints")
         return [str(path) for path in found]
 
     faults: list[str] = []
-    for path in map(Path, _from_rank0(candidates)):
-        _from_rank0(functools.partial(_refuse_open_folder, path))
+    for path in map(Path, _from_rank0(f"{flag}{where}", candidates)):
+        _from_rank0(path, functools.partial(_refuse_open_folder, path))
         facts, fault = _verify(path)
         if not fault:
             if faults:
@@ -145,7 +169,15 @@ def _verify(path: Path) -> tuple[dict[str, Any], str]:
     return facts, ""
 
 
-def _from_rank0(answer: Callable[[], Answer]) -> Answer:
+def _from_rank0(place: object, read: Callable[[], Answer]) -> Answer:
+    """What rank 0 reads at a place, if there is a process group; a disk or server that does not answer is named."""
+
+    def answer() -> Answer:
+        try:
+            return read()
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{place} cannot be read: {error}") from error
+
     return ranks.from_rank0(answer) if dist.is_initialized() else answer()
 
 
@@ -155,9 +187,7 @@ def _refuse_open_folder(path: Path) -> None:
     except (OSError, RuntimeError):  # a link to itself, which counts as damaged
         return
     for place in (path, *path.parents[:2]):  # the checkpoint, checkpoints/ and the run's folder
-        mode = place.stat().st_mode if place.is_dir() else 0  # a broken link, or one to a device, counts as damaged
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise UserError(f"{place} is writable by every user, so its checkpoints are not trusted: chmod o-w {place}")
+        run_dir.refuse_open(place)  # a broken link, or one to a device, counts as damaged
 
 
 def tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:

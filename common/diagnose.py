@@ -33,13 +33,14 @@ def phase_and_stack(frames: Iterable[tuple[FrameType, int]], noted: str = "") ->
     return "the main loop", shown
 
 
-def waits_in(record: dict[str, Any], stack: str) -> str:
+def waits_in(record: dict[str, Any], stack: str, phase: str) -> str:
     """The collective that this rank has begun and not finished, or a point-to-point message; else "".
 
+    Those of a save count only while the main thread is in the save too: otherwise it is written beside the training.
     gloo does not record messages: the stack shows them.
     """
     for entry in record.get("entries", []):
-        if not entry["retired"] and entry["process_group"][1] != SAVING:
+        if not entry["retired"] and (phase == "save" or entry["process_group"][1] != SAVING):
             call = f"{entry['profiling_name']} {entry['input_sizes']}"
             return f"{call}, number {entry['collective_seq_id']} of group {entry['process_group'][1]}"
     message = re.search(rf", in ({'|'.join(private_api.MESSAGES)})$", stack, re.MULTILINE)
@@ -57,13 +58,14 @@ def accuse_dead(beats: list[Beat], dead: set[int]) -> str:
     return "".join(f"dead or frozen; last heartbeat of {describe(beat)}" for beat in beats if beat["rank"] in dead)
 
 
-def accuse_stalled(beats: list[Beat], limit_s: float) -> str:
-    """Name the rank that the others wait for; "" while that rank still makes progress."""
+def accuse_stalled(beats: list[Beat]) -> str:
+    """Name the rank that the others wait for; "" while that rank still makes progress, or has time for its phase."""
     not_waiting = [beat for beat in beats if not beat["waits_in"]]
-    if any(beat["stalled_s"] < limit_s / 2 for beat in not_waiting):
+    if any(beat["stalled_s"] < beat["limit_s"] / 2 for beat in not_waiting or beats):
         return ""
     waiting = [beat["rank"] for beat in beats if beat["waits_in"]]
     if not_waiting:
         tail = f"ranks {waiting} are waiting for it\n" if waiting else ""
-        return "".join(f"no progress for {limit_s:g} s: {describe(beat)}" for beat in not_waiting) + tail
+        return "".join(f"no progress for {beat['limit_s']:g} s: {describe(beat)}" for beat in not_waiting) + tail
+    limit_s = max(beat["limit_s"] for beat in beats)
     return f"no progress for {limit_s:g} s: all ranks are waiting for each other:\n" + "".join(map(describe, beats))

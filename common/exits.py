@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from common import UserError, process_group, ranks
+from common import UserError, output, process_group, ranks
 
 USAGE_ERROR = 2  # exit code of every refusal
 PEER_FAILED = 3  # exit code of a rank that stops because another one failed
@@ -19,9 +19,14 @@ GRACE_S = 5.0
 JOIN_S = 2.0  # time for the other ranks to reach the same error; they differ only by how long joining the group took
 REFUSED = "exits/refused"
 # Blocked until `stop.Stop` handles them, so that a run that is still starting also saves before it stops.
-HELD_BACK = (signal.SIGTERM, signal.SIGUSR1)
+HELD_BACK = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
-# Publishes to the other ranks why this one raises; `watch` sets it when the training begins.
+
+class Rewind(Exception):  # noqa: N818 (a request, not an error)
+    """All ranks begin again from the newest checkpoint: raised by all of them after the same collective."""
+
+
+# Publishes to the other ranks why this one raises; `watch` sets it when the ranks have joined each other.
 report: Callable[[BaseException], None] | None = None
 
 
@@ -30,9 +35,16 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
 
     @functools.wraps(main)
     def wrapped() -> None:
+        global report  # noqa: PLW0603 (a leaf that `watch` fills in)
+        output.protect()
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         try:
-            main()
+            while True:
+                try:
+                    return main()
+                except Rewind:
+                    report = None
+                    process_group.finish(begins_again=True)
         except SystemExit:
             raise
         except BaseException as error:
@@ -49,7 +61,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
                 # Rank 0 has nearly always printed the same error, and this rank is killed while it waits.
                 let_rank0_exit()
                 raise
-            if process_group.joined and not report:
+            if process_group.joined:
                 _let_others_arrive(process_group.joined)
             # An orderly exit would wait for ranks that may be stuck in a collective.
             os._exit(USAGE_ERROR)

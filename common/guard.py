@@ -1,10 +1,29 @@
-"""Checks of the numbers during training: gradients are finite, and replicas are equal."""
+"""Checks of the numbers: gradients are finite; what a checkpoint keeps is finite, and equal on all replicas."""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common import UserError, keymap, private_api, ranks, sampler
+from common import UserError, keymap, private_api, ranks, sampler, sync_batchnorm
+
+NOT_SAVED = "This state is not saved, and the same command continues from the newest checkpoint"
+
+
+class BadStateError(UserError):
+    """State or updates that must not be kept; raised on all ranks.
+
+    Attributes:
+        step: the step that computed it, or after which it was found.
+    """
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
 
 
 class FiniteGuard:
@@ -39,7 +58,7 @@ class FiniteGuard:
         self._buffers = list(model.buffers())
         self._kept = [buffer.clone() for buffer in self._buffers]
         device = next(model.parameters()).device
-        self._in_a_row, self._total, self._tripped_at = torch.zeros(3, dtype=torch.long, device=device).unbind()
+        self._in_a_row, self._total, self._first, self._tripped_at = torch.zeros(4, dtype=torch.long, device=device)
         self._reported = 0
 
     def skip_if_not_finite(self, grad_norm: torch.Tensor) -> None:
@@ -52,22 +71,22 @@ class FiniteGuard:
         for buffer, kept in zip(self._buffers, self._kept, strict=True):
             torch.where(bad, kept, buffer, out=buffer)
         private_api.copy_all(self._kept, self._buffers)
+        self._first.copy_(torch.where(bad & (self._total == self._reported), step, self._first))
         self._total += bad
         self._in_a_row.copy_(torch.where(bad, self._in_a_row + 1, 0))
         trips = (self._in_a_row > self._most) & (self._tripped_at == 0)
         self._tripped_at.copy_(torch.where(trips, step, self._tripped_at))
 
-    def report(self) -> None:
+    def report(self) -> int:
         """Print how many updates were skipped (all ranks). Call it where the loop waits for the device anyway.
 
+        Returns:
+            The first step since the last report whose update was skipped; 0 if there was none.
+
         Raises:
-            UserError: more updates in a row were skipped than allowed; names their steps and samples.
+            BadStateError: more updates in a row were skipped than allowed; names their steps and samples.
         """
-        total, tripped_at = torch.stack((self._total, self._tripped_at)).tolist()
-        if total > self._reported:
-            count = total - self._reported
-            ranks.print0(f"warning: skipped {count} update{'s' * (count > 1)} because the gradient was not finite")
-            self._reported = total
+        total, first, tripped_at = torch.stack((self._total, self._first, self._tripped_at)).tolist()
         if tripped_at:
             steps = range(tripped_at - self._most, tripped_at + 1)
             message = f"the gradient was not finite in steps {steps[0]} to {steps[-1]}, more than --max-skips "
@@ -77,41 +96,134 @@ class FiniteGuard:
                 ends = [(plan.position(step - 1), plan.position(step)) for step in steps]
                 read = "; ".join(str(plan.samples(start, stop)[1].tolist()) for start, stop in ends)
                 message += f", or check the samples of these steps: {read}"
-            raise UserError(message)
+            raise BadStateError(message, tripped_at)
+        count = total - self._reported
+        self._reported = total
+        if count:
+            ranks.print0(f"warning: skipped {count} update{'s' * (count > 1)} because the gradient was not finite")
+        return first if count else 0
 
 
-def check_replicas(model: nn.Module, step: int) -> None:
-    """Compare a hash of each parameter over the ranks that should hold the same values (all ranks take part).
+class StateCheck:
+    """Finds what a checkpoint must not keep: numbers that are not finite, and replicas that differ.
 
-    A split parameter is compared between the ranks that hold the same part of it. The hash is an XOR of the bits: it
-    finds changed elements, but not elements that have changed places.
+    Parameters, their optimizer state and the buffers of SyncBatchNorm are the same on all ranks that hold the same part
+    of them. Other buffers are each rank's own, such as the running statistics of BatchNorm.
 
-    Raises:
-        UserError: on all ranks; names the first parameter that differs, and the ranks that differ from the majority.
+    Attributes:
+        kinds: what is checked, for the manifest.
     """
-    mine = {}
-    for name, parameter in model.named_parameters():
-        local = parameter.detach()
+
+    def __init__(self, model: nn.Module, *, compare: bool) -> None:
+        """Note what is to be checked.
+
+        Args:
+            model: the model under its strategy.
+            compare: compare the replicas. Without it, only numbers that are not finite are found.
+        """
+        self._shared = {keymap.canonical(name) for name, _ in model.named_parameters()}
+        for name, module in model.named_modules():
+            if sync_batchnorm.is_synchronized(module):
+                self._shared |= {keymap.canonical(f"{name}.{key}") for key, _ in module.named_buffers(recurse=False)}
+        # A mask may hold -inf on purpose.
+        buffers = {keymap.canonical(name): buffer for name, buffer in model.named_buffers()}
+        self._finite = {*self._shared, *buffers} - set(_not_finite(buffers))
+        self.kinds = ["finite", "replicas"] if compare else ["finite"]
+
+    def summarize(self, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+        """This rank's part: what `judge` needs of its tensors, by canonical name; JSON values."""
+        checked = {n: t.detach() for n, t in tensors.items() if n in self._finite or n.startswith(keymap.OPTIMIZER)}
+        shared = {n: t for n, t in checked.items() if n in self._shared or n.startswith(keymap.OPTIMIZER)}
+        return [_not_finite(checked), _hashes(shared) if "replicas" in self.kinds else {}]
+
+    def judge(self, summaries: list[list[Any]], step: int) -> None:
+        """Compare the summaries of all ranks.
+
+        Raises:
+            BadStateError: names the first tensor that is not finite, or that differs, and the ranks that hold it.
+        """
+        for rank, (names, _) in enumerate(summaries):
+            if names:
+                where = f"not finite at step {step}: {names[0]} on rank {rank}"
+                why = "An update may have overflowed (lower --lr), or a device or its memory may be faulty"
+                raise BadStateError(f"{where}. {why}. {NOT_SAVED}", step)
+        everyone = [hashes for _, hashes in summaries]
+        for key in {key: None for one in everyone for key in one}:
+            holders = {rank: one[key] for rank, one in enumerate(everyone) if key in one}
+            values = list(holders.values())
+            if len(set(values)) == 1:
+                continue
+            majority = max(values, key=values.count)  # between two ranks, the lower one's
+            different = [rank for rank, value in holders.items() if value != majority]
+            others = f"rank {min(holders)}" if len(holders) == 2 else f"most of its {len(holders)} ranks"
+            named = f"{key} on rank {', '.join(map(str, different))} differs from {others}"
+            raise BadStateError(
+                f"replicas differ at step {step}: {named}. A device or its memory may be faulty: exclude it if this "
+                f"happens again. {NOT_SAVED}",
+                step,
+            )
+
+
+def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that hold NaN or an infinity."""
+    extremes = {}
+    for name, tensor in tensors.items():
+        local = _local(tensor)
+        # float8 has no minimum; a rank may hold no element of a small parameter.
+        if local.is_floating_point() and local.element_size() > 1 and local.numel():
+            extremes[name] = torch.stack(torch.aminmax(local)).double()  # both are NaN if an element is
+    return [name for name, ends in _read(extremes).items() if not all(map(math.isfinite, ends))]
+
+
+def _hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """A hash of each tensor, by its name and, if it is split, the part of it that this rank holds."""
+    found = {}
+    for name, tensor in tensors.items():
         part = ""
-        if isinstance(local, DTensor):
-            mesh = local.device_mesh
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
             coordinate = mesh.get_coordinate() or ()
-            split = [i for i, placement in enumerate(local.placements) if not placement.is_replicate()]
+            split = [i for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
             part = f" {[(mesh.size(i), coordinate[i]) for i in split]}"
-            local = local.to_local()
-        empty = local.new_zeros((), dtype=torch.uint64)  # a rank may hold no element of a small parameter
-        mine[keymap.canonical(name) + part] = torch.hash_tensor(local) if local.numel() else empty
-    hashes = torch.stack([value.view(torch.int64) for value in mine.values()]).tolist()
-    everyone = ranks.gather(dict(zip(mine, hashes, strict=True)))
-    for key in {key: None for one in everyone for key in one}:
-        holders = {rank: one[key] for rank, one in enumerate(everyone) if key in one}
-        values = list(holders.values())
-        if len(set(values)) == 1:
-            continue
-        majority = max(values, key=values.count)  # between two ranks, the lower one's
-        different = [rank for rank, value in holders.items() if value != majority]
-        others = f"rank {min(holders)}" if len(holders) == 2 else f"most of its {len(holders)} ranks"
-        raise UserError(
-            f"replicas differ at step {step}: {key} on rank {', '.join(map(str, different))} differs from {others}. "
-            "A device or its memory may be faulty: exclude it, and --resume an earlier checkpoint"
-        )
+        found[name + part] = position_hash(_local(tensor))
+    return _read(found)
+
+
+def position_hash(tensor: torch.Tensor) -> torch.Tensor:
+    """A number, () int64, that depends on every bit of a tensor and on its place in memory.
+
+    The sum, modulo 2^64, of each element's bits times a random odd number of its place: unlike an XOR, it also changes
+    if elements change places or if the same bit flips in two of them. Two different tensors have the same hash with a
+    probability of about 2^-32 at most.
+    """
+    if not tensor.is_contiguous():  # such as channels_last: the order in memory does as well
+        tensor = tensor.permute(*sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).contiguous()
+    # Halves of 8-byte elements: their highest bit times an odd number would be the same in each place.
+    whole = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
+    bits = tensor.reshape(-1).view(whole)
+    factors = _factors(tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for i, block in enumerate(bits.split(len(factors))):
+        total += (block * factors[: len(block)]).sum() * (2 * i + 1)
+    return total
+
+
+@functools.cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """Random odd numbers, int64: as many as fit a processor's cache, or keep a GPU busy."""
+    generator = torch.Generator().manual_seed(0)
+    count = 2**16 if device.type == "cpu" else 2**22
+    return (torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator) | 1).to(device)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _read(values: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """These small tensors as Python's numbers, with one wait for the device; optimizers keep counters on the CPU."""
+    if not values:
+        return {}
+    device = next(iter(values.values())).device
+    together = torch.stack([value.to(device, non_blocking=True) for value in values.values()])
+    return dict(zip(values, together.tolist(), strict=True))

@@ -4,15 +4,17 @@ import json
 import resource
 import shlex
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from tqdm import tqdm
 
-from common import flops, metrics, process_group, ranks, run_dir, sampler
+from common import flops, metrics, output, process_group, ranks, run_dir, sampler
 
 STOPPED = "stopped.json"  # in the run's folder: the run was asked to stop, saved this step, and can be queued again
 
@@ -62,19 +64,24 @@ class Run:
         self._trained_s = 0.0
         self._trained_samples = 0
         self._data_wait_s = 0.0
+        self._records: TextIO | None = None  # metrics.jsonl and TensorBoard's events, opened when there is room
+        self._events: Any = None
+        log = path / "logs" / f"rank_{world.rank:05d}.log"
         if world.rank != 0:
-            run_dir.redirect_output(path, world.rank)
+            output.redirect(log)
             return
-        from torch.utils.tensorboard import SummaryWriter
-
-        for change in run_dir.write_config(path, recipe, args, world):
-            ranks.print0(change)
+        output.spare = log
+        threading.excepthook = _show_unless_events
+        try:
+            (path / STOPPED).unlink(missing_ok=True)
+            for change in run_dir.write_config(path, recipe, args, world):
+                ranks.print0(change)
+            self._records = run_dir.open_records(path, plan.first_step)
+        except OSError as error:
+            ranks.print0(f"warning: not all files of this start were written to {path}: {error}")
         details = "".join(f", {number:,} {unit} each" for unit, number in sample.units.items())
         details += f"; {str(dtype).removeprefix('torch.')}"
         ranks.print0(f"{world}\n{plan}{details if plan.first_step < plan.max_steps else ''}")
-        self._records = run_dir.open_records(path, plan.first_step)
-        (path / STOPPED).unlink(missing_ok=True)
-        self._tensorboard = SummaryWriter(str(path), purge_step=plan.first_step + 1)
         # disable=None shows a bar on a terminal, and none in a pipe or a file.
         self._bar = tqdm(total=plan.max_steps, initial=plan.first_step, unit="step", disable=None, dynamic_ncols=True)
 
@@ -126,7 +133,7 @@ class Run:
     def log_images(self, step: int, tag: str, images: Any) -> None:
         """Show images, (N, H, W, 3) uint8, in TensorBoard (rank 0)."""
         if self._world.rank == 0:
-            self._tensorboard.add_images(tag, images, step, dataformats="NHWC")
+            self._add_events(step, lambda events: events.add_images(tag, images, step, dataformats="NHWC"))
 
     def pause(self) -> None:
         """Exclude the time until `unpause` from the rate of training."""
@@ -144,14 +151,9 @@ class Run:
         Args:
             stopped: why the run stopped before its last step; "" if it did not.
         """
+        self.close()
         if self._world.rank != 0:
             return
-        self._bar.close()
-        for file in (self._tensorboard, self._records):
-            try:
-                file.close()
-            except OSError as error:
-                ranks.print0(f"warning: the last records were not written to {self.path}: {error}")
         took = f"{time.perf_counter() - self._began:.1f} s"
         if self._trained_s:
             rate = self._trained_samples / self._trained_s
@@ -159,7 +161,10 @@ class Run:
         if stopped:
             ranks.print0(f"stopped  checkpoint saved ({stopped})")
             facts = {"step": self._shown_step, "of": self._plan.max_steps, "reason": stopped}
-            (self.path / STOPPED).write_text(json.dumps(facts))
+            try:
+                run_dir.replace(self.path / STOPPED, json.dumps(facts))
+            except OSError as error:
+                ranks.print0(f"warning: without {STOPPED}, launch/slurm.sh does not requeue the job: {error}")
         complete = self._shown_step >= self._plan.max_steps
         verb = "done    " if complete else "reached "
         ranks.print0(f"{verb} step {self._shown_step} of {self._plan.max_steps} in {took}")
@@ -170,18 +175,52 @@ class Run:
         note = f"  (training is complete; raise {self._length_flag} to train longer)" if complete else ""
         ranks.print0(f"resume   {run_dir.resume_command(self.path, self._world.size)}{note}")
 
+    def close(self) -> None:
+        """Close the progress bar and the records."""
+        if self._world.rank != 0:
+            return
+        self._bar.close()
+        for file in (self._events, self._records):
+            try:
+                if file:
+                    file.close()
+            except OSError as error:
+                ranks.print0(f"warning: the last records were not written to {self.path}: {error}")
+
     def _record(self, step: int, group: str, values: Mapping[str, float]) -> dict[str, float]:
         tagged = {key if "/" in key else f"{group}/{key}": value for key, value in values.items()}
         if self._world.rank != 0:
             return tagged
         try:
+            if not self._records:
+                self._records = run_dir.open_records(self.path, self._plan.first_step)
             self._records.write(run_dir.record_line({"step": step} | tagged))
             self._records.flush()
-            for tag, value in tagged.items():
-                self._tensorboard.add_scalar(tag, value, step)
         except OSError as error:  # a full disk must not end the training
             ranks.print0(f"warning: step {step} was not recorded in {self.path}: {error}")
+
+        def add(events: Any) -> None:
+            for tag, value in tagged.items():
+                events.add_scalar(tag, value, step)
+
+        self._add_events(step, add)
         return tagged
+
+    def _add_events(self, step: int, add: Callable[[Any], None]) -> None:
+        """Record in TensorBoard, which nothing depends on; after an error with a new writer, once there is room."""
+        try:
+            if not self._events:
+                from torch.utils.tensorboard import SummaryWriter
+
+                with tempfile.TemporaryFile(dir=self.path, buffering=0) as probe:
+                    probe.write(bytes(2**16))  # without room, the writer would leave an empty file at each attempt
+                # The events of steps that a resumed run repeats are hidden.
+                purge = self._plan.first_step + 1 if self._shown_step == self._plan.first_step else None
+                self._events = SummaryWriter(str(self.path), purge_step=purge)
+            add(self._events)
+        except OSError as error:
+            self._events = None  # its thread has ended, and it would raise this error for ever
+            ranks.print0(f"warning: TensorBoard lacks step {step} or the one before it: {error}")
 
     def _show(self, step: int, values: Mapping[str, float], tail: str = "") -> None:
         before = self._shown_step
@@ -194,6 +233,12 @@ class Run:
             ranks.print0(f"step {step:>{len(str(self._plan.max_steps))}}/{self._plan.max_steps}  {text}")
         else:
             self._bar.set_postfix_str(text)
+
+
+def _show_unless_events(failure: threading.ExceptHookArgs) -> None:
+    """Report a thread's error, unless it is TensorBoard's: its next call raises that one again."""
+    if not type(failure.thread).__module__.startswith("tensorboard"):
+        threading.__excepthook__(failure)
 
 
 def memory_gib(device: torch.device) -> float:

@@ -8,6 +8,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from common import UserError
+
 NAME = "MANIFEST.json"
 FORMAT = 1
 MOST_BYTES = 2**27  # of a JSON file; 10,000 ranks need 2 MB
@@ -117,6 +119,9 @@ def verify(path: Path, part: int = 0, num_parts: int = 1) -> tuple[dict[str, Any
 
     Returns:
         The manifest, and the fault that was found; "" for an undamaged checkpoint.
+
+    Raises:
+        UserError: the checkpoint is undamaged, but of another format.
     """
     try:
         manifest = read_json(path / NAME)
@@ -124,10 +129,13 @@ def verify(path: Path, part: int = 0, num_parts: int = 1) -> tuple[dict[str, Any
         files = {path / name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return {}, f"{NAME} cannot be read ({type(error).__name__})"
-    if manifest.get("format") != FORMAT:
-        return {}, f"its format is {manifest.get('format')}, and this version reads format {FORMAT}"
     if not intact:
         return {}, f"{NAME} has changed since it was written"
+    if manifest.get("format") != FORMAT:  # older checkpoints may be readable, but this one is not damaged
+        raise UserError(
+            f"checkpoint {path} has format {manifest.get('format')!r:.40}, and this code reads format {FORMAT}: "
+            "continue with the code that wrote it, or move it away to continue from an older one"
+        )
     if fault := _check(manifest, path):
         return {}, fault
     for file, (num_bytes, digest) in list(files.items())[part::num_parts]:

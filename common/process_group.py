@@ -8,14 +8,14 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from common import UserError, precision, private_api, ranks, seal
+from common import UserError, health, precision, private_api, ranks, seal
 
 # Ranks may reach a collective minutes apart (a cold disk, a compile); a rank that takes longer is assumed dead.
 TIMEOUT_S = 600
@@ -36,6 +36,7 @@ class World:
     device: torch.device
     backend: str
     store: seal.SealedStore  # small values that any rank can set and read, and nobody else
+    parent: int = field(default_factory=os.getppid)  # process that started this one
 
     def __str__(self) -> str:
         """One line for the terminal: how many processes, on which hosts and devices."""
@@ -48,6 +49,8 @@ class World:
 
 
 joined: World | None = None  # set from `start` to `finish`
+_met: tuple[dist.Store, int, int, str]  # the ranks' store, this rank, their number, and RUN_KEY
+again = 0  # how often these processes have begun again, with what they had then
 
 
 def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: Mapping[str, Any]) -> World:
@@ -62,7 +65,8 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
         **same: see `ranks.check_same`.
 
     Raises:
-        UserError: the backend or a GPU is missing, there are more processes than GPUs, or the ranks differ.
+        UserError: the backend or a GPU is missing, there are more processes than GPUs, the ranks differ, or a device
+            computes wrongly.
     """
     local_rank = ranks.env_int("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", default=0)
     local_size = ranks.env_int("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
@@ -79,21 +83,24 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
     options: dict[str, Any] = {"backend": backend, "timeout": timedelta(seconds=TIMEOUT_S)}
     if backend == "cpu:gloo,cuda:nccl":
         options["device_id"] = device  # else collectives have to guess this rank's device
-    if backend == "mpi":
-        store: dist.Store = dist.HashStore()  # MPI connects the ranks itself, and has no store that they share
-    else:
-        store, options["rank"], options["world_size"] = _rendezvous()
-        options["store"] = store
+    global _met, joined  # noqa: PLW0603 (`exits` needs `joined` for an error anywhere in the process)
+    if not again:
+        # MPI connects the ranks itself, and has no store that they share.
+        place = (dist.HashStore(), 0, 1) if backend == "mpi" else _rendezvous()
+        _met = (*place, os.environ.pop("RUN_KEY", ""))
+    met, rank, size, run_key = _met
+    store = dist.PrefixStore(f"start {again}", met) if again else met  # without what is there of an earlier start
+    if backend != "mpi":
+        options |= {"store": store, "rank": rank, "world_size": size}
     dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors then name parameters, such as one without a gradient
     dist.init_process_group(**options)
     rank, size = dist.get_rank(), dist.get_world_size()
     # A key of this start, so that nothing of an earlier one counts. The launcher hands down RUN_KEY. Without it, only
     # those who come to the store after the ranks have joined do not know this key.
-    start_key = seal.derive(os.environ.pop("RUN_KEY", ""), ranks.from_rank0(lambda: secrets.token_hex(16)))
+    start_key = seal.derive(run_key, ranks.from_rank0(lambda: secrets.token_hex(16)))
     sealed = seal.SealedStore(store, start_key)
     background.enter_context(private_api.sealed_objects(start_key))
     world = World(rank, size, local_rank, local_size, socket.gethostname(), device, backend, sealed)
-    global joined  # noqa: PLW0603 (`exits` needs it for an error anywhere in the process)
     joined = world
     # First, because ranks with another backend would wait in `_check_devices` and the barrier for ever.
     ranks.check_same(picked=picked)
@@ -101,6 +108,10 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
     dist.barrier()  # all ranks have joined: from here on, a refusal of one cannot keep another from joining
     code = ranks.code_digests(recipe) if recipe else {}
     ranks.check_same(**same, code=code, version=ranks.versions())
+    health.check(device)
+    from common import watch  # which imports this module
+
+    watch.Watch(world)  # from here on, a rank that dies is named
     return world
 
 
@@ -220,10 +231,15 @@ def _check_devices(world: World) -> None:
         ranks.print0(f"note: the GPUs differ ({found}): the slowest sets the pace, and last digits depend on them")
 
 
-def finish() -> None:
-    """End the process group once every rank has finished (all ranks). Not for error paths: it can block."""
-    global joined  # noqa: PLW0603
+def finish(begins_again: bool = False) -> None:
+    """End the process group once every rank has finished (all ranks). Not for error paths: it can block.
+
+    Args:
+        begins_again: these processes will `start` once more, and meet in the same store.
+    """
+    global joined, again  # noqa: PLW0603
     dist.barrier()
     background.close()
     dist.destroy_process_group()
     joined = None
+    again = again + 1 if begins_again else 0

@@ -2,16 +2,19 @@
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
+import io
 import json
 import math
 import os
 import shlex
 import socket
+import stat
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,6 +24,7 @@ import torch.distributed as dist
 from common import UserError, manifest, process_group, ranks
 
 SHARED_S = 10.0  # how long NFS may take to show another machine's file
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk without room or inodes, and a quota
 _locks: list[TextIO] = []
 
 
@@ -28,35 +32,62 @@ def choose(out: str, name: str) -> Path:
     """Choose this run's folder, `<out>/<name>`; the default name is date and time (all ranks). Creates nothing.
 
     Raises:
-        UserError: the folder could not be created or written to.
+        UserError: the folder could not be created or written to, or every user can write to it.
     """
 
     def choose() -> str:
         try:
             path = (Path(out).expanduser() / (name or datetime.now().strftime("%Y%m%d-%H%M%S"))).resolve()
             existing = next(parent for parent in (path, *path.parents) if parent.exists())
+            refuse_open(path)
         except (OSError, RuntimeError) as error:  # a name that is too long, or ~user of an unknown user
             raise UserError(f"--out {out}, --name {name}: {error}") from error
         try:
             with tempfile.TemporaryFile(dir=existing):
                 return str(path)
         except OSError as error:
+            if existing == path and error.errno in FULL:  # a run survives that, also if it starts again
+                return str(path)
             raise UserError(f"--out {out}: {existing} cannot be written to ({error.strerror})") from error
 
     return Path(ranks.from_rank0(choose))
 
 
+def refuse_open(folder: Path) -> None:
+    """Refuse a folder in which every user can replace files, unless TRUST_OPEN_FOLDERS=1.
+
+    Raises:
+        UserError: it is one.
+        OSError: it cannot be looked at.
+    """
+    try:
+        mode = folder.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    is_open = stat.S_ISDIR(mode) and mode & stat.S_IWOTH and not mode & stat.S_ISVTX
+    if is_open and os.environ.get("TRUST_OPEN_FOLDERS") != "1":
+        raise UserError(
+            f"{folder} is writable by every user, so its checkpoints are not trusted: chmod o-w {folder}; where that "
+            "changes nothing (SMB, FUSE, WSL) and no other user has access, set TRUST_OPEN_FOLDERS=1"
+        )
+
+
 def claim(path: Path) -> None:
     """Create the run's folder and keep every other job out of it until this process ends (all ranks).
 
+    What this process creates from here on is not writable by every user, whatever the umask was.
+
     Raises:
-        UserError: another process uses it (named by host, number and job), or a machine does not see it.
+        UserError: another process uses it (named by host, number and job), every user can write to it, or a machine
+            does not see it.
     """
+    os.umask(os.umask(0o077) | stat.S_IWOTH)
 
     def lock() -> str:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            file = (path / "lock").open("a+")
+            refuse_open(path)
+            file = _append_to(path / "lock")
         except OSError as error:
             raise UserError(f"--out {path.parent}: {error}") from error
         try:
@@ -73,15 +104,18 @@ def claim(path: Path) -> None:
             sys.stderr.write(f"warning: {path} cannot be locked, so another job could write to it: {error}\n")
         job = f", Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
         mine = f"process {os.getpid()} on {socket.gethostname()}{job}"
+        _locks.append(file)  # closing it would release the lock
+        place = os.environ.get("RUN_DIR_FILE", "")  # launch/slurm.sh reads the folder's path from it
         try:
-            file.truncate(0)
-            file.write(mine)
-            file.flush()
-            _locks.append(file)  # closing it would release the lock
-            if "RUN_DIR_FILE" in os.environ:  # launch/slurm.sh reads the folder's path from it
-                Path(os.environ["RUN_DIR_FILE"]).write_text(str(path))
+            if place:
+                Path(place).write_text(str(path))
+            place = str(path)
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), mine.encode())
         except OSError as error:
-            raise UserError(f"{error.filename or path} cannot be written to ({error.strerror})") from error
+            if place != str(path) or error.errno not in FULL or not (path / "checkpoints").is_dir():
+                raise UserError(f"{place} cannot be written to ({error.strerror})") from error
+            return os.pread(file.fileno(), 4096, 0).decode()  # it resumes; the others compare what is there
         return mine
 
     owner = ranks.from_rank0(lock)
@@ -106,17 +140,6 @@ def _wait_for(file: Path, content: str) -> bool:
     return False
 
 
-def redirect_output(path: Path, rank: int) -> None:
-    """Send this process's output to `logs/`, by file descriptor, so that messages of C++ crashes arrive there too."""
-    path.joinpath("logs").mkdir(parents=True, exist_ok=True)
-    with (path / "logs" / f"rank_{rank:05d}.log").open("ab", buffering=0) as file:
-        file.write(f"--- {datetime.now().isoformat(timespec='seconds')} {shlex.join(sys.argv)}\n".encode())
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-
-
 def write_config(path: Path, recipe: str, args: Any, world: process_group.World) -> list[str]:
     """Write config.json and a copy of train.py (rank 0).
 
@@ -128,6 +151,9 @@ def write_config(path: Path, recipe: str, args: Any, world: process_group.World)
 
     Returns:
         For a run that continues, a line for each flag that has changed.
+
+    Raises:
+        OSError: there is no room; the files of an earlier start are as they were.
     """
     flags = dataclasses.asdict(args)
     config = {
@@ -147,8 +173,8 @@ def write_config(path: Path, recipe: str, args: Any, world: process_group.World)
         lines = [f"changed: --{key.replace('_', '-')} is {flags[key]}, was {before.get(key)}" for key in changed]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         lines = [f"warning: {file} of an earlier start could not be read and is replaced: {error!r}"]
-    _replace(file, json.dumps(config, indent=1))
-    _replace(path / "train.py", Path(recipe).read_text())
+    replace(file, json.dumps(config, indent=1))
+    replace(path / "train.py", Path(recipe).read_text())
     return lines
 
 
@@ -182,11 +208,28 @@ def _launcher(world_size: int) -> str:
 
 
 def open_records(path: Path, first_step: int) -> TextIO:
-    """Open metrics.jsonl to append to, without the records of steps that a resumed run repeats (rank 0)."""
+    """Open metrics.jsonl to append to, cut off after the steps that a resumed run does not repeat (rank 0).
+
+    A cut needs no room on the disk. Damaged lines stay where they are, with a warning.
+
+    Raises:
+        OSError: the disk is full, or does not answer.
+    """
     file = path / "metrics.jsonl"
-    if file.exists():
-        _replace(file, "".join(record_line(line) for line in records(path) if line["step"] <= first_step))
-    return file.open("a")
+    size = 0
+    for number, record, end in _parse(file):
+        if record.get("step", math.inf) <= first_step:
+            size = end
+        elif not record:
+            ranks.print0(f"warning: line {number} of {file} is damaged, and is left out of the curves")
+    found = _append_to(file)
+    found.truncate(size)
+    return found
+
+
+def _append_to(file: Path) -> TextIO:
+    """Open a file of the run to read and append to it; a link could lead to somebody's file elsewhere."""
+    return os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
 
 
 def record_line(values: Mapping[str, float]) -> str:
@@ -196,16 +239,39 @@ def record_line(values: Mapping[str, float]) -> str:
 
 
 def records(path: Path) -> list[dict[str, float]]:
-    """All records in metrics.jsonl, NaN for null; a last line that a kill has cut off is ignored."""
-    if not (path / "metrics.jsonl").exists():
-        return []
-    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
-    found = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [{key: math.nan if value is None else value for key, value in line.items()} for line in found]
+    """All records in metrics.jsonl that can be read, NaN for null."""
+    return [record for _, record, _ in _parse(path / "metrics.jsonl") if record]
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file in one rename, so that after a kill either the old or the new one is there."""
+def _parse(file: Path) -> Iterator[tuple[int, dict[str, float], int]]:
+    """The number, record and end of each line, {} for a damaged one; a last line that a kill cut off is ignored."""
+    end = 0
+    with file.open("rb") if file.exists() else io.BytesIO() as lines:
+        for number, line in enumerate(lines, 1):
+            end += len(line)
+            try:
+                values = json.loads(line.decode())
+                record = {key: math.nan if value is None else value for key, value in values.items()}
+                whole = type(record["step"]) is int and all(isinstance(value, int | float) for value in record.values())
+            except (ValueError, KeyError, AttributeError, RecursionError):
+                whole = False
+            if line.endswith(b"\n"):
+                yield number, record if whole else {}, end
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file in one rename: after a kill, or without room, either the old or the new one is there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     partial = path.with_suffix(".tmp")
-    partial.write_text(text)
-    partial.replace(path)
+    partial.unlink(missing_ok=True)  # of a process that was killed; or a link, which "x" would not follow either
+    try:
+        with partial.open("x") as file:
+            file.write(text)
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise

@@ -6,6 +6,7 @@ and if one rank failed, all drop the checkpoint.
 
 import errno
 import functools
+import gc
 import os
 import shutil
 import socket
@@ -22,10 +23,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import UserError, checkpoint, manifest, private_api, process_group, ranks
+from common import UserError, checkpoint, guard, manifest, private_api, process_group, ranks, run_dir
 from common.diagnose import SAVING
 
 Tensors = dict[str, torch.Tensor]
+LOST = "the connection to another rank was lost"
 STAGING = StagingOptions(False, False, False, False)  # into plain memory of the CPU, before `stage` returns
 
 
@@ -37,7 +39,14 @@ class Saver:
     """Writes the checkpoints of one run, in the background if asked to."""
 
     def __init__(
-        self, run_dir: Path, recipe: str, mesh: DeviceMesh, fingerprint: dict[str, Any], keep: int, in_background: bool
+        self,
+        run_dir: Path,
+        recipe: str,
+        mesh: DeviceMesh,
+        check: guard.StateCheck,
+        fingerprint: dict[str, Any],
+        keep: int,
+        in_background: bool,
     ) -> None:
         """Create a process group for saving: background saves must not mix with training collectives (all ranks).
 
@@ -45,24 +54,26 @@ class Saver:
             run_dir: the run's folder, which all ranks see.
             recipe: the train.py that runs.
             mesh: the ranks and their axes.
+            check: looks at what is written before it is committed.
             fingerprint: facts that give a position in the data its meaning, such as the seed; JSON values.
             keep: undamaged checkpoints to keep; older ones are deleted after each commit.
             in_background: copy the state and write it while the training continues; at most one save at a time.
         """
         self._run_dir = run_dir
         self._keep = keep
-        self._group: Any = dist.new_group(
-            backend="gloo", group_desc=SAVING, timeout=timedelta(seconds=process_group.TIMEOUT_S)
-        )
+        self._group = _new_group()
         self._facts = fingerprint | {
             "recipe": Path(recipe).resolve().parent.name,
             "world": dist.get_world_size(),
             "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
             "versions": ranks.versions(),
+            "checked": check.kinds,
         }
+        self._check = check
         self._stager = DefaultStager(STAGING) if in_background else None
         self._pending: threading.Thread | None = None
         self._failure = ""
+        self._bad: guard.BadStateError | None = None
         process_group.background.callback(self._end)
 
     def _end(self) -> None:
@@ -81,6 +92,7 @@ class Saver:
 
         Raises:
             SaveError: the last checkpoint could not be written. An earlier one that fails only causes a warning.
+            BadStateError: this state, or the one written in the background before, must not be kept.
         """
         self.drain()
         facts = self._facts | {"step": step, "samples": samples}
@@ -92,22 +104,48 @@ class Saver:
             self._pending.start()
             return
         self._write(tensors, facts)
-        if last and self._failure:
-            raise SaveError(f"the last checkpoint was not saved: {self._failure}")
-        self.drain()
+        self._agree()
+        self.drain(last)
 
-    def drain(self) -> None:
-        """Wait for a save in progress, and warn if it failed (all ranks)."""
+    def drain(self, last: bool = False) -> None:
+        """Wait for a save in progress, and warn if it failed, or raise if it was the last one (all ranks).
+
+        Raises:
+            SaveError: the last checkpoint could not be written.
+            BadStateError: the state must not be kept.
+        """
         if self._pending:
             self._pending.join()
             self._pending = None
+            self._agree()
+        if self._bad:
+            raise self._bad
+        if self._failure and last:
+            raise SaveError(f"the last checkpoint was not saved: {self._failure}")
         if self._failure:
             ranks.print0(f"warning: {self._failure}; training continues")
             self._failure = ""
 
+    def _agree(self) -> None:
+        """Let all ranks know what has failed (all ranks); make a new group if one has left that of the save."""
+        outcomes = ranks.gather((self._failure, self._group is None))
+        failures = sorted((failure for failure, _ in outcomes if failure), key=lambda failure: LOST in failure)
+        self._failure = ranks.printable(failures[0]) if failures else ""  # the cause before its effects
+        if any(left for _, left in outcomes):
+            self._leave()
+            self._group = _new_group()
+
+    def _leave(self) -> None:
+        """Close this rank's connections for saving: the others, which may wait for this rank, then fail at once."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+        self._group = None
+        gc.collect()  # what refers to the group keeps the connections open
+
     def _write(self, tensors: Tensors, facts: dict[str, Any]) -> None:
-        """Write one checkpoint (all ranks); a failure is stored in `_failure`, the same on all ranks."""
+        """Write one checkpoint (all ranks); a failure is stored in `_failure`, until `_agree` on this rank only."""
         self._failure = ""
+        alone = False
         final = checkpoint.folder(self._run_dir, facts["step"])
         partial = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
         try:
@@ -123,12 +161,20 @@ class Saver:
             mine = functools.partial(private_api.files_of_rank, partial, dist.get_rank())
             files = self._together(lambda: {path.name: manifest.seal(path) for path in mine()})
             everything = {name: entry for part in files for name, entry in part.items()}
+            # After the writing, so that nothing that changes meanwhile is kept either.
+            self._check.judge(self._together(lambda: self._check.summarize(tensors)), facts["step"])
             self._together(lambda: self._commit(partial, final, facts, everything) if dist.get_rank() == 0 else None)
             self._tidy(final)
         except (Exception, dcp.CheckpointException) as error:  # CheckpointException derives from BaseException
-            self._failure = f"no checkpoint of step {facts['step']}: {_explain(error, self._run_dir)}"
+            self._bad = error if isinstance(error, guard.BadStateError) else None
+            # These are raised on all ranks, others on one alone.
+            alone = not isinstance(error, SaveError | dcp.CheckpointException | guard.BadStateError)
+            fault = SaveError(_describe(error)) if alone and not _is_lost(error) else error
+            self._failure = f"no checkpoint of step {facts['step']}: {_explain(fault, self._run_dir)}"
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
+        if alone:  # now that the error no longer refers to the group
+            self._leave()
 
     def _together(self, part: Callable[[], Any]) -> list[Any]:
         """Let every rank do its part; every rank gets all results, JSON values, or every rank raises SaveError."""
@@ -136,7 +182,7 @@ class Saver:
         try:
             outcome = (part(), "")
         except Exception as error:
-            outcome = (None, f"rank {dist.get_rank()} on {socket.gethostname()}: {type(error).__name__}: {error}")
+            outcome = (None, _describe(error))
         outcomes = ranks.gather(outcome, self._group)
         faults = [fault for _, fault in outcomes if fault]
         if faults:
@@ -177,19 +223,31 @@ class Saver:
                 kept += not any(fault for _, fault in self._together(verify))
             if dist.get_rank() == 0:
                 latest = final.with_name("latest")  # for people; `find` does not read it
-                latest.with_suffix(".tmp").write_text(final.name)
-                latest.with_suffix(".tmp").replace(latest)
+                run_dir.replace(latest, final.name)
                 for path in (*older, *final.parent.glob("step_*.tmp-*")):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         except (SaveError, OSError) as error:  # SaveError is raised on all ranks
             ranks.print0(f"warning: {final} is saved, but an older checkpoint could not be deleted: {error}")
 
 
+def _new_group() -> Any:
+    # `watch` ends a save in which nothing moves; one in which bytes come in may take its time.
+    return dist.new_group(backend="gloo", group_desc=SAVING, timeout=timedelta(days=1))
+
+
+def _describe(error: BaseException) -> str:
+    return f"rank {dist.get_rank()} on {socket.gethostname()}: {type(error).__name__}: {error}"
+
+
+def _is_lost(error: BaseException) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
 def _explain(error: BaseException, run_dir: Path) -> str:
     """The cause of a failed save in one line, with the free space: torch and safetensors wrap it in many."""
     text = str(error).strip() or type(error).__name__
-    if isinstance(error, dist.DistError) or "gloo" in text:  # the cause is not a disk; `watch` names the rank
-        return "the connection to another rank was lost"
+    if _is_lost(error):  # the cause is not a disk; `watch` names the rank
+        return LOST
     place = next(path for path in (run_dir, *run_dir.parents) if path.exists())
     space, entries = shutil.disk_usage(place).free, os.statvfs(place).f_favail
     full = any(sign in text for sign in ("No space left", "Errno 28", "os error 28", "unexpected pos"))

@@ -4,6 +4,8 @@ The training loop stays in the recipe, which calls its own step and evaluation. 
 and calls no code of the recipe.
 """
 
+import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.optim import Optimizer
 
 from common import (
     checkpoint,
+    exits,
     flops,
     guard,
     keymap,
@@ -21,6 +24,7 @@ from common import (
     metrics,
     precision,
     process_group,
+    ranks,
     run_dir,
     sampler,
     saver,
@@ -29,6 +33,9 @@ from common import (
     sync_batchnorm,
     watch,
 )
+
+SPIKE = 10  # times the largest loss so far, as Megatron-Core's rerun state machine has it
+went_back_from: list[int] = []  # steps with a bad state, which this process has computed again since
 
 
 class Session:
@@ -65,7 +72,8 @@ class Session:
             sample: FLOPs and units of a sample; without it, neither MFU nor tokens per second are shown.
 
         Raises:
-            UserError: the folder is in use, or a micro-batch has too few samples for the model.
+            UserError: the folder is in use, or another job has saved there since `found`; or a micro-batch has too few
+                samples for the model.
         """
         sampler.check_min_samples(plan, sync_batchnorm.min_samples(model))
         self._args = args
@@ -75,13 +83,21 @@ class Session:
         self._last_step = min(plan.max_steps, args.stop_after or plan.max_steps)
         self._done = plan.first_step
         self._stops = False
+        self._largest_loss = 0.0
+        self._doubted = went_back_from[-1] if went_back_from else 0
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
         run_dir.claim(found.run_dir)
+        checkpoint.check_newest(found)
         self._stop = stop.Stop(world, args.deadline, plan.first_step, self._last_step)
-        self._watch = watch.Watch(world, found.run_dir, plan.first_step, args.hang_timeout)
+        assert watch.alive, "process_group.start has made it"
+        self._watch = watch.alive
+        self._watch.begin(found.run_dir, plan.first_step, args.hang_timeout)
         self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips)
-        self._saver = saver.Saver(found.run_dir, recipe, mesh, found.fingerprint, args.keep, args.async_save)
+        self._check = guard.StateCheck(model, compare=args.check_every > 0)
+        self._saver = saver.Saver(
+            found.run_dir, recipe, mesh, self._check, found.fingerprint, args.keep, args.async_save
+        )
         dtype = precision.compute_dtype(args.dtype, world.device)
         self._log = log.Run(found.run_dir, recipe, args, world, plan, dtype, sample or flops.Sample())
 
@@ -136,8 +152,13 @@ class Session:
         self._is_last(step)
         self._log.add(sums)
         if self.logs(step):
-            self._log.log_train(step, data_wait_s, grad_norm=grad_norm.item(), **more)
-            self.finite.report()
+            logged = self._log.log_train(step, data_wait_s, grad_norm=grad_norm.item(), **more)
+            self._report_skips()
+            loss = abs(logged.get("train/loss", 0.0))
+            with self._goes_back():
+                if loss > SPIKE * self._largest_loss > 0:
+                    self._look_again(step, f"the loss was over {SPIKE} times the largest before")
+            self._largest_loss = max(self._largest_loss, loss)  # in this order, NaN counts for nothing
         self._log.pause()
 
     def log_validation(self, step: int, means: Mapping[str, float]) -> None:
@@ -149,10 +170,16 @@ class Session:
         self._log.log_images(step, tag, images)
 
     def check_replicas(self, step: int) -> None:
-        """Compare the replicas of each parameter, if a comparison is due (all ranks); see `guard.check_replicas`."""
+        """Compare the replicas of each parameter, if a comparison is due (all ranks); every save compares more.
+
+        Raises:
+            BadStateError: they differ, or one is not finite; see `guard.StateCheck`.
+        """
+        self._is_last(step)
         every = self._args.check_every
-        if every and (step % every == 0 or self._is_last(step)):
-            guard.check_replicas(self._model, step)
+        if every and step % every == 0:
+            with self._goes_back():
+                self._check.judge(ranks.gather(self._check.summarize(keymap.model_tensors(self._model))), step)
 
     def save(self, step: int, more: saver.Tensors | None = None) -> None:
         """Write a checkpoint of model and optimizer, if one is due (all ranks).
@@ -160,11 +187,56 @@ class Session:
         Args:
             step: the step that has just been done.
             more: this rank's other tensors to save, by canonical name.
+
+        Raises:
+            BadStateError: the state must not be kept; see `guard.StateCheck`.
         """
         self._watch.note("")
-        if self.saves(step):
-            tensors = keymap.tensors(self._model, self._optimizer) | (more or {})
+        if not self.saves(step):
+            return
+        self._report_skips()  # first: a checkpoint must not hide what has led to it
+        tensors = keymap.tensors(self._model, self._optimizer) | (more or {})
+        with self._goes_back():
             self._saver.save(step, tensors, self._plan.position(step), self._is_last(step))
+        if self._doubted and (step > self._doubted or self._is_last(step)):
+            ranks.print0(f"step {self._doubted} was computed again, without the fault: it was a passing one")
+            self._doubted = 0
+
+    def _report_skips(self) -> None:
+        """Report skipped updates (all ranks)."""
+        with self._goes_back():
+            if skipped := self.finite.report():
+                self._look_again(skipped, "the gradient was not finite")
+
+    def _look_again(self, step: int, what: str) -> None:
+        """A step is suspicious, but its numbers may be right: with --on-bad-state rewind, compute it again, once."""
+        if step in went_back_from:
+            ranks.print0(f"note: {what} in step {step} again: this is no passing fault")
+            self._doubted = 0
+        elif self._args.on_bad_state == "rewind":
+            raise guard.BadStateError(f"{what} in step {step}", step)
+
+    @contextlib.contextmanager
+    def _goes_back(self) -> Iterator[None]:
+        """After a bad state, end the run, or let all ranks begin again from the newest checkpoint, as the user asked.
+
+        A run is deterministic. What is right when it is computed again was a passing fault. What is wrong again is a
+        lasting one, of the data, the program or a device: then the run ends.
+        """
+        try:
+            yield
+        except guard.BadStateError as error:
+            if self._args.on_bad_state == "stop":
+                raise
+            if went_back_from and error.step <= went_back_from[-1]:
+                why = f"this is no passing fault, because the run went back from step {went_back_from[-1]} before"
+                raise guard.BadStateError(f"{error}; {why}", error.step) from None
+            went_back_from.append(error.step)
+            ranks.print0(f"warning: {error}; going back to the newest checkpoint (--on-bad-state rewind)")
+            self._log.close()
+            if not self._args.name:  # else the run would begin again in a new folder
+                sys.argv += ["--name", self._log.path.name]
+            raise exits.Rewind from None
 
     def finish(self) -> None:
         """Print the result and the command that continues the run, and end the process group (all ranks)."""

@@ -17,11 +17,20 @@ import torch.distributed as dist
 
 from common import process_group, ranks
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 POLL_S = 0.2
 # torchrun forwards a signal that the terminal or Slurm also sends to the ranks: within this time it counts as one.
 SAME_SIGNAL_S = 2.0
 END_MARGIN_S = 120.0  # for the current step and the save, before Slurm ends the job
+
+
+def taken_over() -> list[signal.Signals]:
+    """The signals that mean a request to stop: SIGNALS, but not SIGHUP if this process ignores it, as under nohup."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
+
+
+latest: "Stop | None" = None  # this process's
 
 
 class Stop:
@@ -52,13 +61,21 @@ class Stop:
         self._done = self._target = first_step
         self._agreed = threading.Event()
         self._signalled_at = float("inf")
+        self._earlier = ""
         # Python writes a signal's number to this socket at once, whichever thread receives the signal.
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
+        global latest  # noqa: PLW0603
+        if process_group.again and latest:  # a request to stop must outlive it
+            self._deadline, self._earlier = latest._deadline, latest.reason
+            self._signals, self._wakeup = latest._signals, latest._wakeup
+        latest = self
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        for number in SIGNALS:
+        for number in taken_over():
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        # torchrun's own process. Without torchrun, the parent is a shell, which may end while the training runs.
+        self._launcher = world.parent if "TORCHELASTIC_RUN_ID" in os.environ else 0
         # The main thread may be waiting in the store itself.
         self._store = world.store.clone() if world.size > 1 else world.store
         self._closing = threading.Event()
@@ -90,7 +107,7 @@ class Stop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         while not self._closing.is_set():
             try:
-                reason = self._look()
+                reason = self._earlier or self._look()
                 if reason and not self.reason:
                     self._agree(reason)
             except dist.DistError:
@@ -110,6 +127,8 @@ class Stop:
             return f"{signal.Signals(numbers[0]).name} on rank {self._rank}"
         if time.monotonic() > self._deadline:
             return f"--deadline, or Slurm's time limit, on rank {self._rank}"
+        if self._launcher and os.getppid() != self._launcher:
+            return f"the launcher (process {self._launcher}) has died, on rank {self._rank}"
         return ranks.printable(self._store.peek("stop/reason"))
 
     def _agree(self, reason: str) -> None:

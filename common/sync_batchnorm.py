@@ -115,5 +115,9 @@ def convert(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 def min_samples(model: nn.Module) -> int:
     """Samples that a rank needs in a micro-batch: 2 if a BatchNorm takes their variance on each rank alone, else 1."""
-    over_ranks = (SyncBatchNorm, nn.SyncBatchNorm)
-    return 2 if any(isinstance(m, BATCH_NORMS) and not isinstance(m, over_ranks) for m in model.modules()) else 1
+    return 2 if any(isinstance(m, BATCH_NORMS) and not is_synchronized(m) for m in model.modules()) else 1
+
+
+def is_synchronized(module: nn.Module) -> bool:
+    """Whether a module is a BatchNorm over all ranks, whose running statistics are the same on each."""
+    return isinstance(module, SyncBatchNorm | nn.SyncBatchNorm)

@@ -43,6 +43,10 @@ fail() {
   exit 2
 }
 
+say() { # a log on a full disk ends no job
+  printf '%s %s\n' "$(date -Is)" "$1" || true
+}
+
 asked=
 if [[ -n ${SLURM_JOB_ID-} ]]; then # otherwise an early signal ends the job; with a short time limit it comes at once
   trap 'asked=1' USR1 TERM
@@ -194,7 +198,7 @@ if [[ -n $dry_run ]]; then
   printf '%q ' "${command[@]}" && echo
   exit
 fi
-echo "$(date -Is) job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $recipe on $SLURM_JOB_NODELIST"
+say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $recipe on $SLURM_JOB_NODELIST"
 
 "${command[@]}" &
 srun=$!
@@ -228,9 +232,9 @@ else
 fi
 # A cancelled job is not requeued.
 [[ $(about_job JobState) == RUNNING ]] || exit $code
-echo "$step" >>"$history"
+echo "$step" >>"$history" || say "$history cannot be written to, so starts without progress are not counted"
 if [[ $(tail -n "${MAX_REQUEUES:-3}" "$history" | grep -cx "$step") -ge ${MAX_REQUEUES:-3} ]]; then
   fail "${MAX_REQUEUES:-3} starts in a row have stopped at step $step, so the job is not requeued: see ${run:-this log}"
 fi
-echo "$(date -Is) stopped at step $step$saved: requeued"
+say "stopped at step $step$saved: requeued"
 scontrol requeue "$job" # the last command: it ends this job at once

@@ -20,6 +20,8 @@ Environment (the recipe's launch.env gives defaults):
   PYTHON           the interpreter (default: `python` of the active environment, else of the .venv of `uv sync`)
   STAGE_DIR        a folder on this machine's own disk: the first launch copies the --data folder there, and all launches
                    read the copy until the data changes
+  TRUST_OPEN_FOLDERS   1: take a run's folder although it shows as writable by every user, as all do on SMB, FUSE or
+                   WSL's drvfs; only where no other user has access
   ACCELERATE_CONFIG   for recipes/accelerate_gpt: a config file of Accelerate, as for `accelerate launch --config_file`;
                    a relative path may start at the recipe's folder, such as configs/ddp.yaml
 Several machines, the same command on each:
@@ -46,7 +48,7 @@ fail() {
 # The command that the run prints at its end to be resumed with; train.py adds its flags.
 launched_as=
 for name in NPROC_PER_NODE MAX_RESTARTS OMP_NUM_THREADS NNODES NODE_RANK MASTER_ADDR MASTER_PORT RDZV_ID \
-  STAGE_DIR ACCELERATE_CONFIG; do
+  STAGE_DIR ACCELERATE_CONFIG TRUST_OPEN_FOLDERS; do
   [[ -z ${!name-} ]] || printf -v launched_as '%s%s=%q ' "$launched_as" "$name" "${!name}"
 done
 launched_as+=$(printf '%q ' bash "$0")

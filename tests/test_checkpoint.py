@@ -183,12 +183,6 @@ def test_broken_manifests(content: bytes, copied: Path) -> None:
     assert fault.startswith("MANIFEST.json cannot be read (")
 
 
-def test_manifests_of_another_format(copied: Path) -> None:
-    listing = copied / manifest.NAME
-    listing.write_text(json.dumps(json.loads(listing.read_text()) | {"format": 2}))
-    assert manifest.verify(copied)[1] == "its format is 2, and this version reads format 1"
-
-
 SEALED = {  # of entries that only a program can have written, and what is wrong with them
     "no step": ({"step": None}, "MANIFEST.json has step None instead of a number"),
     "a step in words": ({"step": "four"}, "MANIFEST.json has step 'four' instead of a number"),
@@ -383,7 +377,7 @@ def test_folders_that_everybody_can_write_are_not_trusted(tmp_path: Path) -> Non
         mode = place.stat().st_mode
         place.chmod(mode | 0o002)
         for run_dir, resume in ((tmp_path, ""), (tmp_path / "new", str(tmp_path)), (tmp_path / "new", str(path))):
-            with pytest.raises(UserError, match=re.escape(f"chmod o-w {place}") + "$"):
+            with pytest.raises(UserError, match=re.escape(f"chmod o-w {place};")):
                 checkpoint.find(run_dir, resume)
         place.chmod(mode)
         assert find_step(tmp_path) == 5

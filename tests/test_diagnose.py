@@ -155,16 +155,17 @@ def record(retired: bool, number: int, group: str = "default_pg") -> dict[str, A
 
 
 def test_waits_in_the_oldest_collective_that_has_not_ended() -> None:
-    assert diagnose.waits_in({}, "") == "", "a torch that records nothing"
+    assert diagnose.waits_in({}, "", "") == "", "a torch that records nothing"
     stack = '  File "schedules.py", line 503, in _wait_batch_p2p\n'
-    assert diagnose.waits_in({}, stack) == "a message between two ranks"
-    assert diagnose.waits_in({"entries": [record(False, 2)]}, stack).startswith("gloo:")
-    assert diagnose.waits_in({"entries": [record(True, 1)]}, "") == ""
+    assert diagnose.waits_in({}, stack, "") == "a message between two ranks"
+    assert diagnose.waits_in({"entries": [record(False, 2)]}, stack, "").startswith("gloo:")
+    assert diagnose.waits_in({"entries": [record(True, 1)]}, "", "") == ""
     entries = [record(True, 1), record(False, 2), record(False, 3)]
-    assert diagnose.waits_in({"entries": entries}, "") == "gloo:all_reduce [[2, 2]], number 2 of group default_pg"
+    assert diagnose.waits_in({"entries": entries}, "", "") == "gloo:all_reduce [[2, 2]], number 2 of group default_pg"
     saving = record(False, 1, diagnose.SAVING)
-    assert diagnose.waits_in({"entries": [saving]}, "") == "", "it is written beside the training"
-    assert diagnose.waits_in({"entries": [saving, *entries]}, "").endswith("number 2 of group default_pg")
+    assert diagnose.waits_in({"entries": [saving]}, "", "data") == "", "it is written beside the training"
+    assert diagnose.waits_in({"entries": [saving]}, "", "save").endswith(f"of group {diagnose.SAVING}")
+    assert diagnose.waits_in({"entries": [saving, *entries]}, "", "").endswith("number 2 of group default_pg")
 
 
 def wait_for_rank_1() -> None:
@@ -181,7 +182,9 @@ def wait_for_rank_1() -> None:
             time.sleep(0.01)
 
     def look() -> list[str]:
-        return [diagnose.waits_in(private_api.flight_recorder(CPU, only_active), "") for only_active in (True, False)]
+        return [
+            diagnose.waits_in(private_api.flight_recorder(CPU, only_active), "", "") for only_active in (True, False)
+        ]
 
     dist.all_reduce(torch.ones(7), group=axis)
     look_for("")
@@ -209,10 +212,13 @@ def test_torch_records_what_a_rank_waits_in() -> None:
 # --- culprits ---
 
 
-def beat(rank: int, waits_in: str = "", stalled_s: float = 30.0, phase: str = "collective") -> diagnose.Beat:
+def beat(
+    rank: int, waits_in: str = "", stalled_s: float = 30.0, phase: str = "collective", limit_s: float = 20.0
+) -> diagnose.Beat:
     name = f"rank {rank} (host h, pid {100 + rank}, step 7)"
     return {"rank": rank, "name": name, "phase": phase, "stack": f"  stack of {rank}\n", "waits_in": waits_in} | {
-        "stalled_s": stalled_s
+        "stalled_s": stalled_s,
+        "limit_s": limit_s,
     }
 
 
@@ -231,12 +237,12 @@ def test_gone_ranks_are_named_as_they_were_last_seen() -> None:
 
 def test_rank_that_waits_for_nobody_is_the_one_that_hangs() -> None:
     beats = [beat(0, SUM), beat(1, phase="data"), beat(2, SUM)]
-    assert diagnose.accuse_stalled(beats, 20) == (
+    assert diagnose.accuse_stalled(beats) == (
         "no progress for 20 s: rank 1 (host h, pid 101, step 7): data\n  stack of 1\nranks [0, 2] are waiting for it\n"
     )
-    alone = diagnose.accuse_stalled([beat(0, phase="forward")], 0.5)
+    alone = diagnose.accuse_stalled([beat(0, phase="forward", limit_s=0.5)])
     assert alone == "no progress for 0.5 s: rank 0 (host h, pid 100, step 7): forward\n  stack of 0\n"
-    both = diagnose.accuse_stalled([beat(0, phase="data"), beat(1, SUM), beat(2, phase="save")], 20)
+    both = diagnose.accuse_stalled([beat(0, phase="data"), beat(1, SUM), beat(2, phase="save")])
     assert both.count("no progress") == 2
     assert "rank 1 (" not in both
 
@@ -244,12 +250,20 @@ def test_rank_that_waits_for_nobody_is_the_one_that_hangs() -> None:
 @pytest.mark.parametrize("stalled_s", [0.0, 9.9])
 def test_rank_that_makes_progress_accuses_nobody(stalled_s: float) -> None:
     """It is slow, and the others wait for it with reason; a rank that waits makes no progress by definition."""
-    assert diagnose.accuse_stalled([beat(0, SUM), beat(1, stalled_s=stalled_s), beat(2, phase="data")], 20) == ""
-    assert diagnose.accuse_stalled([beat(0, SUM), beat(1, SUM, stalled_s), beat(2, phase="data")], 20)
+    assert diagnose.accuse_stalled([beat(0, SUM), beat(1, stalled_s=stalled_s), beat(2, phase="data")]) == ""
+    assert diagnose.accuse_stalled([beat(0, SUM), beat(1, SUM, stalled_s), beat(2, phase="data")])
+
+
+def test_save_has_its_own_limit() -> None:
+    """Whoever waits for it, also in the training: what is slow does not hang."""
+    slow = beat(1, phase="save", limit_s=600.0)
+    assert diagnose.accuse_stalled([beat(0, SUM), slow]) == ""
+    assert diagnose.accuse_stalled([beat(0, SUM, limit_s=600.0), beat(1, SUM, limit_s=600.0)]) == ""
+    assert "no progress for 600 s: rank 1 (" in diagnose.accuse_stalled([beat(0, SUM), slow | {"stalled_s": 601.0}])
 
 
 def test_ranks_in_different_collectives_are_all_shown() -> None:
-    found = diagnose.accuse_stalled([beat(0, SUM), beat(1, MAX)], 20)
+    found = diagnose.accuse_stalled([beat(0, SUM), beat(1, MAX)])
     assert found.startswith("no progress for 20 s: all ranks are waiting for each other:\nrank 0 (")
     for rank, waits_in in ((0, SUM), (1, MAX)):
         assert f"rank {rank} (host h, pid {100 + rank}, step 7): collective, waiting in {waits_in}\n" in found

@@ -273,7 +273,12 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
         *("ddp_resnet", 2, ()),
         {"dp_coordinates": {'mesh.get_local_rank("dp")': "0"}},
     ),
-    "BatchNorm sees the rank's own samples": ("ddp_resnet", 2, (), {"parallelize": {"args.sync_bn": "False"}}),
+    "BatchNorm sees the rank's own samples": (
+        "ddp_resnet",
+        2,
+        (),
+        {"parallelize": {"sync_batchnorm.convert(model, mesh.get_group('dp'))": "model"}},
+    ),
     "accumulated micro-batches are divided by their number again": (
         *("fsdp_gpt", 2, ()),
         {"forward_backward": {"dp_size / batch.step_samples": "dp_size / batch.step_samples / 2"}},

@@ -2,13 +2,13 @@
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from common import UserError, guard, keymap, sampler
+from common import UserError, guard, keymap, ranks, sampler, sync_batchnorm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -192,6 +192,112 @@ def test_row_goes_on_from_one_check_to_the_next() -> None:
         finite.report()
 
 
+# --- what a checkpoint must not keep ---
+
+
+def change(tensor: torch.Tensor, how: str) -> torch.Tensor:
+    """A changed copy; of each kind, an XOR of the bits would miss all but the first."""
+    found = tensor.clone()
+    flat = found.reshape(-1) if found.is_contiguous() else found.permute(0, 2, 3, 1).reshape(-1)
+    if how == "one unit in the last place":
+        flat[-1] = torch.nextafter(flat[-1], torch.tensor(INF, dtype=flat.dtype))
+    elif how == "two elements change places":
+        flat[[0, -1]] = flat[[-1, 0]]
+    elif how == "two signs":
+        flat[[1, -2]] *= -1
+    elif how == "all signs":
+        flat *= -1
+    elif how == "a constant":
+        flat[:] = 0.25
+    return found if found.is_contiguous() else flat.view(found.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
+
+
+CHANGES = ("one unit in the last place", "two elements change places", "two signs", "all signs", "a constant")
+LARGE = 2**16 + 6  # more than the factors of a processor, and even
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(6,), (LARGE,), (2, 4, 3, 3)])
+def test_hash_sees_what_an_xor_does_not(shape: tuple[int, ...], dtype: torch.dtype, how: str) -> None:
+    torch.manual_seed(1)
+    tensor = torch.randn(shape).to(dtype)
+    if len(shape) == 4:
+        tensor = tensor.to(memory_format=torch.channels_last)
+    assert guard.position_hash(tensor) == guard.position_hash(tensor.clone())
+    assert guard.position_hash(tensor) != guard.position_hash(change(tensor, how))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.complex64, torch.float8_e4m3fn])
+def test_hash_of_other_types(dtype: torch.dtype) -> None:
+    tensor = (torch.arange(8) % 2).to(torch.uint8).to(dtype)
+    swapped = torch.arange(1, 9).remainder(2).to(torch.uint8).to(dtype)
+    assert guard.position_hash(tensor) != guard.position_hash(swapped)
+    assert guard.position_hash(torch.zeros(64).to(dtype)) != guard.position_hash(torch.ones(64).to(dtype))
+    assert guard.position_hash(tensor[0]) == guard.position_hash(tensor[2])
+    assert guard.position_hash(tensor[:0]) == 0
+
+
+def look(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
+    """What one rank alone finds in these tensors."""
+    check = guard.StateCheck(model, compare=True)
+    try:
+        check.judge([check.summarize(tensors)], 7)
+    except guard.BadStateError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("bad", [INF, -INF, float("nan")])
+@pytest.mark.parametrize("name", ["0.weight", "1.running_var", "optimizer.2.bias.momentum_buffer"])
+def test_number_that_is_not_finite_is_found(name: str, bad: float) -> None:
+    model = make_model()
+    tensors = state(model, OPTIMIZERS["SGD"](model))
+    tensors |= keymap.optimizer_tensors(model, OPTIMIZERS["SGD"](model))
+    check = guard.StateCheck(model, compare=True)
+    check.judge([check.summarize(tensors)], 7)
+    tensors[name].view(-1)[-1] = bad
+    with pytest.raises(guard.BadStateError, match=f"^not finite at step 7: {name} on rank 0. An update may have"):
+        check.judge([check.summarize(tensors)], 7)
+
+
+def test_what_is_infinite_on_purpose_is_kept() -> None:
+    """A mask with -inf, and numbers of the recipe's own, such as an environment's observations."""
+    model = make_model()
+    model.register_buffer("mask", torch.full((3,), -INF))
+    model.register_buffer("count", torch.zeros(2, dtype=torch.long))
+    model.register_parameter("coarse", nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False))
+    assert look(model, keymap.model_tensors(model) | {"rollout.observations": torch.tensor([INF])}) == ""
+
+
+def compare_all_kinds() -> None:
+    """Parameters, moments and the statistics of SyncBatchNorm are compared; those of BatchNorm are each rank's own."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for synced in (False, True):
+        model = make_model()
+        if synced:
+            model = sync_batchnorm.convert(model, dist.group.WORLD)
+        tensors = keymap.tensors(model, OPTIMIZERS["AdamW"](model))
+        compare(model, tensors)
+        own = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+        for name, tensor in tensors.items():
+            before = tensor.clone()
+            tensor.view(-1)[-1] += rank
+            if name in own and not synced:
+                compare(model, tensors)
+            else:
+                with pytest.raises(guard.BadStateError, match=f"differ at step 12: {name} on rank 1 differs from rank"):
+                    compare(model, tensors)
+            tensor.copy_(before)
+    dist.destroy_process_group()
+
+
+def test_all_kinds_of_state_are_compared() -> None:
+    result = runner.spawn(compare_all_kinds, [()] * 2)
+    assert result.ok, str(result)
+
+
 # --- replicas ---
 
 Drift = tuple[int, str]  # rank and parameter
@@ -203,14 +309,19 @@ def last_number(model: nn.Module, name: str) -> torch.Tensor:
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).view(-1)[-1:]
 
 
+def compare(model: nn.Module, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+    check = guard.StateCheck(model, compare=True)
+    check.judge(ranks.gather(check.summarize(tensors or keymap.model_tensors(model))), 12)
+
+
 def check_after(model: nn.Module, drifts: Sequence[Drift]) -> str:
-    """What `check_replicas` tells this rank once some ranks have drifted by one unit in the last place."""
+    """What a comparison tells this rank once some ranks have drifted by one unit in the last place."""
     numbers = [last_number(model, name) for rank, name in drifts if rank == dist.get_rank()]
     before = [number.clone() for number in numbers]
     for number in numbers:
         number.copy_(torch.nextafter(number, torch.tensor(INF)))
     try:
-        guard.check_replicas(model, 12)
+        compare(model)
     except UserError as error:
         return str(error)
     finally:
@@ -312,7 +423,7 @@ def compare_small_parts() -> None:
     model = nn.Linear(4, 1)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
     assert (model.bias.to_local().numel() == 0) == (dist.get_rank() == 1)
-    guard.check_replicas(model, 12)
+    compare(model)
     dist.destroy_process_group()
 
 

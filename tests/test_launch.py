@@ -447,6 +447,41 @@ def test_no_recipe(args: list[str]) -> None:
     assert result.stderr.endswith("error: name a recipe, such as recipes/ddp_resnet\n")
 
 
+SCONTROL = """#!/bin/bash
+case "$*" in
+  "show hostnames "*) echo n1 ;;
+  "show node "*) echo "NodeName=n1 NodeAddr=127.0.0.1" ;;
+  "show job "*) echo "JobId=7 JobState=RUNNING EndTime=Unknown" ;;
+  "requeue 7") touch requeued ;;
+esac
+"""
+SRUN = """#!/bin/bash
+echo '{"step": 3, "of": 9}' >stopped.json
+pwd >"$RUN_DIR_FILE"
+"""
+
+
+@pytest.mark.parametrize("log", ["/dev/full", "/dev/null"])
+def test_job_with_a_log_on_a_full_disk_is_requeued(log: str, tmp_path: Path) -> None:
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
+    with Path(log).open("w") as file:
+        result = subprocess.run(
+            ["bash", runner.ROOT / "launch" / "slurm.sh", DDP],
+            cwd=tmp_path,
+            env=environ({**job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}),
+            stdout=file,
+            stderr=file,
+            timeout=30,
+            check=False,
+        )
+    assert result.returncode == 0
+    assert (tmp_path / "requeued").exists()
+    assert (tmp_path / ".slurm-7.starts").read_text() == "3\n"
+
+
 ARRAYS = [["--array=0-2"], ["--array", "0-2"], ["-a", "0-2"], ["-a0-2"]]
 
 

@@ -250,6 +250,33 @@ def test_full_disk_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "done     step 20 of 20" in capsys.readouterr().out
 
 
+def test_start_on_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing of the start before is lost, and what can be opened later is."""
+    run = make_run(tmp_path)
+    for step in (5, 10, 15):
+        record(run, step, 0.5)
+    run.finish()
+    before = (tmp_path / "config.json").read_bytes()
+    (tmp_path / "config.tmp").mkdir()  # no file can be made there
+    capsys.readouterr()
+    run = make_run(tmp_path, first_step=10, lr=0.2)
+    assert f"warning: not all files of this start were written to {tmp_path}: " in capsys.readouterr().out
+    record(run, 20, 0.25)
+    run.finish("SIGTERM on rank 0")
+    assert (tmp_path / "config.json").read_bytes() == before
+    assert runner.records(tmp_path, "train/loss") == {5: 0.5, 10: 0.5, 20: 0.25}
+    assert json.loads((tmp_path / "stopped.json").read_text())["step"] == 20
+
+
+def test_stop_without_room_for_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path)
+    record(run, 5, 0.5)
+    (tmp_path / "stopped.tmp").mkdir()
+    run.finish("SIGTERM on rank 0")
+    assert "warning: without stopped.json, launch/slurm.sh does not requeue the job: " in capsys.readouterr().out
+    assert not (tmp_path / "stopped.json").exists()
+
+
 def test_memory_is_in_gib() -> None:
     """A process that has loaded torch holds 0.1 GiB at least, and less than a large machine has."""
     assert 0.1 < log.memory_gib(torch.device("cpu")) < 100

@@ -58,8 +58,8 @@ def test_flight_recorder(device: str) -> None:
     assert newest["input_sizes"] == [[3, 5]]
     assert newest["process_group"][1] == "default_pg"
     assert newest["collective_seq_id"] > 0
-    assert diagnose.waits_in({"entries": [newest | {"retired": True}]}, "") == ""
-    assert "all_reduce" in diagnose.waits_in({"entries": [newest | {"retired": False}]}, "")
+    assert diagnose.waits_in({"entries": [newest | {"retired": True}]}, "", "") == ""
+    assert "all_reduce" in diagnose.waits_in({"entries": [newest | {"retired": False}]}, "", "")
 
 
 def test_torch_without_a_flight_recorder(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

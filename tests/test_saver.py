@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common import checkpoint, manifest, process_group, ranks, saver
+from common import checkpoint, guard, manifest, process_group, ranks, saver
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.harness import runner
@@ -35,6 +35,7 @@ def test_manifest_says_where_it_comes_from(tmp_path: Path) -> None:
         "step": 4,
         "samples": 40,
         "seed": 3,
+        "checked": ["finite", "replicas"],
     }
 
 
@@ -45,7 +46,8 @@ def save_own_and_common(run_dir: str) -> None:
     state[f"own.{rank}"] = torch.full((2,), 1.0 + rank)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "part"))
     for step, in_background in ((1, False), (2, True)):
-        saving = saver.Saver(Path(run_dir), str(RECIPE), mesh, {}, 9, in_background)
+        check = guard.StateCheck(torch.nn.Module(), compare=True)
+        saving = saver.Saver(Path(run_dir), str(RECIPE), mesh, check, {}, 9, in_background)
         saving.save(step, state, samples=0, last=False)
         saving.drain()
     dist.destroy_process_group()
@@ -290,7 +292,7 @@ def fail_in_turn(run_dir: str, told: str) -> None:
                     saving.save(2, state, 20, last)
                     assert saving._pending
                     saving._pending.join()
-                    failure = saving._failure
+                    failure = str(saving._failure)
                     saving.drain()
                 except saver.SaveError as error:
                     failure = str(error)
@@ -354,7 +356,7 @@ def test_failure_without_a_word_is_told_by_its_name(
 
     monkeypatch.setattr(saver.dcp, "save", fail)
     make_saver(tmp_path).save(1, make_state(1), 10, last=False)
-    assert "warning: no checkpoint of step 1: MemoryError (" in capsys.readouterr().out
+    assert re.search(r"warning: no checkpoint of step 1: rank 0 on \S+: MemoryError: \(", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("what", ["latest", "old one", "list"])

@@ -12,7 +12,10 @@ from tests.harness import runner
 
 def start(folder: str) -> watch.Watch:
     (Path(folder) / "logs").mkdir(parents=True)
-    return watch.Watch(process_group.start(), Path(folder), 0, hang_timeout_s=60.0)
+    process_group.start()
+    assert watch.alive
+    watch.alive.begin(Path(folder), 0, hang_timeout_s=60.0)
+    return watch.alive
 
 
 def find_twice(folder: str) -> None:

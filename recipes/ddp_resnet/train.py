@@ -11,7 +11,7 @@ DDP averages the gradients over the ranks, bucket by bucket, so every rank then 
 
 One step sends: one all-reduce of the gradients, in buckets of up to 25 MB, in the last backward pass (earlier ones
 of an accumulated step send nothing); one broadcast of BatchNorm's running statistics from rank 0 in a forward
-pass; with --sync-bn, three small all-reduces per BatchNorm layer and micro-batch.
+pass, or with --sync-bn three small all-reduces per BatchNorm layer and micro-batch.
 
     python recipes/ddp_resnet/train.py                           # one process
     bash launch/torchrun.sh recipes/ddp_resnet                   # one per GPU, else 2 on the CPU
@@ -27,7 +27,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -66,6 +66,7 @@ class Args:
     async_save: bool = False  # write checkpoints while the training continues
     check_every: cli.NonNegativeInt = 100  # steps between comparisons of the replicas; 0 for never
     max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
+    on_bad_state: Literal["stop", "rewind"] = "stop"  # a faulty state, never saved: stop, or compute it again
     hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
     global_batch_size: cli.PositiveInt = 128  # samples per optimizer step, over all ranks
     micro_batch_size: cli.NonNegativeInt = 0  # most samples of a rank's forward pass; 0 for one micro-batch per step
@@ -144,7 +145,9 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     model = initial.materialize(model, args.seed, device, precision.param_dtype(dtype))
     if args.sync_bn:
         model = sync_batchnorm.convert(model, mesh.get_group("dp"))
-    return DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
+    model.broadcast_buffers = not args.sync_bn  # with it, running statistics are the same on all ranks already
+    return model
 
 
 def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], dp_size: int) -> metrics.Sums:

@@ -10,7 +10,7 @@ micro-batches of the step, and --compress makes them smaller. BatchNorm normalis
     batch                          an equal part, in micro-batches of --micro-batch-size
 
 One step sends: one all-reduce of the gradients, in its last backward pass, whole, in bfloat16, or as two thin
-matrices for each weight (powersgd); one broadcast of BatchNorm's running statistics in a forward pass.
+matrices for each weight (powersgd); a broadcast of running statistics as in ddp_resnet.
 
     bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/multinode_resnet                       # Slurm
     export RUN_KEY=$(openssl rand -hex 32)    # without Slurm: a secret, the same value on each machine
@@ -65,6 +65,7 @@ class Args:
     async_save: bool = False  # write checkpoints while the training continues
     check_every: cli.NonNegativeInt = 100  # steps between comparisons of the replicas; 0 for never
     max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
+    on_bad_state: Literal["stop", "rewind"] = "stop"  # a faulty state, never saved: stop, or compute it again
     hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
     global_batch_size: cli.PositiveInt = 128  # samples per optimizer step, over all ranks
     micro_batch_size: cli.NonNegativeInt = 32  # most samples of a rank's forward pass; 0 for one micro-batch per step
@@ -149,6 +150,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     # One bucket: PowerSGD's second all-reduce starts when its first ends, in another order on each rank with several.
     bucket_mb = 10_000 if args.compress == "powersgd" else None
     model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+    model.broadcast_buffers = not args.sync_bn  # with it, running statistics are the same on all ranks already
     if args.compress == "bf16":
         model.register_comm_hook(group, default_hooks.bf16_compress_hook)
     if args.compress == "powersgd":  # Vogels et al. 2019, https://arxiv.org/abs/1905.13727; not before warm-up is over

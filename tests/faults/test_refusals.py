@@ -53,6 +53,108 @@ def test_open_to_others(what: str, case: FaultCase) -> None:
     )
 
 
+@pytest.mark.fault("refused: a new run's folder that others can write to")
+def test_new_run_in_an_open_folder(case: FaultCase) -> None:
+    """Before anything is written there: not only when there is a checkpoint to lose."""
+    case.run_dir.mkdir(parents=True)
+    case.run_dir.chmod(0o777)
+    result = case.start()
+    check_refused_at_once(
+        case, result, f"error: {case.run_dir} is writable by every user, .*: chmod o-w {case.run_dir}"
+    )
+    assert not [*case.run_dir.iterdir()]
+
+
+@pytest.mark.fault("refused: mutant, open folders are trusted")
+def test_mutant_in_an_open_folder(case: FaultCase) -> None:
+    case.copy_reference(until=2)
+    case.run_dir.chmod(0o777)
+    result = case.start(mutant="open folders are trusted")
+    assert result.ok, str(result)
+    case.record_message(result.outputs[0], f"done .* step {STEPS} of {STEPS}")
+
+
+@pytest.mark.fault("refused: links in an open folder, with TRUST_OPEN_FOLDERS=1")
+def test_links_in_a_trusted_folder(case: FaultCase) -> None:
+    """The user vouches for the folder; no link is followed to what lies elsewhere."""
+    case.run_dir.mkdir(parents=True)
+    case.run_dir.chmod(0o777)
+    mine = case.folder / "mine"
+    mine.write_text("precious")
+    for name in ("config.tmp", "train.tmp", "metrics.jsonl"):
+        (case.run_dir / name).symlink_to(mine)
+    trusts = [("at the start", "set", rank, 0, "TRUST_OPEN_FOLDERS", "1") for rank in range(case.size)]
+    result = case.start("--stop-after", "2", faults=trusts)
+    assert result.ok, str(result)
+    case.record_message(result.outputs[0], "reached  step 2 of")
+    assert mine.read_text() == "precious"
+    assert json.loads((case.run_dir / "config.json").read_text())["args"]
+
+
+@pytest.mark.fault("refused: nothing of a run's own, under umask 000")
+def test_umask(case: FaultCase) -> None:
+    """A run must be able to continue in what it has made itself."""
+    result = case.start(
+        "--stop-after", "4", faults=[("at the start", "umask", rank, 0, 0) for rank in range(case.size)]
+    )
+    assert result.ok, str(result)
+    made = [case.run_dir, *case.run_dir.rglob("*")]
+    assert not [path for path in made if not path.is_symlink() and path.stat().st_mode & 0o002]
+    result = case.start(faults=[("at the start", "umask", rank, 0, 0) for rank in range(case.size)])
+    assert result.ok, str(result)
+    case.record_message(result.outputs[0], "resuming from step 4 of")
+    case.check_same_curves("train/loss", "train/grad_norm")
+    case.check_same_checkpoints(STEPS)
+
+
+# --- what another job has done meanwhile -------------------------------------------------------------------
+
+
+def run_meanwhile(case: FaultCase, mutant: str = "") -> runner.Result:
+    """A second job looks for a checkpoint, finds step 2, and waits; the first trains to its end; the second resumes."""
+    case.copy_reference(until=2)
+    other = FaultCase(case.recipe, case.folder, case.size, case.reference)
+    done = case.folder / "done"
+
+    def train(events: Path) -> None:
+        try:
+            wait_for(lambda: any(event["event"] == "fault" for event in events_in(events)))
+            assert other.start().ok
+        finally:
+            done.touch()
+
+    waits = ("before the claim", "wait for", 0, 0, str(done))
+    result = case.start("--stop-after", "4", faults=[waits], mutant=mutant, meanwhile=train)
+    assert other.steps_done() == STEPS
+    return result
+
+
+@pytest.mark.fault("refused: a job that another one has overtaken")
+def test_overtaken(case: FaultCase) -> None:
+    result = run_meanwhile(case)
+    check_refused_at_once(case, result, "error: --name run: another job has saved step 6 in .*: start this one again")
+    case.check_same_as_reference()
+
+
+@pytest.mark.fault("refused: mutant, the folder is looked at once")
+def test_mutant_overtaken(case: FaultCase) -> None:
+    """What the first job has recorded is lost."""
+    result = run_meanwhile(case, mutant="the folder is looked at once")
+    assert result.ok, str(result)
+    case.record_message(result.outputs[0], "reached  step 4 of")
+    assert list(runner.records(case.run_dir, "train/loss")) == [1, 2, 3, 4]
+
+
+@pytest.mark.fault("refused: the server has lost checkpoints/, {what}")
+@pytest.mark.parametrize("what", ["iterdir", "stat"])
+def test_lost_server(what: str, case: FaultCase) -> None:
+    """A run that has checkpoints does not start from scratch."""
+    case.copy_reference(until=2)
+    folder = case.run_dir / "checkpoints"
+    result = case.start(faults=[("at the start", "lose the server", 0, 0, what, str(folder))])
+    check_refused_at_once(case, result, rf"error: {case.run_dir}\S* cannot be read: .*Stale file handle")
+
+
 def check_refused_at_once(case: FaultCase, result: runner.Result, pattern: str) -> None:
     case.check_refused(result, pattern)
     assert not case.steps_done()

@@ -1,9 +1,6 @@
 """Killed at any point of a save, or without room on the disk, a run resuming from a checkpoint that is whole."""
 
-import contextlib
-import os
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +8,8 @@ from typing import NamedTuple
 import pytest
 from common import manifest
 
-from tests.harness import inject
+from tests.harness import inject, runner
+from tests.harness.disks import FEW_FILES, QUOTA, SMALL, mounted
 from tests.harness.fault_case import STEPS, FaultCase, checkpoints, temporaries
 
 HOW = ["synchronous", pytest.param("asynchronous", marks=pytest.mark.rest)]
@@ -50,31 +48,6 @@ def test_killed(point: str, how: str, case: FaultCase) -> None:
 
 
 # --- the disk ---------------------------------------------------------------------------------------------
-
-
-SMALL, FEW_FILES, QUOTA = "size=1m", "nr_inodes=64", "quota"
-
-
-@contextlib.contextmanager
-def mounted(place: Path, options: str) -> Iterator[None]:
-    """A disk in memory; for a quota that binds root as well, a file with btrfs in it."""
-    place.mkdir(parents=True, exist_ok=True)
-    commands = [["mount", "-t", "tmpfs", "-o", options, "brigade-test", str(place)]]
-    if options == QUOTA:
-        image = place.with_name("image")
-        image.touch()
-        os.truncate(image, 120 * 2**20)
-        commands = [["mkfs.btrfs", "-q", str(image)], ["mount", "-o", "loop", str(image), str(place)]]
-        commands.append(["btrfs", "quota", "enable", str(place)])
-        if not shutil.which("mkfs.btrfs"):
-            pytest.skip("not run: a quota needs btrfs-progs")
-    for command in commands:
-        if subprocess.run(command, check=False, capture_output=True).returncode:
-            pytest.skip("not run: to mount a small disk needs root")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 @pytest.fixture
@@ -154,6 +127,27 @@ def test_disk_to_the_end(what: str, how: str, disk: Path, case: FaultCase) -> No
     case.resume_and_check(*flags_for(how))
     assert case.row.steps_lost == STEPS - 2
     assert not temporaries(case.run_dir)
+
+
+@pytest.mark.fault("disk: {what} already when the run starts again")
+@pytest.mark.parametrize("what", [what for what in DISKS if DISKS[what].options and "save" not in what])
+def test_disk_at_the_start(what: str, disk: Path, case: FaultCase) -> None:
+    """What a start writes can wait: the run warns and trains on, and what it had written stays."""
+    for file in case.run_dir.glob("events.out.tfevents.*"):
+        file.unlink()
+    before = (case.run_dir / "config.json").read_bytes()
+    action, *more = DISKS[what].breaks
+    inject.ACTIONS[action](str(disk), *more)
+    action, *more = DISKS[what].mended
+    result = case.start("--save-every", "6", faults=[("end of a step", action, 0, 5, str(disk), *more)])
+    assert result.ok, str(result)
+    assert "Traceback" not in str(result), str(result)
+    case.record_message(result.outputs[0], r"warning: not all files of this start were written to")
+    assert (case.run_dir / "config.json").read_bytes() == before
+    assert not [*case.run_dir.glob("*.tmp")]
+    assert all(file.stat().st_size for file in case.run_dir.glob("events.out.tfevents.*"))
+    assert runner.records(case.run_dir, "train/loss").items() <= runner.records(case.reference(), "train/loss").items()
+    case.check_same_checkpoints(2, 6)
 
 
 @pytest.mark.fault("disk: the run's folder is removed")

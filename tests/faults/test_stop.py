@@ -11,7 +11,7 @@ import pytest
 from common import process_group, stop
 
 from tests.harness import runner
-from tests.harness.fault_case import STEPS, FaultCase, checkpoints, wait_for
+from tests.harness.fault_case import STEPS, FaultCase, checkpoints, events_in, wait_for
 from tests.harness.inject import EPOCH_STEPS
 
 
@@ -67,7 +67,7 @@ def test_mutant_shifted_position(case: FaultCase) -> None:
 
 
 @pytest.mark.fault("stop: {name} to one rank")
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT", "SIGHUP"])
 def test_other_signals(name: str, case: FaultCase) -> None:
     result = case.start(faults=[("end of a step", "signal", -1, 2, name, 0.5)])
     assert result.ok, str(result)
@@ -149,6 +149,75 @@ def test_launcher(case: FaultCase) -> None:
     assert code == 128 + signal.SIGUSR1, out
     assert "Traceback" not in out
     assert check_stopped(case, out, "SIGUSR1") < STEPS
+    case.resume_and_check()
+    assert case.row.steps_lost == 0
+
+
+@pytest.mark.fault("stop: SIGHUP under nohup is ignored")
+def test_nohup(case: FaultCase) -> None:
+    faults = [("at the start", "ignore", rank, 0, "SIGHUP") for rank in range(case.size)]
+    result = case.start(faults=[*faults, ("end of a step", "signal", -1, 2, "SIGHUP", 0.5)])
+    assert result.ok, str(result)
+    case.record_message(result.outputs[0], "done     step 6 of 6")
+    case.check_same_as_reference()
+
+
+def kill_launcher(case: FaultCase, mutant: str = "") -> str:
+    """SIGKILL to the launcher alone, after step 2 of the ranks; returns what they print."""
+    killed = case.folder / "killed"
+
+    def meanwhile(process: subprocess.Popen[str], events: Path) -> None:
+        wait_for(lambda: sum(event["event"] == "fault" for event in events_in(events)) == case.size)
+        process.kill()
+        process.wait()
+        time.sleep(3 * stop.POLL_S)
+        killed.touch()
+        pids = {event["pid"] for event in events_in(events)}
+        wait_for(lambda: not any(_runs(pid) for pid in pids))
+
+    faults = [("end of a step", "wait for", rank, 2, str(killed)) for rank in range(case.size)]
+    return case.launch(faults=faults, meanwhile=meanwhile, mutant=mutant)[1]
+
+
+def _runs(pid: int) -> bool:
+    """Whether the process is there, and not only its exit code."""
+    file = Path(f"/proc/{pid}/cmdline")
+    return file.exists() and bool(file.read_bytes())
+
+
+@pytest.mark.fault("stop: SIGKILL to the launcher alone")
+def test_launcher_dies(case: FaultCase) -> None:
+    """Its ranks do not train on without anybody who would start them again: they save and stop."""
+    out = kill_launcher(case)
+    assert check_stopped(case, out, "the launcher") < STEPS
+    assert "Traceback" not in out, out
+    case.resume_and_check()
+    assert case.row.steps_lost == 0
+
+
+@pytest.mark.rest
+@pytest.mark.fault("stop: mutant, ranks do not see that the launcher has died")
+def test_mutant_launcher_dies(case: FaultCase) -> None:
+    out = kill_launcher(case, mutant="the launcher may die")
+    case.record_message(out, "done     step 6 of 6")
+    assert not (case.run_dir / "stopped.json").exists()
+
+
+@pytest.mark.rest
+@pytest.mark.fault("stop: SIGHUP to the launcher")
+def test_hang_up(case: FaultCase) -> None:
+    """The terminal closes."""
+    signalled = case.folder / "signalled"
+
+    def meanwhile(process: subprocess.Popen[str], events: Path) -> None:
+        wait_for(lambda: events.exists() and '"fault"' in events.read_text())
+        process.send_signal(signal.SIGHUP)
+        time.sleep(2 * stop.POLL_S)
+        signalled.touch()
+
+    code, out = case.launch(faults=[("end of a step", "wait for", 0, 2, str(signalled))], meanwhile=meanwhile)
+    assert code == 128 + signal.SIGHUP, out
+    assert check_stopped(case, out, "SIGHUP") < STEPS
     case.resume_and_check()
     assert case.row.steps_lost == 0
 

@@ -171,18 +171,20 @@ class FaultCase:
         faults: Sequence[inject.Fault] = (),
         options: Sequence[str] = (),
         size: int = 0,
+        mutant: str = "",
         meanwhile: Callable[[subprocess.Popen[str], Path], None] = lambda *_: None,
+        onto: int | None = None,
         **environ: str,
     ) -> tuple[int, str]:
         """The same through launch/torchrun.sh, on a folder whose train.py puts the faults in and runs the recipe.
 
-        `options` are torchrun's; `meanwhile` gets the launcher and the file of events. Returns the exit code and
-        everything that was printed.
+        `options` are torchrun's; `meanwhile` gets the launcher and the file of events; `onto` is an open file for
+        what is printed. Returns the exit code and everything that was printed, but for that.
         """
         file, output = self._new_events_file(), self.folder / "output"
         folder = self.folder / self.recipe
         folder.mkdir(exist_ok=True)
-        call = f"inject.run({str(self.train_py)!r}, sys.argv[1:], {[*faults]!r}, {str(file)!r})"
+        call = f"inject.run({str(self.train_py)!r}, sys.argv[1:], {[*faults]!r}, {str(file)!r}, {mutant!r})"
         folder.joinpath("train.py").write_text(f"import sys\nfrom tests.harness import inject\n\n{call}\n")
         size = size or self.size
         argv = [*flags_of(self.recipe, size), "--out", str(self.out), "--name", "run", *flags]
@@ -196,8 +198,8 @@ class FaultCase:
                 ["bash", str(runner.ROOT / "launch" / "torchrun.sh"), *options, str(folder), *argv],
                 cwd=runner.ROOT,
                 env=os.environ | variables,
-                stdout=printed,
-                stderr=printed,
+                stdout=onto or printed,
+                stderr=onto or printed,
                 text=True,
             )
         try:

@@ -2,17 +2,20 @@
 
 A fault is (point, action, rank, step) and what the action needs: when `rank` comes to `point` for the first time
 in `step` or later, it does `action`. Rank -1 is the last one. Points and actions are named in POINTS and ACTIONS.
+A fault that is given twice comes again after the run has gone back (--on-bad-state rewind).
 
 Who renames one of these renames it here as well; a patch of a name that is not there fails every fault test:
 
     patched                                  what for
     common.process_group.start               point "at the start"
-    common.watch.Watch(...)                  point "before the first step"
+    common.process_group.finish              faults that come again
+    common.run_dir.claim                     point "before the claim"
+    common.watch.Watch.begin                 point "before the first step"
     common.watch.Watch.step                  the step that this rank is in
     common.data.Loader(reader, ...)          point "reading": a reader around the reader
     common.stop.Stop.after                   point "end of a step"; note "done"
     common.manifest.seal, write              points "before the digests", "before the manifest"
-    common.guard.FiniteGuard(model, ...)     the parameters that the action "drift" may change
+    common.guard.FiniteGuard(model, ...)     what the actions "drift" and "damage state" may change
     common.watch.Watch._exit                 note "named": this rank prints the finding about another one
     common.watch.Watch._let_others_read      note "named": this rank has printed its own error
     common.flops.count_sample, peak_flops    no measurement
@@ -33,12 +36,15 @@ MUTANTS patch what a proof must notice, each next to its name.
 
 import atexit
 import contextlib
+import ctypes
 import errno
+import faulthandler
 import functools
 import itertools
 import json
 import math
 import os
+import random
 import re
 import runpy
 import shutil
@@ -54,7 +60,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import data, flops, guard, keymap, manifest, process_group, ranks, sampler, saver, seal, stop, watch
+from common import (
+    checkpoint,
+    data,
+    flops,
+    guard,
+    health,
+    heartbeat,
+    keymap,
+    manifest,
+    output,
+    private_api,
+    process_group,
+    ranks,
+    run_dir,
+    sampler,
+    saver,
+    seal,
+    stop,
+    sync_batchnorm,
+    watch,
+)
 from common.workloads import resnet, text
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -65,7 +91,16 @@ from tests.harness import damage
 
 Fault = tuple[Any, ...]
 POINTS = (
-    *("at the start", "before the first step", "reading", "backward", "update", "end of a step", "evaluation"),
+    *(
+        "at the start",
+        "before the claim",
+        "before the first step",
+        "reading",
+        "backward",
+        "update",
+        "end of a step",
+        "evaluation",
+    ),
     *("before the data", "between the files", "in a file", "before the digests", "before the manifest"),
     *("before the rename", "after the rename", "during retention"),
 )
@@ -80,6 +115,9 @@ class _Self:
     first_attempt = True
     events = Path(os.devnull)
     due: list[Fault] = []  # noqa: RUF012
+    later: list[Fault] = []  # noqa: RUF012
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
     shared: list[nn.Parameter] = []  # noqa: RUF012
     spoilt = False
 
@@ -92,10 +130,12 @@ def run(path: str, argv: Sequence[str], faults: Sequence[Fault], events: str, mu
     # A fault does not come again in the processes that torchrun starts in the place of those that died of it.
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     _Self.due = [one for one in faults if one[2] % size == _Self.rank and (not again or one[1] == "raise")]
+    _Self.later = [one for i, one in enumerate(_Self.due) if one in _Self.due[:i]]
+    _Self.due = [*dict.fromkeys(_Self.due)]
     assert all(point in POINTS and action in ACTIONS for point, action, *_ in faults)
     note("start")
     _shrink()
-    _patch(drifts=any(action == "drift" for _, action, *_ in faults))
+    _patch(drifts=any(action in ("drift", "damage state", "grow") for _, action, *_ in faults))
     if mutant:
         MUTANTS[mutant]()
     sys.argv = [path, *argv]
@@ -181,18 +221,20 @@ def _patch(drifts: bool) -> None:
     def begin_step(_: watch.Watch, step: int) -> None:
         _Self.step = step
 
-    def keep_shared(_: guard.FiniteGuard, model: nn.Module, *__: Any) -> None:
-        _Self.shared = _shared(model)
+    def keep_state(_: guard.FiniteGuard, model: nn.Module, optimizer: torch.optim.Optimizer, *__: Any) -> None:
+        _Self.model, _Self.optimizer, _Self.shared = model, optimizer, _shared(model)
 
     def reach_if_checkpoint(point: str) -> Callable[..., None]:
         """Of the last argument: what is renamed to it, or removed."""
         return lambda *args, **_: _reach(point) if _is_checkpoint(args[-1]) else None
 
+    _after(process_group, "finish", lambda **_: _Self.due.extend(_Self.later))
     _after(watch.Watch, "step", begin_step)
     if drifts:
-        _after(guard.FiniteGuard, "__init__", keep_shared)
+        _after(guard.FiniteGuard, "__init__", keep_state)
     _before(process_group, "start", _reaches("at the start"))
-    _before(watch.Watch, "__init__", _reaches("before the first step"))
+    _before(run_dir, "claim", _reaches("before the claim"))
+    _before(watch.Watch, "begin", _reaches("before the first step"))
     _patch_reading()
     _patch_backward()
     _before(nn.Module, "eval", _reaches("evaluation"))
@@ -265,6 +307,46 @@ def _send_group(name: str) -> None:
     os.killpg(0, signal.Signals[name])
 
 
+def _trickle(run: str, seconds: float) -> None:
+    """As a slow disk: bytes come in, while this thread waits in one call."""
+    partial = next(Path(run, "checkpoints").glob("step_*.tmp-*"))
+    file = private_api.files_of_rank(partial, _Self.rank) or [partial / f"shard-{_Self.rank + 1:05d}-slow.safetensors"]
+    script = f'for i in $(seq {5 * seconds:.0f}); do printf x >>"$0"; sleep 0.2; done; rm "$0"'
+    subprocess.run(["sh", "-c", script, str(file[0])], check=True, timeout=WAIT_S)
+
+
+def _lock() -> None:
+    """A function of C that does not give the interpreter's lock back."""
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def _no_memory() -> None:
+    raise MemoryError
+
+
+def _miscompute() -> None:
+    real = health.multiply
+
+    def multiply(rows: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        found = real(rows, device, dtype)
+        found[-1, -1] += dtype.is_floating_point
+        return found
+
+    health.multiply = multiply
+
+
+def _forget() -> None:
+    real = torch.full
+
+    def full(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found = real(*args, **kwargs)
+        if found.numel() == health.MEMORY_BYTES // 4:
+            found[-1] ^= 4
+        return found
+
+    torch.full = full
+
+
 def _raise() -> None:
     raise ArithmeticError("a fault that was put in")
 
@@ -304,6 +386,40 @@ def _drift() -> None:
     local[first] = torch.nextafter(local[first], torch.tensor(float("inf"), dtype=local.dtype))
 
 
+def _damage_state(kind: str, how: str, seed: int) -> None:
+    """Put a NaN, or a flipped bit of what another rank also holds, into a random element of one kind of state."""
+    drawn = random.Random(seed)
+    if kind == "buffer":
+        modules = [one for one in _Self.model.modules() if how == "nan" or sync_batchnorm.is_synchronized(one)]
+        found = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+    else:
+        parameters = _Self.shared if how == "bit" else [*_Self.model.parameters()]
+        found = [parameter.data for parameter in parameters]
+        if kind == "moment":
+            found = [value for one in parameters for value in _Self.optimizer.state[one].values() if value.ndim]
+    tensors = [one.to_local() if isinstance(one, DTensor) else one for one in found]
+    tensors = [one for one in tensors if one.is_floating_point() and one.numel()]
+    if not tensors:
+        note("nothing shared")
+        return
+    tensor = drawn.choice(tensors)
+    place = tuple(drawn.randrange(size) for size in tensor.shape)
+    changed = tensor[place].detach().reshape(1).clone()
+    if how == "nan":
+        changed[0] = float("nan")
+    else:
+        number = changed.view(torch.uint8)
+        number[drawn.randrange(len(number))] ^= 1 << drawn.randrange(8)
+    tensor[place] = changed[0]
+
+
+def _grow() -> None:
+    """All parameters."""
+    with torch.no_grad():
+        for parameter in _Self.model.parameters():
+            parameter.mul_(100)
+
+
 def _wait_for(path: str) -> None:
     end = time.monotonic() + WAIT_S
     while not Path(path).exists() and time.monotonic() < end:
@@ -339,6 +455,31 @@ def _free(folder: str) -> None:
     shutil.rmtree(ballast) if ballast.is_dir() else ballast.unlink()
 
 
+def _print_to(path: str) -> None:
+    """As if standard output and error had been a file there, or a pipe to a reader who has left."""
+    if path:
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    else:
+        reader, target = os.pipe()
+        os.close(reader)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+
+
+def _lose_server(what: str, folder: str) -> None:
+    """As on NFS, when the server no longer knows a folder."""
+    real = getattr(Path, what)
+
+    def lost(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if Path(folder) in (self, *self.parents):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self))
+        return real(self, *args, **kwargs)
+
+    _replace(Path, what, lost)
+
+
 def _btrfs(folder: str, *command: str) -> None:
     subprocess.run(["btrfs", *command, folder], check=True, timeout=WAIT_S)
 
@@ -366,6 +507,13 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "bfloat16": _pretend_bfloat16,
     "signal later": _send_later,
     "signal the process group": _send_group,
+    "patience": lambda seconds: setattr(process_group, "TIMEOUT_S", seconds),
+    "trickle": _trickle,
+    "lock": _lock,
+    "no memory": _no_memory,
+    "computes wrongly": _miscompute,
+    "forgets": _forget,
+    "ignore": lambda name: signal.signal(signal.Signals[name], signal.SIG_IGN),
     "raise": _raise,
     "sleep": lambda: time.sleep(1000),
     "sleep a little": lambda: time.sleep(0.5),
@@ -373,12 +521,18 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "barrier": _mix_collectives,
     "spoil": _spoil,
     "drift": _drift,
+    "damage state": _damage_state,
+    "grow": _grow,
     "wait for": _wait_for,
     "fill": _fill,
     "fill entries": _fill_entries,
     "free": _free,
     "remount": _remount,
     "btrfs": _btrfs,
+    "print to": _print_to,
+    "lose the server": _lose_server,
+    "umask": os.umask,
+    "set": lambda name, value: os.environ.update({name: value}),
     "remove": shutil.rmtree,
     "die in a file": _die_in_a_file,
     "die in a deletion": _die_in_a_deletion,
@@ -429,11 +583,15 @@ def _take_any_rank() -> None:
 
 
 def _compare_nothing() -> None:
-    _replace(guard, "check_replicas", lambda *_: None)
+    _replace(guard, "_hashes", lambda _: {})
+
+
+def _look_at_nothing() -> None:
+    _replace(guard.StateCheck, "judge", lambda *_: None)
 
 
 def _watch_nothing() -> None:
-    for name in ("_watch", "_watch_store", "report"):
+    for name in ("_watch", "_tick", "_feel_next", "report"):
         _replace(watch.Watch, name, lambda *_: None)
 
 
@@ -458,12 +616,37 @@ def _seal_nothing() -> None:
     _replace(seal, "unseal", lambda key, name, sealed: sealed)
 
 
+def _print_directly() -> None:
+    _replace(output, "protect", lambda: None)
+
+
+def _trust_open_folders() -> None:
+    _replace(run_dir, "refuse_open", lambda _: None)
+
+
+def _look_once() -> None:
+    _replace(checkpoint, "check_newest", lambda _: None)
+
+
 MUTANTS = {
+    "the bytes of a save do not count": lambda: _replace(heartbeat.Heartbeat, "_bytes_written", lambda _: 0),
+    "who fails alone in a save stays in its group": lambda: _replace(saver.Saver, "_leave", lambda _: None),
+    "nobody notices that it was frozen": lambda: _replace(heartbeat.Heartbeat, "own_freeze", lambda _: ""),
+    "no rank feels the end of the next one": lambda: _replace(watch.Watch, "_feel_next", lambda _: None),
+    "no thread of C watches the interpreter": lambda: _replace(
+        faulthandler, "dump_traceback_later", lambda *_, **__: None
+    ),
+    "no device is tried": lambda: _replace(health, "find_fault", lambda _: ""),
+    "the launcher may die": lambda: _replace(os, "getppid", functools.cache(os.getppid)),
+    "output is not protected": _print_directly,
+    "open folders are trusted": _trust_open_folders,
+    "the folder is looked at once": _look_once,
     "nothing is sealed": _seal_nothing,
     "nothing is verified": _trust_everything,
     "names are not compared": _take_any_name,
     "ranks are not compared": _take_any_rank,
     "replicas are not compared": _compare_nothing,
+    "state is not looked at": _look_at_nothing,
     "nobody watches": _watch_nothing,
     "the position is that of the step before": _shift_position,
     "updates that are not finite are made": _skip_nothing,

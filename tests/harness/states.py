@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from common import checkpoint, saver
+from common import checkpoint, guard, saver
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -60,7 +60,8 @@ def loaded(path: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 def make_saver(run_dir: Path, keep: int = 9, in_background: bool = False) -> saver.Saver:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
-    return saver.Saver(run_dir, str(RECIPE), mesh, {"seed": 3}, keep, in_background)
+    check = guard.StateCheck(torch.nn.Module(), compare=True)
+    return saver.Saver(run_dir, str(RECIPE), mesh, check, {"seed": 3}, keep, in_background)
 
 
 def save(run_dir: Path, step: int, keep: int = 9) -> Path:

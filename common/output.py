@@ -1,0 +1,72 @@
+"""What a rank prints. A full disk under it, or a reader that has gone away, ends no training."""
+
+import contextlib
+import io
+import os
+import shlex
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+spare: Path | None = None  # gets what cannot be printed; rank 0's log sets it
+_warned = False
+
+
+class _Lasting(io.FileIO):
+    """A file descriptor to which every write succeeds: whoever prints could do nothing about an error."""
+
+    def write(self, content: Any, /) -> int:
+        """Write bytes, or keep them in the spare log."""
+        try:
+            written = super().write(content)
+            if written is not None:
+                return written
+            reason = "it would block"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        _keep(bytes(content), reason)
+        return len(content)
+
+
+def _keep(content: bytes, reason: str) -> None:
+    global _warned  # noqa: PLW0603 (one warning for both streams)
+    if not _warned:
+        _warned = True
+        where = f"; what follows is in {spare}" if spare else ""
+        warning = f"warning: the output cannot be written ({reason}), which ends no training{where}\n".encode()
+        content = warning + content
+        with contextlib.suppress(OSError):
+            os.write(2, warning)  # not through sys.stderr, whose write this may be
+    with contextlib.suppress(OSError):
+        if spare:
+            spare.parent.mkdir(exist_ok=True)
+            with spare.open("ab") as file:
+                file.write(content)
+
+
+def protect() -> None:
+    """Let no write to sys.stdout and sys.stderr raise an OSError, nor the flush at the interpreter's exit."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:  # the process was started without it
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        elif stream is getattr(sys, f"__{name}__"):  # neither a notebook's, nor protected already
+            buffer = io.BufferedWriter(_Lasting(number, "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=True))
+
+
+def redirect(log: Path) -> None:
+    """Append this process's output to a log, by file descriptor, so that messages of C++ crashes arrive there too."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab", buffering=0) as file:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+    except OSError as error:
+        sys.stderr.write(f"warning: {log} cannot be opened, so this rank prints to the terminal: {error}\n")
+    else:
+        sys.stdout.write(f"--- {datetime.now().isoformat(timespec='seconds')} {shlex.join(sys.argv)}\n")
+        sys.stdout.flush()
