@@ -350,9 +350,9 @@ CASES_OF_2: list[tuple[list[Drift], str]] = [
 ]
 CASES_OF_3: list[tuple[list[Drift], str]] = [
     ([], ""),
-    ([(0, "module.1.weight")], "1.weight on rank 0 differs from most of its 3 ranks."),
-    ([(1, "module.2.bias"), (0, "module.2.weight")], "2.weight on rank 0 differs from most of its 3 ranks."),
-    ([(2, "module.2.bias"), (1, "module.2.bias")], "2.bias on rank 0 differs from most of its 3 ranks."),
+    ([(0, "module.1.weight")], "1.weight on rank 0 differs from 2 of its 3 ranks."),
+    ([(1, "module.2.bias"), (0, "module.2.weight")], "2.weight on rank 0 differs from 2 of its 3 ranks."),
+    ([(2, "module.2.bias"), (1, "module.2.bias")], "2.bias on rank 0 differs from 2 of its 3 ranks."),
 ]
 
 
