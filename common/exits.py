@@ -1,12 +1,15 @@
 """How a process ends: rank 0 prints a refusal once and exits with 2; a crash reaches the other ranks and torchrun."""
 
+import contextlib
 import functools
+import gc
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -15,7 +18,7 @@ from common import UserError, output, process_group, ranks
 USAGE_ERROR = 2  # exit code of every refusal
 PEER_FAILED = 3  # exit code of a rank that stops because another one failed
 # torchrun kills every rank as soon as one has exited, so the others give rank 0 this long to print the refusal.
-GRACE_S = 5.0
+GRACE_S = 10.0
 JOIN_S = 2.0  # time for the other ranks to reach the same error; they differ only by how long joining the group took
 REFUSED = "exits/refused"
 # Blocked until `stop.Stop` handles them, so that a run that is still starting also saves before it stops.
@@ -40,11 +43,12 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         try:
             while True:
-                try:
+                with contextlib.suppress(Rewind):
                     return main()
-                except Rewind:
-                    report = None
-                    process_group.finish(begins_again=True)
+                report = None
+                process_group.finish(begins_again=True)
+                gc.collect()  # now that no traceback holds it: two models may not fit
+                torch.cuda.empty_cache()  # without a GPU, nothing
         except SystemExit:
             raise
         except BaseException as error:

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common import UserError, keymap, private_api, ranks, sampler, sync_batchnorm
 
-NOT_SAVED = "This state is not saved, and the same command continues from the newest checkpoint"
+NOT_SAVED = "This state is not saved"
 
 
 class BadStateError(UserError):
@@ -86,7 +87,10 @@ class FiniteGuard:
         Raises:
             BadStateError: more updates in a row were skipped than allowed; names their steps and samples.
         """
-        total, first, tripped_at = torch.stack((self._total, self._first, self._tripped_at)).tolist()
+        figures = torch.stack((self._total, self._first, self._tripped_at))
+        if dist.is_initialized():  # a rank whose norm alone was wrong must not act alone
+            dist.all_reduce(figures, dist.ReduceOp.MAX)
+        total, first, tripped_at = figures.tolist()
         if tripped_at:
             steps = range(tripped_at - self._most, tripped_at + 1)
             message = f"the gradient was not finite in steps {steps[0]} to {steps[-1]}, more than --max-skips "
@@ -107,8 +111,9 @@ class FiniteGuard:
 class StateCheck:
     """Finds what a checkpoint must not keep: numbers that are not finite, and replicas that differ.
 
-    Parameters, their optimizer state and the buffers of SyncBatchNorm are the same on all ranks that hold the same part
-    of them. Other buffers are each rank's own, such as the running statistics of BatchNorm.
+    Parameters, their optimizer state and the statistics of SyncBatchNorm over all ranks are the same on all ranks that
+    hold the same part of them. The statistics of BatchNorm are each rank's own, and have to be finite. Other buffers
+    and frozen parameters may hold infinities on purpose, as a mask does.
 
     Attributes:
         kinds: what is checked, for the manifest.
@@ -121,20 +126,25 @@ class StateCheck:
             model: the model under its strategy.
             compare: compare the replicas. Without it, only numbers that are not finite are found.
         """
-        self._shared = {keymap.canonical(name) for name, _ in model.named_parameters()}
+        named = {keymap.canonical(name): parameter for name, parameter in model.named_parameters()}
+        self._shared = {*named}
+        self._finite = {name for name, parameter in named.items() if parameter.requires_grad}
         for name, module in model.named_modules():
-            if sync_batchnorm.is_synchronized(module):
-                self._shared |= {keymap.canonical(f"{name}.{key}") for key, _ in module.named_buffers(recurse=False)}
-        # A mask may hold -inf on purpose.
-        buffers = {keymap.canonical(name): buffer for name, buffer in model.named_buffers()}
-        self._finite = {*self._shared, *buffers} - set(_not_finite(buffers))
+            if isinstance(module, (*sync_batchnorm.BATCH_NORMS, nn.SyncBatchNorm)):
+                statistics = {keymap.canonical(f"{name}.{key}") for key, _ in module.named_buffers(recurse=False)}
+                self._finite |= statistics
+                if sync_batchnorm.is_over_all_ranks(module):
+                    self._shared |= statistics
         self.kinds = ["finite", "replicas"] if compare else ["finite"]
 
     def summarize(self, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
         """This rank's part: what `judge` needs of its tensors, by canonical name; JSON values."""
-        checked = {n: t.detach() for n, t in tensors.items() if n in self._finite or n.startswith(keymap.OPTIMIZER)}
-        shared = {n: t for n, t in checked.items() if n in self._shared or n.startswith(keymap.OPTIMIZER)}
-        return [_not_finite(checked), _hashes(shared) if "replicas" in self.kinds else {}]
+        dense = {name: tensor.detach() for name, tensor in tensors.items() if tensor.layout == torch.strided}
+        finite, shared = (
+            {name: one for name, one in dense.items() if name in names or name.startswith(keymap.OPTIMIZER)}
+            for names in (self._finite, self._shared)
+        )
+        return [_not_finite(finite), _hashes(shared) if "replicas" in self.kinds else {}]
 
     def judge(self, summaries: list[list[Any]], step: int) -> None:
         """Compare the summaries of all ranks.
@@ -147,21 +157,20 @@ class StateCheck:
                 where = f"not finite at step {step}: {names[0]} on rank {rank}"
                 why = "An update may have overflowed (lower --lr), or a device or its memory may be faulty"
                 raise BadStateError(f"{where}. {why}. {NOT_SAVED}", step)
-        everyone = [hashes for _, hashes in summaries]
-        for key in {key: None for one in everyone for key in one}:
-            holders = {rank: one[key] for rank, one in enumerate(everyone) if key in one}
-            values = list(holders.values())
+        holders: dict[str, dict[int, int]] = {}
+        for rank, (_, hashes) in enumerate(summaries):
+            for key, value in hashes.items():
+                holders.setdefault(key, {})[rank] = value
+        for key, found in holders.items():
+            values = list(found.values())
             if len(set(values)) == 1:
                 continue
             majority = max(values, key=values.count)  # between two ranks, the lower one's
-            different = [rank for rank, value in holders.items() if value != majority]
-            others = f"rank {min(holders)}" if len(holders) == 2 else f"most of its {len(holders)} ranks"
-            named = f"{key} on rank {', '.join(map(str, different))} differs from {others}"
-            raise BadStateError(
-                f"replicas differ at step {step}: {named}. A device or its memory may be faulty: exclude it if this "
-                f"happens again. {NOT_SAVED}",
-                step,
-            )
+            different = ", ".join(str(rank) for rank, value in found.items() if value != majority)
+            others = f"rank {min(found)}" if len(found) == 2 else f"{values.count(majority)} of its {len(found)} ranks"
+            where = f"replicas differ at step {step}: {key} on rank {different} differs from {others}"
+            why = "A device or its memory may be faulty: exclude it if this happens again"
+            raise BadStateError(f"{where}. {why}. {NOT_SAVED}", step)
 
 
 def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -169,6 +178,7 @@ def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     extremes = {}
     for name, tensor in tensors.items():
         local = _local(tensor)
+        local = torch.view_as_real(local) if local.is_complex() else local
         # float8 has no minimum; a rank may hold no element of a small parameter.
         if local.is_floating_point() and local.element_size() > 1 and local.numel():
             extremes[name] = torch.stack(torch.aminmax(local)).double()  # both are NaN if an element is
@@ -225,5 +235,5 @@ def _read(values: dict[str, torch.Tensor]) -> dict[str, Any]:
     if not values:
         return {}
     device = next(iter(values.values())).device
-    together = torch.stack([value.to(device, non_blocking=True) for value in values.values()])
+    together = torch.stack([value.to(device) for value in values.values()])
     return dict(zip(values, together.tolist(), strict=True))

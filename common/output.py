@@ -3,12 +3,14 @@
 import contextlib
 import io
 import os
+import select
 import shlex
 import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+PATIENCE_S = 5.0  # with a reader that has stopped reading
 spare: Path | None = None  # gets what cannot be printed; rank 0's log sets it
 _warned = False
 
@@ -16,13 +18,19 @@ _warned = False
 class _Lasting(io.FileIO):
     """A file descriptor to which every write succeeds: whoever prints could do nothing about an error."""
 
+    _patience_s = PATIENCE_S
+
     def write(self, content: Any, /) -> int:
         """Write bytes, or keep them in the spare log."""
         try:
-            written = super().write(content)
-            if written is not None:
-                return written
-            reason = "it would block"
+            # A reader that pauses (`less`, Ctrl-S) would hold the training up. A ready pipe takes PIPE_BUF bytes.
+            if select.select([], [self.fileno()], [], self._patience_s)[1]:
+                self._patience_s = PATIENCE_S
+                written = super().write(memoryview(content)[: select.PIPE_BUF])
+                if written is not None:
+                    return written
+            self._patience_s = 0.0
+            reason = "nobody reads it"
         except OSError as error:
             reason = error.strerror or str(error)
         _keep(bytes(content), reason)

@@ -120,6 +120,19 @@ def merge_axes(mesh: DeviceMesh) -> None:
         flatten("_".join(mesh.mesh_dim_names or ()))
 
 
+def forget_meshes() -> None:
+    """Let DTensor forget the layouts that it has met, with their meshes, before these processes begin again.
+
+    Needs `torch.distributed.tensor.debug._clear_sharding_prop_cache`: results would have a mesh of before, whose groups
+    have been destroyed. No public function does it.
+    """
+    from torch.distributed.tensor import debug
+
+    clear: Any = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear:
+        clear()
+
+
 def files_of_rank(folder: Path, rank: int) -> list[Path]:
     """The files of a rank that `HuggingFaceStorageWriter(save_distributed=True)` has written to a folder.
 

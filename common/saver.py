@@ -107,6 +107,11 @@ class Saver:
         self._agree()
         self.drain(last)
 
+    def wait(self) -> None:
+        """Wait for a save in progress, whatever comes of it; `watch` notices one that never ends."""
+        if self._pending:
+            self._pending.join()
+
     def drain(self, last: bool = False) -> None:
         """Wait for a save in progress, and warn if it failed, or raise if it was the last one (all ranks).
 
@@ -128,10 +133,13 @@ class Saver:
 
     def _agree(self) -> None:
         """Let all ranks know what has failed (all ranks); make a new group if one has left that of the save."""
-        outcomes = ranks.gather((self._failure, self._group is None))
-        failures = sorted((failure for failure, _ in outcomes if failure), key=lambda failure: LOST in failure)
+        bad = (str(self._bad), self._bad.step) if self._bad else None
+        outcomes = ranks.gather((self._failure, bad, self._group is None))
+        failures = sorted((failure for failure, *_ in outcomes if failure), key=lambda failure: LOST in failure)
         self._failure = ranks.printable(failures[0]) if failures else ""  # the cause before its effects
-        if any(left for _, left in outcomes):
+        states = [bad for _, bad, _ in outcomes if bad]
+        self._bad = guard.BadStateError(ranks.printable(states[0][0]), states[0][1]) if states else None
+        if any(left for *_, left in outcomes):
             self._leave()
             self._group = _new_group()
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -35,6 +36,7 @@ from common import (
 )
 
 SPIKE = 10  # times the largest loss so far, as Megatron-Core's rerun state machine has it
+largest_losses: list[tuple[int, float]] = []  # up to each step that this process has logged
 went_back_from: list[int] = []  # steps with a bad state, which this process has computed again since
 
 
@@ -83,7 +85,6 @@ class Session:
         self._last_step = min(plan.max_steps, args.stop_after or plan.max_steps)
         self._done = plan.first_step
         self._stops = False
-        self._largest_loss = 0.0
         self._doubted = went_back_from[-1] if went_back_from else 0
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
@@ -154,11 +155,7 @@ class Session:
         if self.logs(step):
             logged = self._log.log_train(step, data_wait_s, grad_norm=grad_norm.item(), **more)
             self._report_skips()
-            loss = abs(logged.get("train/loss", 0.0))
-            with self._goes_back():
-                if loss > SPIKE * self._largest_loss > 0:
-                    self._look_again(step, f"the loss was over {SPIKE} times the largest before")
-            self._largest_loss = max(self._largest_loss, loss)  # in this order, NaN counts for nothing
+            self._look_at_loss(step, abs(logged.get("train/loss", 0.0)))
         self._log.pause()
 
     def log_validation(self, step: int, means: Mapping[str, float]) -> None:
@@ -208,9 +205,19 @@ class Session:
             if skipped := self.finite.report():
                 self._look_again(skipped, "the gradient was not finite")
 
+    def _look_at_loss(self, step: int, loss: float) -> None:
+        """Notice a loss that is far larger than each before (all ranks)."""
+        while largest_losses and largest_losses[-1][0] >= step:  # of before it went back
+            largest_losses.pop()
+        largest = largest_losses[-1][1] if largest_losses else 0.0
+        with self._goes_back():
+            if loss > SPIKE * largest > 0:
+                self._look_again(step, f"the loss was over {SPIKE} times the largest before")
+        largest_losses.append((step, max(largest, loss)))  # in this order, NaN counts for nothing
+
     def _look_again(self, step: int, what: str) -> None:
         """A step is suspicious, but its numbers may be right: with --on-bad-state rewind, compute it again, once."""
-        if step in went_back_from:
+        if went_back_from and step <= went_back_from[-1]:
             ranks.print0(f"note: {what} in step {step} again: this is no passing fault")
             self._doubted = 0
         elif self._args.on_bad_state == "rewind":
@@ -226,13 +233,14 @@ class Session:
         try:
             yield
         except guard.BadStateError as error:
-            if self._args.on_bad_state == "stop":
-                raise
-            if went_back_from and error.step <= went_back_from[-1]:
-                why = f"this is no passing fault, because the run went back from step {went_back_from[-1]} before"
-                raise guard.BadStateError(f"{error}; {why}", error.step) from None
+            if self._args.on_bad_state == "stop" or (went_back_from and error.step <= went_back_from[-1]):
+                again = "; this is no passing fault, because the run went back from there before" * bool(went_back_from)
+                command = run_dir.resume_command(self._log.path, dist.get_world_size())
+                message = f"{error}{again}; to continue from the newest checkpoint, run: {command}"
+                raise guard.BadStateError(message, error.step) from None
             went_back_from.append(error.step)
             ranks.print0(f"warning: {error}; going back to the newest checkpoint (--on-bad-state rewind)")
+            self._saver.wait()  # what it writes is from before
             self._log.close()
             if not self._args.name:  # else the run would begin again in a new folder
                 sys.argv += ["--name", self._log.path.name]

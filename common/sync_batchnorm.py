@@ -119,5 +119,11 @@ def min_samples(model: nn.Module) -> int:
 
 
 def is_synchronized(module: nn.Module) -> bool:
-    """Whether a module is a BatchNorm over all ranks, whose running statistics are the same on each."""
+    """Whether a module is a BatchNorm over several ranks."""
     return isinstance(module, SyncBatchNorm | nn.SyncBatchNorm)
+
+
+def is_over_all_ranks(module: nn.Module) -> bool:
+    """Whether a module is a BatchNorm whose running statistics are the same on all ranks."""
+    group = module.group if isinstance(module, SyncBatchNorm) else getattr(module, "process_group", None)
+    return is_synchronized(module) and dist.get_world_size(group) == dist.get_world_size()

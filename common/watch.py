@@ -107,7 +107,7 @@ class Watch:
     def report(self, error: BaseException) -> None:
         """Publish why this rank raises (main thread); does not return if another rank is the cause."""
         self._reported = True
-        while error.__cause__ and not isinstance(error, UserError):  # torch wraps errors of a stage's backward pass
+        while type(error) is RuntimeError and error.__cause__:  # torch wraps errors of a stage's backward pass so
             error = error.__cause__
         phase, stack = diagnose.phase_and_stack(traceback.walk_tb(error.__traceback__), self._heart.noted)
         headline = f"{self._name()} failed in {phase}: {type(error).__name__}: {error}\n"

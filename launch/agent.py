@@ -90,7 +90,9 @@ def explain(error: ChildFailedError) -> int:
         how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with code {code}"
         print(f"\nrank {rank} (pid {failure.pid}) {how}, without a traceback", file=sys.stderr)
         if code == 1:  # as faulthandler ends a process, see common/watch.py
-            print("if its output ends with 'Timeout' and a stack, Python was locked there", file=sys.stderr)
+            print(
+                "if its output ends with 'Timeout' and a stack, Python was locked or suspended there", file=sys.stderr
+            )
         print("see logs/ in the run's folder, and the kernel's log (dmesg) if memory ran out", file=sys.stderr)
     return code
 

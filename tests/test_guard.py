@@ -266,8 +266,18 @@ def test_what_is_infinite_on_purpose_is_kept() -> None:
     model = make_model()
     model.register_buffer("mask", torch.full((3,), -INF))
     model.register_buffer("count", torch.zeros(2, dtype=torch.long))
+    model.register_parameter("frozen", nn.Parameter(torch.full((2,), -INF), requires_grad=False))
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
     model.register_parameter("coarse", nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False))
     assert look(model, keymap.model_tensors(model) | {"rollout.observations": torch.tensor([INF])}) == ""
+
+
+def test_complex_numbers_are_looked_at() -> None:
+    model = make_model()
+    model.register_parameter("phase", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    assert look(model, keymap.model_tensors(model)) == ""
+    model.phase.data[1] = complex(0, float("nan"))
+    assert look(model, keymap.model_tensors(model)).startswith("not finite at step 7: phase on rank 0.")
 
 
 def compare_all_kinds() -> None:
@@ -350,9 +360,9 @@ CASES_OF_2: list[tuple[list[Drift], str]] = [
 ]
 CASES_OF_3: list[tuple[list[Drift], str]] = [
     ([], ""),
-    ([(0, "module.1.weight")], "1.weight on rank 0 differs from most of its 3 ranks."),
-    ([(1, "module.2.bias"), (0, "module.2.weight")], "2.weight on rank 0 differs from most of its 3 ranks."),
-    ([(2, "module.2.bias"), (1, "module.2.bias")], "2.bias on rank 0 differs from most of its 3 ranks."),
+    ([(0, "module.1.weight")], "1.weight on rank 0 differs from 2 of its 3 ranks."),
+    ([(1, "module.2.bias"), (0, "module.2.weight")], "2.weight on rank 0 differs from 2 of its 3 ranks."),
+    ([(2, "module.2.bias"), (1, "module.2.bias")], "2.bias on rank 0 differs from 2 of its 3 ranks."),
 ]
 
 

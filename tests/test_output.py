@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from common import output
 
 from tests.harness import runner
@@ -50,16 +51,18 @@ def test_reader_that_has_left(tmp_path: Path) -> None:
     assert spare.read_text().splitlines() == [warning, "first", "second \N{SNOWMAN}"]
 
 
-def test_reader_that_is_slow(tmp_path: Path) -> None:
-    """Another program has made the terminal non-blocking, and it is full."""
+@pytest.mark.parametrize("blocking", [True, False])
+def test_reader_that_pauses(blocking: bool, tmp_path: Path) -> None:
+    """As `less` and Ctrl-S do; and another program may have made the terminal non-blocking."""
     reader, pipe = os.pipe()
     os.set_blocking(pipe, False)
     with contextlib.suppress(BlockingIOError):
         while True:
             os.write(pipe, bytes(4096))
+    os.set_blocking(pipe, blocking)
     result = run(tmp_path / "log", pipe)
     assert result.returncode == 7
-    assert "cannot be written (it would block)" in result.stderr
+    assert "cannot be written (nobody reads it)" in result.stderr
     assert "first\n" in (tmp_path / "log").read_text()
     os.close(pipe)
     os.close(reader)

@@ -259,6 +259,16 @@ def test_torch_without_its_pickler(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         assert "has no _unpickler to replace" in capsys.readouterr().out
 
 
+def test_layouts_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.tensor import debug
+
+    called: list[int] = []
+    assert callable(debug._clear_sharding_prop_cache)
+    monkeypatch.setattr(debug, "_clear_sharding_prop_cache", lambda: called.append(1))
+    private_api.forget_meshes()
+    assert called == [1]
+
+
 # --- files ---
 
 

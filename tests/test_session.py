@@ -12,7 +12,20 @@ from typing import Any
 
 import pytest
 import torch
-from common import UserError, checkpoint, guard, keymap, log, process_group, run_dir, sampler, seed, session, stop
+from common import (
+    UserError,
+    checkpoint,
+    exits,
+    guard,
+    keymap,
+    log,
+    process_group,
+    run_dir,
+    sampler,
+    seed,
+    session,
+    stop,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -35,6 +48,7 @@ class Args:
     check_every: int = 4
     max_skips: int = 3
     on_bad_state: str = "stop"
+    name: str = "run"
     hang_timeout: float = 300.0
     dtype: str = "float64"
 
@@ -219,6 +233,31 @@ def never_check_replicas(folder: str) -> None:
 
 def test_replicas_need_not_be_compared(tmp_path: Path) -> None:
     in_one_process(never_check_replicas, str(tmp_path))
+
+
+# --- losses that jump ---
+
+
+def see_losses(folder: str) -> None:
+    """Losses as they are logged: the one of step 9 jumps, and is computed again from step 5 on."""
+    losses = (2, 1, 0.5, 0.3, 0.2, 0.01, 0.2, 0.3, 25)
+    run, *_ = begin(folder, on_bad_state="rewind", max_steps=9)
+    for step, loss in enumerate(losses[:-1], 1):
+        run._look_at_loss(step, loss)
+    with pytest.raises(exits.Rewind):
+        run._look_at_loss(9, losses[-1])
+    assert session.went_back_from == [9]
+    for step, loss in enumerate(losses[5:], 6):
+        run._look_at_loss(step, loss)
+    run._look_at_loss(10, 0.4)
+    assert session.largest_losses[-1] == (10, 25)
+
+
+def test_losses_are_compared_with_those_before_a_rewind(tmp_path: Path) -> None:
+    """A healthy step after the checkpoint is no spike, and a lasting one is said to be one."""
+    result = in_one_process(see_losses, str(tmp_path))
+    assert result.outputs[0].count("in step 9 again: this is no passing fault") == 1
+    assert "in step 7" not in result.outputs[0]
 
 
 # --- how it ends ---

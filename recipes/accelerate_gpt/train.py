@@ -139,7 +139,7 @@ def require(what: str, found: Any, wanted: Any, instead: str) -> None:
         raise UserError(f"Accelerate's {what} is {found}, not {wanted}: {instead}")
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def make_accelerator(args: Args) -> Accelerator:
     """Accelerate as its launcher's environment sets it up, compared with what was asked for (all ranks).
 
@@ -192,6 +192,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     dtype = precision.compute_dtype(args.dtype, device)
     model = initial.materialize(model, args.seed, device, precision.param_dtype(dtype))
     # FSDP2 wants an optimizer beside the model. Main makes its own, of the parameters that come of this.
+    make_accelerator(args).free_memory()  # of models before --on-bad-state rewind
     model, _ = make_accelerator(args).prepare(model, make_optimizer(args, model))
     return model
 

@@ -145,9 +145,8 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     model = initial.materialize(model, args.seed, device, precision.param_dtype(dtype))
     if args.sync_bn:
         model = sync_batchnorm.convert(model, mesh.get_group("dp"))
-    model = DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
-    model.broadcast_buffers = not args.sync_bn  # with it, running statistics are the same on all ranks already
-    return model
+    # With --sync-bn all ranks compute the same running statistics, and rank 0 need not send its own.
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=not args.sync_bn)
 
 
 def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], dp_size: int) -> metrics.Sums:

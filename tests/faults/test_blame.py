@@ -70,7 +70,8 @@ def test_save_that_hangs(case: FaultCase) -> None:
 
 
 def save_without_memory(case: FaultCase, how: str, mutant: str = "") -> runner.Result:
-    faults = [*patient(case), ("before the data", "no memory", -1, 4)]
+    pause = ("end of a step", "sleep a little", 0, 3)  # until the save before has ended
+    faults = [*patient(case), pause, ("before the data", "no memory", -1, 4)]
     return case.start(*flags_for(how), faults=faults, mutant=mutant)
 
 
