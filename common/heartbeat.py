@@ -39,6 +39,7 @@ class Heartbeat:
         self._position: object = None
         self._waits_in: str | None = None
         self._written = 0
+        self._looked_at = 0  # the step of the latest look
         self._ticked = time.monotonic()
         self._freeze = (0, 0.0)  # the step in which this process stood still, and for how many seconds
         self.step = 0
@@ -74,7 +75,8 @@ class Heartbeat:
         phase, stack = diagnose.phase_and_stack(reversed(list(traceback.walk_stack(frame))), self.noted)
         # Counted in heartbeats, so that time in which the whole job was suspended does not count.
         self.stalled_s += BEAT_S
-        self.saving_s = self.saving_s + BEAT_S if phase == "save" else 0.0
+        self.saving_s = self.saving_s + BEAT_S if phase == "save" and self.step == self._looked_at else 0.0
+        self._looked_at = self.step
         if phase == "save":  # with --async-save, the main thread waits for the thread that writes
             place += [_place(frames.get(one.ident or 0)) for one in threading.enumerate() if one.name == phase]
             if not self._waits_in and self.stalled_s > self._timeout_s / 4:
