@@ -8,12 +8,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from common import UserError, output, process_group, ranks
+from common import UserError, output, process_group, ranks, run_dir
 
 USAGE_ERROR = 2  # exit code of every refusal
 PEER_FAILED = 3  # exit code of a rank that stops because another one failed
@@ -93,3 +94,12 @@ def _let_others_arrive(world: process_group.World) -> None:
     end = time.monotonic() + JOIN_S
     while world.store.add(REFUSED, 0) < dist.get_world_size() - 1 and time.monotonic() < end:
         time.sleep(0.01)
+
+
+def outlook(path: Path, world_size: int) -> str:
+    """What happens after a failure: torchrun starts the ranks again, or the user has to."""
+    restarts = ranks.env_int("TORCHELASTIC_RESTART_COUNT", default=0)
+    most = ranks.env_int("TORCHELASTIC_MAX_RESTARTS", default=0)
+    if restarts < most:
+        return f"torchrun starts all ranks again, from the newest checkpoint (restart {restarts + 1} of {most})"
+    return f"to continue from the newest checkpoint, run: {run_dir.resume_command(path, world_size)}"

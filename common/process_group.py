@@ -243,4 +243,5 @@ def finish(begins_again: bool = False) -> None:
     dist.destroy_process_group()
     joined = None
     again = again + 1 if begins_again else 0
-    private_api.forget_meshes()
+    if begins_again:
+        private_api.forget_meshes()

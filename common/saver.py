@@ -257,7 +257,8 @@ def _explain(error: BaseException, run_dir: Path) -> str:
     if _is_lost(error):  # the cause is not a disk; `watch` names the rank
         return LOST
     place = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    space, entries = shutil.disk_usage(place).free, os.statvfs(place).f_favail
+    space = shutil.disk_usage(place).free
+    entries = os.statvfs(place).f_favail
     full = any(sign in text for sign in ("No space left", "Errno 28", "os error 28", "unexpected pos"))
     room = f"{space / 1e6:,.1f} MB and {entries:,} files are free in {place}"
     return f"{'disk full: ' if full else ''}{text.strip().splitlines()[-1]} ({room})"

@@ -67,8 +67,10 @@ class Stop:
         self._wakeup.setblocking(False)
         global latest  # noqa: PLW0603
         if process_group.again and latest:  # a request to stop must outlive it
-            self._deadline, self._earlier = latest._deadline, latest.reason
-            self._signals, self._wakeup, self._signalled_at = latest._signals, latest._wakeup, latest._signalled_at
+            self._deadline = latest._deadline
+            self._earlier = latest.reason
+            self._signals, self._wakeup = latest._signals, latest._wakeup
+            self._signalled_at = latest._signalled_at
         latest = self
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         for number in taken_over():

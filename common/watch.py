@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common import UserError, diagnose, exits, private_api, process_group, ranks, run_dir
+from common import UserError, diagnose, exits, private_api, process_group, ranks
 from common.heartbeat import BEAT_S, DEAD_S, Heartbeat
 
 DECIDERS = 8  # the first ranks to compare heartbeats: a thousand ranks must not all read a thousand heartbeats
@@ -77,7 +77,7 @@ class Watch:
             hang_timeout_s: seconds without progress that count as a hang; see `Heartbeat.limit_s`.
         """
         self._logs = path / "logs"
-        self._outlook = _outlook(path, self._world.size)
+        self._outlook = exits.outlook(path, self._world.size)
         self._heart.begin(path, first_step, hang_timeout_s)
         self._heart.tick()  # the first step may already keep the interpreter's lock
         process_group.background.callback(self.close)  # again: now before what has begun since `start`
@@ -259,12 +259,3 @@ class Watch:
                 self._let_others_read(finding)
         finally:  # also where the disk is full
             os._exit(exits.PEER_FAILED)
-
-
-def _outlook(path: Path, world_size: int) -> str:
-    """What happens after a failure: torchrun starts the ranks again, or the user has to."""
-    restarts = ranks.env_int("TORCHELASTIC_RESTART_COUNT", default=0)
-    most = ranks.env_int("TORCHELASTIC_MAX_RESTARTS", default=0)
-    if restarts < most:
-        return f"torchrun starts all ranks again, from the newest checkpoint (restart {restarts + 1} of {most})"
-    return f"to continue from the newest checkpoint, run: {run_dir.resume_command(path, world_size)}"

@@ -26,7 +26,8 @@ def environment(path: str) -> dict[str, str]:
     """
     # A number, or Accelerate refuses files that leave it to the command line; port 0 is any free one.
     words = ["--config_file", path, "--num_processes", "1", "--main_process_port", "0", "train.py"]
-    parser, read_config = launch_command_parser(), private_api.config_reader()
+    parser = launch_command_parser()
+    read_config = private_api.config_reader()
     try:
         known = vars(parser.parse_args(words)).copy()
         asked, config, _ = read_config(parser.parse_args(words))

@@ -131,21 +131,26 @@ def test_second_signal_quits_at_once(case: FaultCase) -> None:
     case.resume_and_check()
 
 
+def signal_launcher(case: FaultCase, number: signal.Signals, *flags: str) -> tuple[int, str]:
+    """Run by the launcher, which gets a signal at the end of step 2; returns its exit code and all output."""
+    signalled = case.folder / "signalled"
+
+    def meanwhile(process: subprocess.Popen[str], events: Path) -> None:
+        wait_for(lambda: events.exists() and '"fault"' in events.read_text())
+        process.send_signal(number)
+        time.sleep(2 * stop.POLL_S)
+        signalled.touch()
+
+    fault = ("end of a step", "wait for", 0, 2, str(signalled))
+    return case.launch(*flags, faults=[fault], meanwhile=meanwhile)
+
+
 @pytest.mark.rest
 @pytest.mark.fault("stop: SIGUSR1 to the launcher, with 2 loader workers")
 def test_launcher(case: FaultCase) -> None:
     """The real thing: torchrun signals its whole process group, loader workers included."""
     case.skip_without("--workers")
-    signalled = case.folder / "signalled"
-
-    def meanwhile(process: subprocess.Popen[str], events: Path) -> None:
-        wait_for(lambda: events.exists() and '"fault"' in events.read_text())
-        process.send_signal(signal.SIGUSR1)
-        time.sleep(2 * stop.POLL_S)
-        signalled.touch()
-
-    fault = ("end of a step", "wait for", 0, 2, str(signalled))
-    code, out = case.launch("--workers", "2", faults=[fault], meanwhile=meanwhile)
+    code, out = signal_launcher(case, signal.SIGUSR1, "--workers", "2")
     assert code == 128 + signal.SIGUSR1, out
     assert "Traceback" not in out
     assert check_stopped(case, out, "SIGUSR1") < STEPS
@@ -207,15 +212,7 @@ def test_mutant_launcher_dies(case: FaultCase) -> None:
 @pytest.mark.fault("stop: SIGHUP to the launcher")
 def test_hang_up(case: FaultCase) -> None:
     """The terminal closes."""
-    signalled = case.folder / "signalled"
-
-    def meanwhile(process: subprocess.Popen[str], events: Path) -> None:
-        wait_for(lambda: events.exists() and '"fault"' in events.read_text())
-        process.send_signal(signal.SIGHUP)
-        time.sleep(2 * stop.POLL_S)
-        signalled.touch()
-
-    code, out = case.launch(faults=[("end of a step", "wait for", 0, 2, str(signalled))], meanwhile=meanwhile)
+    code, out = signal_launcher(case, signal.SIGHUP)
     assert code == 128 + signal.SIGHUP, out
     assert check_stopped(case, out, "SIGHUP") < STEPS
     case.resume_and_check()
