@@ -77,7 +77,7 @@ def measure(folder: str) -> None:
     }
     rows["threads of Watch and Stop, their processor time"] = idle_s(watching.step) - idle_before
 
-    savers = {flag: saver.Saver(path, __file__, mesh, check, {}, 1, flag) for flag in (False, True)}
+    savers = {flag: saver.Saver(path, __file__, mesh, check, {}, 1, flag, has_one=True) for flag in (False, True)}
     tensors = keymap.model_tensors(model) | keymap.optimizer_tensors(model, optimizer)
     stalls: dict[bool, list[float]] = {False: [], True: []}
     for i in range(2 * SAVES + 2):

@@ -2,4 +2,10 @@
 
 
 class UserError(ValueError):
-    """An error that a user can make and correct. The message names the value, a right one, and the flag to change."""
+    """An error that a user can make and correct. The message names the value, a right one, and the flag to change.
+
+    Attributes:
+        everywhere: whether all ranks raise it after the same collective, so that nobody has to be told.
+    """
+
+    everywhere = False

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from common import UserError, keymap, manifest, ranks, run_dir
 from common.ranks import Answer
 
+BEST = "best"  # the file that names the best checkpoint, if a run keeps it
 ADVICE = " (use the flags that it was trained with, or another checkpoint)"
 
 
@@ -218,18 +219,16 @@ def check_fits(path: Path, model: nn.Module) -> None:
         raise UserError(f"checkpoint {path} does not fit this model{ADVICE}:\n  " + "\n  ".join(differences))
 
 
-def load(path: Path | None, tensors: dict[str, torch.Tensor]) -> None:
+def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Fill this rank's tensors in place from a checkpoint of any number of ranks (all ranks take part).
 
     Args:
-        path: a checkpoint that `find` returned; None to load nothing.
+        path: a checkpoint that `find` returned.
         tensors: the tensors to fill, by canonical name; a rank may hold only some of them.
 
     Raises:
         UserError: the checkpoint lacks a tensor, as that of another optimizer does, or has it in another shape.
     """
-    if path is None:
-        return
     saved = {name: tuple(entry.size) for name, entry in tensors_in(path).items()}
     weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(keymap.NO_WEIGHTS)}
     if len(weights) < len(tensors) and not any(name.startswith(keymap.OPTIMIZER) for name in saved):

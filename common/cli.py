@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import io
 import math
+import os
 import sys
 import typing
 from collections.abc import Iterator, Mapping
@@ -38,6 +39,7 @@ MOST = 2**31 - 1  # of steps, samples and sizes: a product of two of them still 
 PositiveInt = Annotated[int, Bounds(1, MOST)]
 NonNegativeInt = Annotated[int, Bounds(0, MOST)]
 NonNegativeFloat = Annotated[float, Bounds(0)]
+AtLeastOne = Annotated[float, Bounds(1)]
 Fraction = Annotated[float, Bounds(0, 1)]
 Timeout = Annotated[float, Bounds(1)]  # seconds
 Seed = Annotated[int, Bounds(0, 2**64 - 1)]  # the bits that common/seed.py mixes
@@ -80,6 +82,9 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
             shown = shown if len(shown) <= 30 else f"{shown[:10]}... ({len(shown)} digits)"
             finite = " a finite number" if abs(number) == math.inf else ""
             raise UserError(f"--{name.replace('_', '-')} {shown} is out of range: it must be{finite} {bounds}")
+    if os.environ.get("ONLY_CHECK_FLAGS"):  # launch/slurm.sh, before it submits a job
+        print("ONLY_CHECK_FLAGS is set: the flags can be used, and nothing is trained")
+        raise SystemExit(0)
     return args
 
 

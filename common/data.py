@@ -1,24 +1,26 @@
 """From requests to batches: worker processes read them ahead, and they are copied to the device ahead of their use."""
 
 import collections
+import functools
+import hashlib
 import itertools
 import time
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
-from common import UserError
-from common.sampler import Request
+from common import UserError, seed
+from common.sampler import Plan, Request
 
 
 class Batch(NamedTuple):
-    """One micro-batch of one rank."""
+    """One micro-batch of one rank; its samples are tensors, or any tree of dicts, lists and tuples with tensors."""
 
-    inputs: torch.Tensor  # (b, ...)
-    targets: torch.Tensor  # (b, ...)
+    inputs: Any  # (b, ...)
+    targets: Any  # (b, ...); None if they are among the inputs
     step_samples: int  # samples of the whole step, over all ranks and micro-batches
     last: bool  # whether this micro-batch ends the step
 
@@ -39,8 +41,85 @@ class BatchReader(Protocol):
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
         """Metrics of an evaluation to show, from its means."""
 
-    def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs (b, ...) and targets (b, ...) of the samples at `indices`, augmented as in `epochs`."""
+    def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[Any, Any]:
+        """Inputs (b, ...) and targets (b, ...) of the samples at `indices`, augmented as in `epochs`; see `Batch`."""
+
+
+def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """The same tree of mappings, lists and (named) tuples with each tensor changed; anything else stays."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    part = functools.partial(map_tensors, change)
+    if isinstance(tree, Mapping):
+        changed = {key: part(value) for key, value in tree.items()}
+        try:
+            return type(tree)(changed)  # type: ignore[call-arg]
+        except TypeError:  # a mapping that is not made from another one, such as a defaultdict
+            return changed
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*map(part, tree))
+    return type(tree)(map(part, tree)) if isinstance(tree, list | tuple) else tree
+
+
+class MapStyle:
+    """A torch data set with `__getitem__` and `__len__`, as a `BatchReader`.
+
+    Each sample is read with generators seeded from (seed, epoch, index). So random transforms, of torchvision, NumPy or
+    Python's random, draw the same numbers in any worker, on any rank and after a resume.
+    """
+
+    def __init__(
+        self,
+        dataset: torch.utils.data.Dataset,
+        run_seed: int,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+    ) -> None:
+        """Wrap a data set.
+
+        Args:
+            dataset: its samples may be any tree of tensors, as may the batches.
+            run_seed: the run's --seed.
+            collate_fn: makes a batch of samples. A pair becomes `Batch.inputs` and `Batch.targets`; anything else
+                becomes `inputs`, and `targets` is None.
+        """
+        self.dataset: Any = dataset
+        self.sample_units: dict[str, int] = {}
+        self._run_seed = run_seed
+        self._collate = collate_fn
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def metrics(self, means: dict[str, float]) -> dict[str, float]:
+        """The means as they are."""
+        return means
+
+    def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[Any, Any]:
+        """Inputs and targets of the samples at `indices`, with random transforms drawn as in `epochs`.
+
+        A rank's part of a micro-batch may be empty: then the tensors have no rows.
+        """
+        samples = []
+        with seed.kept():
+            for epoch, index in zip(epochs.tolist(), indices.tolist(), strict=True) if len(indices) else [(0, 0)]:
+                seed.for_sample(self._run_seed, seed.AUGMENT, epoch, index)
+                samples.append(self.dataset[index])
+        batch = self._collate(samples)
+        if not len(indices):
+            batch = map_tensors(lambda tensor: tensor[:0], batch)
+        return tuple(batch) if isinstance(batch, list | tuple) and len(batch) == 2 else (batch, None)
+
+    def digest(self) -> str:
+        """Hash of the number of samples and of the tensors of 16 of them."""
+        found = hashlib.sha256(str(len(self)).encode())
+
+        def take(tensor: torch.Tensor) -> None:
+            found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+            found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+
+        for index in np.linspace(0, len(self) - 1, 16).astype(int):
+            map_tensors(take, self.read(np.zeros(1, int), index[None]))
+        return found.hexdigest()[:16]
 
 
 class _Reads(torch.utils.data.Dataset):
@@ -115,12 +194,19 @@ class Loader:
         for batch in itertools.chain(batches, [None]):
             if batch is not None:
                 with torch.cuda.stream(copies):
-                    inputs = batch.inputs.to(self._device, non_blocking=True)
-                    targets = batch.targets.to(self._device, non_blocking=True)
-                    waiting.append((batch._replace(inputs=inputs, targets=targets), copies.record_event()))
+                    copied = map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
+                    waiting.append((copied, copies.record_event()))
             if len(waiting) == 2 or (batch is None and waiting):
-                ready, copied = waiting.popleft()
-                compute.wait_event(copied)
-                for tensor in (ready.inputs, ready.targets):
-                    tensor.record_stream(compute)  # otherwise its memory is reused while the step still reads it
+                ready, arrival = waiting.popleft()
+                compute.wait_event(arrival)
+                # Otherwise their memory is reused while the step still reads them.
+                map_tensors(lambda tensor: tensor.record_stream(compute), ready)
                 yield ready
+
+
+def twins(train: BatchReader, plan: Plan, device: torch.device) -> Iterator[Loader]:
+    """Batches of the first sample alone, and of it twice; nothing if a micro-batch has only one sample of each rank."""
+    if plan.division.global_micro_batch_size >= 2 * plan.division.dp_size:
+        for count in (1, 2):
+            index = np.zeros(count, int)
+            yield Loader(train, [Request(index, index, count, True)], 0, device)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from common import UserError, ranks
-from common.data import Batch, BatchReader
+from common.data import Batch, BatchReader, map_tensors
 
 # Dense bfloat16 peak of one GPU in FLOP/s, without sparsity, from NVIDIA's data sheets. The first key in a GPU's name
 # counts, so longer keys come first.
@@ -55,7 +55,7 @@ def count_sample(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Mod
 
     first = np.zeros(2, np.int64)  # the same sample twice: BatchNorm needs two
     try:
-        inputs, targets = (tensor.to("meta") for tensor in train.read(first, first))
+        inputs, targets = map_tensors(lambda tensor: tensor.to("meta"), train.read(first, first))
         with FlopCounterMode(display=False) as counter:
             loss(copy.deepcopy(model).to("meta"), Batch(inputs, targets, len(first), True)).backward()
         counted = counter.get_total_flops() / len(first)

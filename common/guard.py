@@ -22,6 +22,8 @@ class BadStateError(UserError):
         step: the step that computed it, or after which it was found.
     """
 
+    everywhere = True
+
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message)
         self.step = step
@@ -30,45 +32,68 @@ class BadStateError(UserError):
 class FiniteGuard:
     """Skips updates whose gradient is not finite, and stops a training with too many of them in a row.
 
-    A tensor can make a fused optimizer's step change nothing (`private_api.skip_update_if`). The gradient norm is the
-    same on all ranks, so all skip the same update, and no rank waits for its device to find out.
+    The gradient norm is the same on all ranks, so all skip the same update. A tensor can make a fused optimizer's step
+    change nothing (`private_api.skip_update_if`), so no rank waits for its device to find out. Any other optimizer gets
+    no gradients for such a step, and each step waits for the norm.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: sampler.Plan, most: int) -> None:
-        """Begin, and create the optimizer's state, because its first update may be one to skip.
+        """Begin, and create a fused optimizer's state, because its first update may be one to skip (all ranks).
 
         Args:
             model: its buffers, such as BatchNorm's statistics, are restored after a bad forward pass.
-            optimizer: a fused optimizer.
+            optimizer: the optimizer of its parameters.
             plan: the samples of each step, to name them in an error.
             most: updates in a row that may be skipped.
-
-        Raises:
-            UserError: the optimizer is not fused.
         """
-        if not optimizer.defaults.get("fused"):
-            raise UserError(
-                f"{type(optimizer).__name__} is not fused, and only torch's fused optimizers can skip a step whose "
-                "gradient is not finite: in make_optimizer, use one of them with fused=True"
-            )
-        keymap.optimizer_tensors(model, optimizer)
-        private_api.skip_update_if(optimizer, torch.zeros(()))  # also for a recipe that asks for no skips
+        self._fused = bool(optimizer.defaults.get("fused"))
+        if self._fused:
+            keymap.create_state(optimizer)
+            private_api.skip_update_if(optimizer, torch.zeros(()))  # also for a recipe that asks for no skips
+        else:
+            ranks.print0(f"note: {type(optimizer).__name__} is not fused: each step waits for the gradient norm")
         self._optimizer = optimizer
         self._plan = plan
         self._most = most
+        self._model = model
+        self._looked = False
         self._buffers = list(model.buffers())
         self._kept = [buffer.clone() for buffer in self._buffers]
         device = next(model.parameters()).device
+        self._bad = torch.zeros((), dtype=torch.bool, device=device)
         self._in_a_row, self._total, self._first, self._tripped_at = torch.zeros(4, dtype=torch.long, device=device)
         self._reported = 0
 
     def skip_if_not_finite(self, grad_norm: torch.Tensor) -> None:
         """Make the next optimizer step do nothing if the global gradient norm, (), is not finite."""
-        private_api.skip_update_if(self._optimizer, ~grad_norm.isfinite())
+        if not self._looked:
+            self._looked = True
+            self._name_unreached()
+        self._bad = ~grad_norm.isfinite()
+        if self._fused:
+            private_api.skip_update_if(self._optimizer, self._bad)
+        elif self._bad:
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def _name_unreached(self) -> None:
+        """Warn of parameters without a gradient after the first backward pass (all ranks)."""
+        mine = [
+            keymap.canonical(name)
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
+        everyone = ranks.gather(mine) if dist.is_initialized() else [mine]
+        if names := sorted({name for part in everyone for name in part}):
+            listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            ranks.print0(
+                f"warning: the loss of the first step does not reach {listed}: use them in forward, or freeze them "
+                "with requires_grad_(False); if only some steps use them, DistributedDataParallel needs "
+                "find_unused_parameters=True in parallelize"
+            )
 
     def restore_if_skipped(self, step: int) -> None:
         """After `step`: restore the buffers to their values before it, if its update was skipped."""
-        bad = private_api.update_skipped(self._optimizer)
+        bad = self._bad
         for buffer, kept in zip(self._buffers, self._kept, strict=True):
             torch.where(bad, kept, buffer, out=buffer)
         private_api.copy_all(self._kept, self._buffers)
@@ -91,6 +116,7 @@ class FiniteGuard:
         if dist.is_initialized():  # a rank whose norm alone was wrong must not act alone
             dist.all_reduce(figures, dist.ReduceOp.MAX)
         total, first, tripped_at = figures.tolist()
+        self._total.fill_(total)
         if tripped_at:
             steps = range(tripped_at - self._most, tripped_at + 1)
             message = f"the gradient was not finite in steps {steps[0]} to {steps[-1]}, more than --max-skips "

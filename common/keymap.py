@@ -4,17 +4,28 @@ Parameters and buffers keep their names in the plain model; optimizer state is n
 No name depends on the order of the parameters or on how they are split.
 """
 
+import collections
+import copy
 import re
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from common import UserError, ranks
 
 # At the start of a name: nn.DataParallel, DistributedDataParallel, torch.compile, and a pipeline's stages, whose layers
 # keep the plain model's names. Around a submodule: torch.compile, and activation checkpointing.
 WRAPPERS = re.compile(r"^((module|_orig_mod)\.)*(stages\.\d+\.)?|(_orig_mod|_checkpoint_wrapped_module)\.")
 OPTIMIZER = "optimizer."
-NO_WEIGHTS = (OPTIMIZER, "rollout.")  # the second: state of the environments that generate training data
+# Beside the weights: the second is the state of the environments that generate training data, the third an adopter's
+# own, such as the running average of the weights.
+NO_WEIGHTS = (OPTIMIZER, "rollout.", "extra.")
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+_counters_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[str]] = weakref.WeakKeyDictionary()
 
 
 def canonical(name: str) -> str:
@@ -23,19 +34,41 @@ def canonical(name: str) -> str:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by canonical name; share memory with the model."""
-    return {canonical(name): tensor for name, tensor in model.state_dict().items()}
+    """Parameters and persistent buffers by canonical name; share memory with the model.
+
+    One that the model has under several names, as tied weights are, appears under the first of them: it is saved once,
+    and a load fills it everywhere.
+
+    Raises:
+        UserError: a module has state that is not a tensor.
+    """
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():  # the parameters themselves
+        if not isinstance(tensor, torch.Tensor):  # what get_extra_state returns
+            raise UserError(f"the model keeps a {type(tensor).__name__} in {name}, which no checkpoint can hold")
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[canonical(name)] = tensor.detach()
+    return found
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Optimizer state by canonical parameter name; shares memory with the optimizer, so a load fills it."""
-    if not optimizer.state:
-        _materialise(optimizer)
-    return {
-        f"{OPTIMIZER}{canonical(name)}.{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+    """Optimizer state by canonical parameter name; shares memory with the optimizer, so a load fills it.
+
+    Numbers become tensors of no dimension, which do not share memory: `set_numbers` writes them back.
+
+    Raises:
+        UserError: the state is of another kind, or a plain tensor beside a parameter that is split over ranks.
+    """
+    return {name: value for name, *_, value in _state(model, optimizer)}
+
+
+def set_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+    """After a load: give the optimizer the numbers that `optimizer_tensors` had to copy."""
+    for name, place, key, _ in _state(model, optimizer):
+        if isinstance(place[key], int | float):
+            place[key] = type(place[key])(tensors[name].item())
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -43,9 +76,82 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tor
     return model_tensors(model) | optimizer_tensors(model, optimizer)
 
 
-def _materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that the first step would create, as zeros: a fresh optimizer starts from these."""
-    rates = [group["lr"] for group in optimizer.param_groups]
+def _state(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
+    """Each value of an optimizer's state: its canonical name, the dict that holds it and its key there, a tensor."""
+    for name, parameter in model.named_parameters():
+        split = isinstance(parameter, DTensor) and not all(one.is_replicate() for one in parameter.placements)
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if value is None:
+                continue
+            tensor = torch.tensor(value, dtype=NUMBERS[type(value)]) if type(value) in NUMBERS else value
+            full = f"{OPTIMIZER}{canonical(name)}.{key}"
+            if not isinstance(tensor, torch.Tensor):
+                raise UserError(
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} in {full}, which no "
+                    "checkpoint can hold: use an optimizer whose state is tensors and numbers"
+                )
+            if split and tensor.ndim and not isinstance(tensor, DTensor):
+                raise UserError(
+                    f"{type(optimizer).__name__} keeps {full} as a plain tensor, although each rank has "
+                    "its own part of the parameter: use an optimizer that works on DTensors"
+                )
+            yield full, state, key, tensor
+    for i, group in enumerate(optimizer.param_groups):
+        for key in sorted(_counters(optimizer)):
+            yield f"{OPTIMIZER}groups.{i}.{key}", group, key, torch.tensor(group[key], dtype=NUMBERS[type(group[key])])
+
+
+def _counters(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Numbers of parameter groups that each step changes, as schedule-free optimizers have them.
+
+    All others are the user's: a flag that has changed since the checkpoint must hold.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
+    if optimizer.defaults.get("fused"):  # torch's, which have none
+        return set()
+    if optimizer not in _counters_of:
+        try:
+            _counters_of[optimizer] = _find_counters(optimizer)
+        except Exception as error:  # its step may need more than a small matrix
+            name = type(optimizer).__name__
+            ranks.print0(
+                f"note: numbers that {name} counts in its groups are not saved ({type(error).__name__}: {error})"
+            )
+            _counters_of[optimizer] = set()
+    return _counters_of[optimizer]
+
+
+def _find_counters(optimizer: torch.optim.Optimizer) -> set[str]:
+    """Let a copy of the optimizer make two steps with small matrices, and see which numbers change."""
+    probe = copy.copy(optimizer)
+    probe.state = collections.defaultdict(dict)
+    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    weights = [nn.Parameter(torch.zeros(2, 2, device=device)) for _ in optimizer.param_groups]
+    groups = [{**group, "params": [weight]} for group, weight in zip(optimizer.param_groups, weights, strict=True)]
+    probe.param_groups = [{**group} for group in groups]
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        probe.step()
+    return {
+        key
+        for before, after in zip(groups, probe.param_groups, strict=True)
+        for key, value in after.items()
+        if type(value) in NUMBERS and value != before.get(key)
+    }
+
+
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the state that the first step would create, as zeros: torch's fused optimizers start from these.
+
+    Of another optimizer, it is for a load to fill.
+    """
+    if optimizer.state:
+        return
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:
@@ -53,11 +159,12 @@ def _materialise(optimizer: torch.optim.Optimizer) -> None:
                 parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        group.update(before)
     for state in optimizer.state.values():
         for value in state.values():
-            value.zero_()
+            if isinstance(value, torch.Tensor):
+                value.zero_()
 
 
 def differences(

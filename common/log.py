@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -36,6 +36,7 @@ class Run:
         plan: sampler.Plan,
         dtype: torch.dtype,
         sample: flops.Sample,
+        rates: Sequence[float],
     ) -> None:
         """Begin, or continue after the plan's first step (all ranks), and print the setup.
 
@@ -47,6 +48,7 @@ class Run:
             plan: its steps and their samples.
             dtype: of the computation.
             sample: FLOPs and units of a training sample, for rates.
+            rates: the peak learning rate of each group of parameters.
         """
         self.path = path
         self._plan = plan
@@ -82,6 +84,8 @@ class Run:
         details = "".join(f", {number:,} {unit} each" for unit, number in sample.units.items())
         details += f"; {str(dtype).removeprefix('torch.')}"
         ranks.print0(f"{world}\n{plan}{details if plan.first_step < plan.max_steps else ''}")
+        peak = " to ".join(f"{rate:.4g}" for rate in sorted({min(rates), max(rates)}))
+        ranks.print0(f"peak learning rate {peak}")
         # disable=None shows a bar on a terminal, and none in a pipe or a file.
         self._bar = tqdm(total=plan.max_steps, initial=plan.first_step, unit="step", disable=None, dynamic_ncols=True)
 

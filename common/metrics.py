@@ -1,16 +1,32 @@
 """Sums and counts in, global means out, with one collective per call; the best values of a run."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 
+from common import UserError, ranks
+
 Sums = dict[str, torch.Tensor]
+TOLERANCE = 0.05  # of a ratio of losses, which bfloat16 has rounded
+# Metrics of which the lowest is best, by the end of their names.
+LOWER = re.compile("[/_](loss|bits_per_byte|perplexity|error|mae|mse|rmse|wer|cer|fid)$")
 
 
 def add(total: Sums, sums: Sums) -> Sums:
-    """Add sums on the device, without waiting for it, and detached from autograd's graph."""
+    """Add sums on the device, without waiting for it, and detached from autograd's graph.
+
+    Raises:
+        UserError: `sums` is not a dict of tensors without dimensions.
+    """
+    if not isinstance(sums, Mapping):
+        raise UserError(f'forward returned a {type(sums).__name__}, not a dict of sums, such as "loss" and "count"')
+    if wrong := {key: value for key, value in sums.items() if not isinstance(value, torch.Tensor) or value.ndim}:
+        raise UserError(
+            f"forward must return tensors without dimensions, such as loss.sum(): {next(iter(wrong))!r} is none"
+        )
     return {key: total.get(key, 0) + value.detach() for key, value in sums.items()}
 
 
@@ -26,21 +42,61 @@ def means(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     Returns:
         The mean of each sum except "count".
     """
-    values = torch.stack([value.double() for value in sums.values()])
-    dist.all_reduce(values)
-    totals = dict(zip(sums, values.tolist(), strict=True))
+    totals = _totals(sums)
     count = totals.pop("count")
     return {key: total / count for key, total in totals.items()}
 
 
+def check_sums(*twins: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a forward that does not return sums (all ranks): a mean would train at another learning rate.
+
+    Args:
+        *twins: sums of an evaluation of one sample, and of the same sample twice in one micro-batch; or nothing.
+
+    Raises:
+        UserError: "loss" or "count" is missing, the loss is a mean, or the count does not count.
+    """
+    if not twins:
+        return
+    if missing := {"loss", "count"} - twins[0].keys():
+        raise UserError(f'forward returns no "{min(missing)}": it must return "loss", a sum, and "count", its samples')
+    once, twice = map(_totals, twins)
+    if once["count"] and not math.isclose(twice["count"], 2 * once["count"]):
+        counted = f"{once['count']:g} for one sample and {twice['count']:g} for two"
+        raise UserError(f'forward\'s "count" is {counted}: it must be the number of samples')
+    if not once["loss"] or not all(map(math.isfinite, (once["loss"], twice["loss"]))):
+        return
+    ratio = twice["loss"] / once["loss"]
+    if abs(ratio - 1) < TOLERANCE:
+        raise UserError(
+            "forward returns a mean loss: the same sample twice has the loss of one. Return the sum over the samples, "
+            'as by reduction="sum"; Brigade divides by the samples of the whole step'
+        )
+    if abs(ratio - 2) > TOLERANCE:
+        ranks.print0(
+            f"note: the same sample twice has {ratio:.3g} times the loss of one: the loss is no sum over samples, so "
+            "the training depends on --micro-batch-size and the number of ranks"
+        )
+
+
+def _totals(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Sums over all ranks, with one all-reduce."""
+    values = torch.stack([value.double() for value in sums.values()])
+    dist.all_reduce(values)
+    return dict(zip(sums, values.tolist(), strict=True))
+
+
+def is_better(tag: str, value: float, before: float | None) -> bool:
+    """Whether a metric's value is better than one before: lower for those that LOWER matches, else higher."""
+    sign = -1 if LOWER.search(tag) else 1
+    return math.isfinite(value) and (before is None or sign * value > sign * before)
+
+
 def best(records: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, int]]:
-    """Best value and its step of each metric under val/: the lowest loss or bits per byte, else the highest."""
+    """Best value and its step of each metric under val/: the lowest of those that LOWER matches, else the highest."""
     found: dict[str, tuple[float, int]] = {}
     for line in records:
         for tag, value in line.items():
-            if not tag.startswith("val/") or not math.isfinite(value):
-                continue
-            sign = -1 if tag.endswith(("loss", "bits_per_byte")) else 1
-            if tag not in found or sign * value > sign * found[tag][0]:
+            if tag.startswith("val/") and is_better(tag, value, found[tag][0] if tag in found else None):
                 found[tag] = (value, int(line["step"]))
     return found

@@ -78,12 +78,6 @@ def skip_update_if(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
     flagged.found_inf = bad.float()
 
 
-def update_skipped(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """Whether the last step was skipped, ()."""
-    flagged: Any = optimizer
-    return flagged.found_inf.bool()
-
-
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy many small tensors into others of the same shapes, in a few kernels.
 

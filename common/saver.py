@@ -34,6 +34,8 @@ STAGING = StagingOptions(False, False, False, False)  # into plain memory of the
 class SaveError(UserError):
     """A rank could not write its part of a checkpoint; the older checkpoints are unchanged."""
 
+    everywhere = True
+
 
 class Saver:
     """Writes the checkpoints of one run, in the background if asked to."""
@@ -47,6 +49,7 @@ class Saver:
         fingerprint: dict[str, Any],
         keep: int,
         in_background: bool,
+        has_one: bool,
     ) -> None:
         """Create a process group for saving: background saves must not mix with training collectives (all ranks).
 
@@ -58,6 +61,7 @@ class Saver:
             fingerprint: facts that give a position in the data its meaning, such as the seed; JSON values.
             keep: undamaged checkpoints to keep; older ones are deleted after each commit.
             in_background: copy the state and write it while the training continues; at most one save at a time.
+            has_one: the run has a checkpoint already. A first one has to succeed: perhaps none ever can.
         """
         self._run_dir = run_dir
         self._keep = keep
@@ -73,6 +77,8 @@ class Saver:
         self._stager = DefaultStager(STAGING) if in_background else None
         self._pending: threading.Thread | None = None
         self._failure = ""
+        self._has_one = has_one
+        self._best = -1
         self._bad: guard.BadStateError | None = None
         process_group.background.callback(self._end)
 
@@ -81,7 +87,7 @@ class Saver:
         if self._pending:
             self._pending.join(10)
 
-    def save(self, step: int, tensors: Tensors, samples: int, last: bool) -> None:
+    def save(self, step: int, tensors: Tensors, samples: int, last: bool, best: int = -1) -> None:
         """Write and commit `checkpoints/step_<step>`; a kill before the final rename does not touch the older ones.
 
         Args:
@@ -89,12 +95,15 @@ class Saver:
             tensors: this rank's state by canonical name (all ranks take part).
             samples: samples consumed so far.
             last: the run ends after this step, so the save is not in the background and must succeed.
+            best: a step whose checkpoint is kept beside the newest ones; -1 for none.
 
         Raises:
-            SaveError: the last checkpoint could not be written. An earlier one that fails only causes a warning.
+            SaveError: the run's first or last checkpoint could not be written. Another one that fails only causes a
+                warning.
             BadStateError: this state, or the one written in the background before, must not be kept.
         """
         self.drain()
+        self._best = best
         facts = self._facts | {"step": step, "samples": samples}
         if self._stager and not last:
             staged = self._stager.stage(tensors)
@@ -113,10 +122,10 @@ class Saver:
             self._pending.join()
 
     def drain(self, last: bool = False) -> None:
-        """Wait for a save in progress, and warn if it failed, or raise if it was the last one (all ranks).
+        """Wait for a save in progress, and warn if it failed, or raise if it was the first or last one (all ranks).
 
         Raises:
-            SaveError: the last checkpoint could not be written.
+            SaveError: the run's first or last checkpoint could not be written.
             BadStateError: the state must not be kept.
         """
         if self._pending:
@@ -125,8 +134,8 @@ class Saver:
             self._agree()
         if self._bad:
             raise self._bad
-        if self._failure and last:
-            raise SaveError(f"the last checkpoint was not saved: {self._failure}")
+        if self._failure and (last or not self._has_one):
+            raise SaveError(f"the {'last' if last else 'first'} checkpoint was not saved: {self._failure}")
         if self._failure:
             ranks.print0(f"warning: {self._failure}; training continues")
             self._failure = ""
@@ -139,6 +148,7 @@ class Saver:
         self._failure = ranks.printable(failures[0]) if failures else ""  # the cause before its effects
         states = [bad for _, bad, _ in outcomes if bad]
         self._bad = guard.BadStateError(ranks.printable(states[0][0]), states[0][1]) if states else None
+        self._has_one |= not self._failure and not self._bad
         if any(left for *_, left in outcomes):
             self._leave()
             self._group = _new_group()
@@ -220,10 +230,11 @@ class Saver:
     def _tidy(self, final: Path) -> None:
         """Point `latest` to the newest checkpoint, and delete the oldest ones (all ranks)."""
         try:
-            found = self._together(lambda: [path.name for path in checkpoint.committed(self._run_dir)])[0]
+            found, best = self._together(lambda: self._look(final))[0]
             # Newer ones must be damaged, otherwise this run would have resumed from them: they do not count as kept.
             step_of = checkpoint.step_of
             older = [path for path in map(final.with_name, found) if step_of(path) < step_of(final)]
+            older = [path for path in older if path.name != best]
             kept = 1
             share = (dist.get_rank(), dist.get_world_size())
             while older and kept < self._keep:
@@ -232,10 +243,21 @@ class Saver:
             if dist.get_rank() == 0:
                 latest = final.with_name("latest")  # for people; `find` does not read it
                 run_dir.replace(latest, final.name)
+                if best:
+                    run_dir.replace(final.with_name(checkpoint.BEST), best)
                 for path in (*older, *final.parent.glob("step_*.tmp-*")):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         except (SaveError, OSError) as error:  # SaveError is raised on all ranks
             ranks.print0(f"warning: {final} is saved, but an older checkpoint could not be deleted: {error}")
+
+    def _look(self, final: Path) -> tuple[list[str], str]:
+        """Names of all checkpoints, and of the best one: if its save has failed, of the one that was best before."""
+        found = [path.name for path in checkpoint.committed(self._run_dir)]
+        pointer = final.with_name(checkpoint.BEST)
+        best = checkpoint.folder(self._run_dir, self._best).name
+        if best not in found:
+            best = pointer.read_text() if pointer.is_file() else ""
+        return found, best
 
 
 def _new_group() -> Any:

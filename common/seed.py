@@ -4,7 +4,9 @@ So there is no generator state to save: a checkpoint needs the seed and the posi
 number of ranks or loader workers draws the same numbers.
 """
 
+import contextlib
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -46,3 +48,23 @@ def everything(*keys: int) -> None:
     random.seed(bits)
     np.random.seed(bits % 2**32)
     torch.manual_seed(bits)
+
+
+def for_sample(*keys: int | np.ndarray) -> None:
+    """Seed the generators of the CPU alone, which takes a tenth of the time: what reads a sample draws from these."""
+    bits = int(mix(*keys))
+    random.seed(bits)
+    np.random.seed(bits % 2**32)
+    torch.default_generator.manual_seed(bits)
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Afterwards, the generators of the CPU are in the state of before: a training in this process draws from them."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

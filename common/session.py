@@ -7,6 +7,7 @@ and calls no code of the recipe.
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from common import (
+    UserError,
     checkpoint,
     exits,
     flops,
@@ -86,6 +88,10 @@ class Session:
         self._done = plan.first_step
         self._stops = False
         self._doubted = went_back_from[-1] if went_back_from else 0
+        # The step of the checkpoint that --keep-best keeps, and its metric; the last evaluation of a step counts.
+        self._best = (
+            ranks.from_rank0(lambda: _best_kept(found.run_dir, args.keep_best)) if args.keep_best else (-1, None)
+        )
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
         run_dir.claim(found.run_dir)
@@ -97,10 +103,18 @@ class Session:
         self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips)
         self._check = guard.StateCheck(model, compare=args.check_every > 0)
         self._saver = saver.Saver(
-            found.run_dir, recipe, mesh, self._check, found.fingerprint, args.keep, args.async_save
+            found.run_dir,
+            recipe,
+            mesh,
+            self._check,
+            found.fingerprint,
+            args.keep,
+            args.async_save,
+            has_one=found.newest >= 0,
         )
         dtype = precision.compute_dtype(args.dtype, world.device)
-        self._log = log.Run(found.run_dir, recipe, args, world, plan, dtype, sample or flops.Sample())
+        rates = [group["lr"] for group in optimizer.param_groups]
+        self._log = log.Run(found.run_dir, recipe, args, world, plan, dtype, sample or flops.Sample(), rates)
 
     def steps(self, dp_rank: int) -> Iterator[int]:
         """Yield the steps to do, until the last one or a request to stop; seed all generators before each.
@@ -136,7 +150,8 @@ class Session:
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is due after `step`."""
-        return step % (self._args.save_every or self._plan.epoch_steps) == 0 or self._is_last(step)
+        due = step % (self._args.save_every or self._plan.epoch_steps) == 0 or step == self._best[0]
+        return due or self._is_last(step)
 
     def log_train(
         self, step: int, sums: metrics.Sums, *, grad_norm: torch.Tensor, data_wait_s: float, **more: float
@@ -159,8 +174,17 @@ class Session:
         self._log.pause()
 
     def log_validation(self, step: int, means: Mapping[str, float]) -> None:
-        """Log an evaluation's global means."""
+        """Log an evaluation's global means, and note whether it is the best so far.
+
+        Raises:
+            UserError: --keep-best names none of them.
+        """
         self._log.log_validation(step, means)
+        if metric := self._args.keep_best:
+            if metric not in means:
+                raise UserError(f"--keep-best {metric}: an evaluation gives {', '.join(means)}")
+            if metrics.is_better(f"val/{metric}", means[metric], self._best[1]):
+                self._best = (step, means[metric])
 
     def log_images(self, step: int, tag: str, images: Any) -> None:
         """Show images, (N, H, W, 3) uint8, in TensorBoard; only rank 0 needs them, others may pass None."""
@@ -183,18 +207,23 @@ class Session:
 
         Args:
             step: the step that has just been done.
-            more: this rank's other tensors to save, by canonical name.
+            more: this rank's other tensors to save, by canonical name. An adopter's own begin with "extra.", such as
+                "extra.average.conv1.weight"; give them to `start.restore` as well.
 
         Raises:
+            UserError: a name of `more` has none of the prefixes that `keymap.NO_WEIGHTS` lists: nothing could load it.
             BadStateError: the state must not be kept; see `guard.StateCheck`.
         """
         self._watch.note("")
         if not self.saves(step):
             return
+        for name in more or {}:
+            if not name.startswith(keymap.NO_WEIGHTS):
+                raise UserError(f"run.save got {name!r}, which is no part of the model: call it {f'extra.{name}'!r}")
         self._report_skips()  # first: a checkpoint must not hide what has led to it
         tensors = keymap.tensors(self._model, self._optimizer) | (more or {})
         with self._goes_back():
-            self._saver.save(step, tensors, self._plan.position(step), self._is_last(step))
+            self._saver.save(step, tensors, self._plan.position(step), self._is_last(step), self._best[0])
         if self._doubted and (step > self._doubted or self._is_last(step)):
             ranks.print0(f"step {self._doubted} was computed again, without the fault: it was a passing one")
             self._doubted = 0
@@ -250,3 +279,13 @@ class Session:
         """Print the result and the command that continues the run, and end the process group (all ranks)."""
         self._log.finish(self._stop.reason)
         process_group.finish()
+
+
+def _best_kept(path: Path, metric: str) -> tuple[int, float | None]:
+    """The step and the metric of the checkpoint that a run has kept as its best (rank 0)."""
+    try:
+        step = checkpoint.step_of(path / "checkpoints" / (path / "checkpoints" / checkpoint.BEST).read_text())
+        values = {record["step"]: record.get(f"val/{metric}") for record in run_dir.records(path)}
+    except (OSError, ValueError):
+        return -1, None
+    return (step, values[step]) if values.get(step) is not None else (-1, None)

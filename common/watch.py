@@ -112,7 +112,8 @@ class Watch:
         phase, stack = diagnose.phase_and_stack(traceback.walk_tb(error.__traceback__), self._heart.noted)
         headline = f"{self._name()} failed in {phase}: {type(error).__name__}: {error}\n"
         finding = headline + stack
-        if not self._logs and isinstance(error, UserError | KeyboardInterrupt):
+        everywhere = isinstance(error, UserError) and error.everywhere
+        if everywhere or (not self._logs and isinstance(error, UserError | KeyboardInterrupt)):
             # Mostly all ranks raise the same, and rank 0 prints it. Else the others read it once this rank has exited.
             self._last_words = finding
             self._closing.set()

@@ -16,13 +16,13 @@ usage: bash launch/slurm.sh [--dry-run] [sbatch options] RECIPE [train.py flags]
 
   RECIPE   a folder with a train.py: recipes/ddp_resnet, or a copy of it on a file system that all nodes share
 
-  bash launch/slurm.sh -N2 --gpus-per-node=8 --time=4:00:00 recipes/fsdp_gpt --data /data/books --max-steps 5000
-  sbatch -N2 --gpus-per-node=8 --time=4:00:00 launch/slurm.sh recipes/fsdp_gpt --data /data/books --max-steps 5000
+  bash launch/slurm.sh -N2 --gpus-per-node=8 --cpus-per-gpu=8 --time=4:00:00 recipes/fsdp_gpt --max-steps 5000
+  sbatch -N2 --gpus-per-node=8 --cpus-per-gpu=8 --time=4:00:00 launch/slurm.sh recipes/fsdp_gpt --max-steps 5000
   bash launch/slurm.sh -N1 --gpus-per-node=8 : -N2 --gpus-per-node=4 recipes/ddp_resnet    # a heterogeneous job
   bash launch/slurm.sh --dry-run -N2 recipes/ddp_resnet    # print the commands and stop
 
 Each node runs launch/torchrun.sh with one process per GPU that Slurm gave to it (2 without GPUs) and its share of the
-CPUs. Slurm signals the job 180 s before its time limit. On that signal, or on preemption, the run saves and the job
+CPUs; most clusters give one CPU unless asked for more. Slurm signals the job 180 s before its time limit. On that signal, or on preemption, the run saves and the job
 requeues itself and resumes in the same folder (<out>/job-<id> without --name), until training is complete or
 MAX_REQUEUES starts in a row stop at the same step. A crashed or cancelled job is not requeued.
 
@@ -82,6 +82,9 @@ if [[ ${1-} == --on-node ]]; then
   if [[ -z ${NPROC_PER_NODE-} && -n ${SLURM_GPUS_ON_NODE-} ]]; then
     export NPROC_PER_NODE=$SLURM_GPUS_ON_NODE
   fi
+  if [[ ${SLURM_CPUS_ON_NODE:-0} -gt 0 && ${NPROC_PER_NODE:-0} -gt $SLURM_CPUS_ON_NODE ]]; then
+    say "warning: $(hostname) has $SLURM_CPUS_ON_NODE CPUs for $NPROC_PER_NODE processes: ask for more, as with --cpus-per-gpu=8"
+  fi
   if [[ -z ${OMP_NUM_THREADS-} && -n ${SLURM_CPUS_ON_NODE-} && -n ${NPROC_PER_NODE-} ]]; then
     threads=$((SLURM_CPUS_ON_NODE / NPROC_PER_NODE))
     export OMP_NUM_THREADS=$((threads > 0 ? threads : 1))
@@ -128,6 +131,18 @@ done
 # Part of the command that a run prints at its end to be resumed with.
 config=${ACCELERATE_CONFIG:+ACCELERATE_CONFIG=$(printf '%q' "$ACCELERATE_CONFIG") }
 
+check_flags() { # a typing error must not wait in the queue; train.py needs seconds to see it
+  local python=${PYTHON:-python} printed code=0
+  if [[ -z ${PYTHON-}${VIRTUAL_ENV-}${CONDA_PREFIX-} && -x $root/.venv/bin/python ]]; then # as launch/torchrun.sh does
+    python=$root/.venv/bin/python
+  fi
+  printed=$(ONLY_CHECK_FLAGS=1 PYTHONPATH=$root "$python" "$recipe/train.py" ${flags[@]+"${flags[@]}"} 2>&1) || code=$?
+  if [[ $code == 2 ]]; then # otherwise the environment may be on the nodes only, as in a container
+    printf '%s\n' "$printed" >&2
+    fail "nothing was submitted: correct these flags of train.py. Options of sbatch go before the recipe"
+  fi
+}
+
 # --- outside a job: submit -------------------------------------------------------------------------------
 
 if [[ -z ${SLURM_JOB_ID-} ]]; then
@@ -154,6 +169,7 @@ if [[ -z ${SLURM_JOB_ID-} ]]; then
   LAUNCHED_AS="${config}bash $(printf '%q ' "$0" ${kept[@]+"${kept[@]}"} "$recipe")"
   export SLURM_SH_ROOT=$root
   export LAUNCHED_AS=${LAUNCHED_AS% } # the run prints it at its end, with train.py's flags
+  check_flags
   command -v sbatch >/dev/null || fail "sbatch is missing on this machine, so it is not part of a Slurm cluster: without Slurm, use bash launch/torchrun.sh"
   exec "${command[@]}"
 fi

@@ -1,8 +1,10 @@
 """Move a checkpoint from every layout to every other: `uv run python -m tests.layouts_table`.
 
-It runs tests/test_layouts.py and writes the figures of docs/checkpoints.md.
+It runs tests/test_layouts.py and writes the figures of docs/checkpoints.md. With `--rows FILE`, it writes those of a
+run that is over: `LAYOUTS_RECORD=FILE` lets pytest, or .ci/run, add them to a file.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -20,13 +22,11 @@ from tests.harness.runner import ROOT
 
 def main() -> None:
     """Run pytest, and write the table."""
-    with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder, "rows.jsonl")
-        began = time.monotonic()
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "layouts", "tests/test_layouts.py"]
-        command += ["-k", "any_to_any"]
-        subprocess.run(command, cwd=ROOT, env=os.environ | {"LAYOUTS_RECORD": str(record)}, check=False)
-        rows = [json.loads(line) for line in record.read_text().splitlines()]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=Path, help="write the page from this file, without a run")
+    args = parser.parse_args()
+    began = time.monotonic()
+    rows = [json.loads(line) for line in (args.rows.read_text() if args.rows else run()).splitlines()]
     wanted = len(moves.LAYOUTS) ** 2 + len(moves.TIED) ** 2
     table = [f"| | {' | '.join(moves.KINDS)} |", f"|{'---|' * (len(moves.KINDS) + 1)}"]
     for source in moves.KINDS:
@@ -35,12 +35,22 @@ def main() -> None:
     kinds = [f"| {kind} | {', '.join(map(describe, layouts))} |" for kind, layouts in moves.KINDS.items()]
     pages.write(
         ROOT / "docs" / "checkpoints.md",
-        measured=pages.measured("uv run python -m tests.layouts_table", "gloo", began=began),
+        measured=pages.measured("uv run python -m tests.layouts_table", "gloo", began=None if args.rows else began),
         sum=f"**{sum(map(passed, rows))} of {len(rows)} moves passed**; {wanted - len(rows)} were not run. "
         f"{moves.STOP} steps before each move, {moves.MORE} after it.",
         moves="\n".join(table),
         kinds="\n".join(["| kind | layouts |", "|---|---|", *kinds]),
     )
+
+
+def run() -> str:
+    """Make all moves; returns a line of JSON for each."""
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder, "rows.jsonl")
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "layouts", "tests/test_layouts.py"]
+        command += ["-k", "any_to_any"]
+        subprocess.run(command, cwd=ROOT, env=os.environ | {"LAYOUTS_RECORD": str(record)}, check=False)
+        return record.read_text()
 
 
 def passed(row: Mapping[str, Any]) -> bool:

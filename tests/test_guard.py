@@ -36,6 +36,7 @@ def make_model() -> nn.Module:
 
 
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
+NAN, INF = float("nan"), float("inf")
 OPTIMIZERS: dict[str, Optimizer] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=True),
@@ -48,8 +49,7 @@ def make_plan(first_step: int = 0) -> sampler.Plan:
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Of the optimizer what there is: asking for it in vain would create it."""
-    return keymap.model_tensors(model) | (keymap.optimizer_tensors(model, optimizer) if optimizer.state else {})
+    return keymap.tensors(model, optimizer)
 
 
 def run(make_optimizer: Optimizer, steps: Sequence[int], bad: dict[int, float]) -> dict[str, torch.Tensor]:
@@ -79,7 +79,6 @@ def run(make_optimizer: Optimizer, steps: Sequence[int], bad: dict[int, float]) 
     return state(model, optimizer)
 
 
-NAN, INF = float("nan"), float("inf")
 BADS = [{4: NAN}, {1: INF}, {1: NAN, 2: -INF}, {3: NAN, 4: NAN, 5: INF, 7: NAN}]
 
 
@@ -101,6 +100,35 @@ def test_left_out_update_is_as_if_the_step_were_absent(
         assert found["optimizer.0.weight.step"] == 8 - len(bad)
 
 
+OTHERS: dict[str, Optimizer] = {
+    "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.1, momentum=0.5),
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("bad", [{4: NAN}, {1: INF}], ids=str)
+def test_optimizer_that_is_not_fused_skips_as_well(
+    name: str, bad: dict[int, float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run(OTHERS[name], range(1, 9), bad)
+    assert "is not fused: each step waits for the gradient norm" in capsys.readouterr().out
+    wanted = run(OTHERS[name], [step for step in range(1, 9) if step not in bad], {})
+    assert {key: bits(tensor) for key, tensor in found.items()} == {key: bits(t) for key, t in wanted.items()}
+
+
+def test_parameters_that_no_loss_reaches_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.ModuleDict({"used": nn.Linear(4, 3), "spare": nn.Linear(4, 3), "frozen": nn.Linear(4, 3)})
+    model["frozen"].requires_grad_(False)
+    finite = guard.FiniteGuard(model, OPTIMIZERS["SGD"](model), make_plan(), 3)
+    for _ in range(2):
+        model["used"](torch.ones(2, 4)).sum().backward()
+        finite.skip_if_not_finite(torch.tensor(1.0))
+    printed = capsys.readouterr().out
+    assert printed.count("the loss of the first step does not reach spare.bias, spare.weight: use them in") == 1
+    assert "find_unused_parameters=True" in printed
+
+
 def skip_nothing(finite: guard.FiniteGuard, grad_norm: torch.Tensor) -> None:
     finite._optimizer.found_inf = torch.zeros_like(grad_norm)
 
@@ -112,7 +140,11 @@ def restore_nothing(finite: guard.FiniteGuard, step: int) -> None:
 MUTANTS = [
     (guard.FiniteGuard, "skip_if_not_finite", skip_nothing),
     (guard.FiniteGuard, "restore_if_skipped", restore_nothing),
-    (guard, "keymap", types.SimpleNamespace(optimizer_tensors=lambda *_: {})),  # creates no state beforehand
+    (
+        guard,
+        "keymap",
+        types.SimpleNamespace(create_state=lambda *_: None, canonical=keymap.canonical),
+    ),  # creates no state beforehand
 ]
 
 
@@ -192,6 +224,21 @@ def test_row_goes_on_from_one_check_to_the_next() -> None:
         finite.report()
 
 
+def skip_in_turn() -> None:
+    dist.init_process_group("gloo")
+    finite = make_guard()
+    for step, bad_rank in ((1, 1), (2, 0)):
+        go_through(finite, "x" if dist.get_rank() == bad_rank else ".", first_step=step - 1)
+        assert finite.report() == step, "all ranks know of it"
+    assert finite.report() == 0
+    dist.destroy_process_group()
+
+
+def test_update_that_one_rank_skips_is_reported_by_all() -> None:
+    result = runner.spawn(skip_in_turn, [()] * 2)
+    assert result.ok, str(result)
+
+
 # --- what a checkpoint must not keep ---
 
 
@@ -252,8 +299,9 @@ def look(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
 @pytest.mark.parametrize("name", ["0.weight", "1.running_var", "optimizer.2.bias.momentum_buffer"])
 def test_number_that_is_not_finite_is_found(name: str, bad: float) -> None:
     model = make_model()
-    tensors = state(model, OPTIMIZERS["SGD"](model))
-    tensors |= keymap.optimizer_tensors(model, OPTIMIZERS["SGD"](model))
+    optimizer = OPTIMIZERS["SGD"](model)
+    keymap.create_state(optimizer)
+    tensors = keymap.tensors(model, optimizer)
     check = guard.StateCheck(model, compare=True)
     check.judge([check.summarize(tensors)], 7)
     tensors[name].view(-1)[-1] = bad
@@ -288,7 +336,9 @@ def compare_all_kinds() -> None:
         model = make_model()
         if synced:
             model = sync_batchnorm.convert(model, dist.group.WORLD)
-        tensors = keymap.tensors(model, OPTIMIZERS["AdamW"](model))
+        optimizer = OPTIMIZERS["AdamW"](model)
+        keymap.create_state(optimizer)
+        tensors = keymap.tensors(model, optimizer)
         compare(model, tensors)
         own = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
         for name, tensor in tensors.items():

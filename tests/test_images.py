@@ -387,6 +387,53 @@ def test_finest_of_two_label_columns(tmp_path: Path) -> None:
             assert split.labels.tolist() == [1, 3, 0, 2]
 
 
+PLAIN = {  # other columns, the column of labels, the names of the classes and the labels of its rows
+    "numbers": ({}, ("y", "int64", [10, 9, 10, 2]), ["2", "9", "10"], [2, 1, 2, 0]),
+    "names beside numbers": (
+        {"id": ("int32", [0, 1, 2, 3])},
+        ("Label", "string", ["b", "a", "b", "b"]),
+        ["a", "b"],
+        [1, 0, 1, 1],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLAIN)
+def test_plain_labels(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in a CSV of Kaggle, or a web dataset: numbers keep their order, and the validation split the same classes."""
+    import datasets
+    from PIL import Image
+
+    more, (key, kind, labels), names, wanted = PLAIN[case]
+    features = {"image": datasets.Image(), key: datasets.Value(kind)}
+    features |= {name: datasets.Value(other) for name, (other, _) in more.items()}
+    pixels = [Image.fromarray(image[0].numpy()) for image in random_images(4, 1, 8, 8)]
+    write_rows(
+        tmp_path, features, {"image": pixels, key: labels} | {name: values for name, (_, values) in more.items()}
+    )
+    for split in images.load(str(tmp_path), 0, False):
+        assert split.class_names == names
+        assert split.labels.tolist() == wanted
+    line = f"4 training and 4 validation images, 1 x 8 x 8, {len(names)} classes; columns 'image' and {key!r}"
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets leaves the file open
+def test_metadata_csv(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for split in ("train", "validation"):
+        (tmp_path / split).mkdir()
+        rows = [("0.png", "cat"), ("1.png", "dog"), ("2.png", "cat")]
+        for name, _ in rows:
+            Image.fromarray(random_images(1, 1, 8, 8)[0, 0].numpy()).save(tmp_path / split / name)
+        text = "\n".join(",".join(row) for row in [("file_name", "label"), *rows])
+        (tmp_path / split / "metadata.csv").write_text(text + "\n")
+    train, validation = images.load(str(tmp_path), 0, False)
+    assert train.class_names == validation.class_names == ["cat", "dog"]
+    assert train.labels.tolist() == [0, 1, 0]
+
+
 def test_refusals(tmp_path: Path) -> None:
     import datasets
     from PIL import Image
@@ -399,9 +446,11 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"only one class \(b\)"):
         images.load(str(tmp_path / "one"), 0, False)
     write_rows(
-        tmp_path / "none", {"image": datasets.Image(), "y": datasets.Value("int64")}, {"image": pixels, "y": [0, 1, 1]}
+        tmp_path / "none",
+        {"image": datasets.Image(), "y": datasets.Value("float64")},
+        {"image": pixels, "y": [0, 1, 1]},
     )
-    with pytest.raises(UserError, match=r"has no column of images, or none of class labels: .* y \(Value\)"):
+    with pytest.raises(UserError, match=r"none of class labels: .* y \(float64\).* call the column of labels 'label'"):
         images.load(str(tmp_path / "none"), 0, False)
     with pytest.raises(UserError, match=r"this folder cannot be read \(EmptyDatasetError"):
         images.load(str(tmp_path / "empty"), 0, False)

@@ -181,3 +181,46 @@ def test_mutant_that_draws_parts_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     found = initial.materialize(part, 0, CPU, torch.float64).state_dict()
     with pytest.raises(AssertionError, match=r"blocks\.2\.attention\.query\.weight"):
         check_same(found, whole)
+
+
+class Own(nn.Module):
+    """An adopter's model: tied weights, and a buffer and a parameter that are not on meta."""
+
+    def __init__(self, table_device: str = "cpu") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.arange(4.0, device=table_device), persistent=False)
+        self.scale = nn.Parameter(torch.full((4,), 3.0, device="cpu"))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(tokens))
+
+    def initial(self, name: str, size: torch.Size, generator: torch.Generator) -> torch.Tensor:
+        assert name == "embed.weight", "what has a value keeps it"
+        return torch.randn(size, generator=generator)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_is_not_on_meta_keeps_its_values(sharded: bool) -> None:
+    with torch.device("meta"):
+        model: nn.Module = Own()
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    found = initial.materialize(model, 0, CPU, torch.float64)
+    assert isinstance(found, Own)
+    assert found.head.weight is found.embed.weight
+    assert found.table.tolist() == [0, 1, 2, 3]
+    tensors = {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in found.named_parameters()}
+    assert sorted(tensors) == ["embed.weight", "scale"]
+    assert tensors["scale"].tolist() == [3.0] * 4
+    assert torch.equal(found(torch.arange(5)), tensors["embed.weight"] @ tensors["embed.weight"].T)
+
+
+def test_buffer_on_meta_is_refused() -> None:
+    with torch.device("meta"):
+        model = Own("meta")
+    with pytest.raises(UserError, match=r"nothing would fill its buffer table: .*accelerate\.init_empty_weights\(\)"):
+        initial.materialize(model, 0, CPU, torch.float64)

@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from common import keymap
+from common import UserError, keymap
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.harness import own
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -49,6 +51,7 @@ def test_names_are_those_of_the_plain_model(wrap: str) -> None:
     for name, tensor in model.state_dict().items():
         assert found[name].data_ptr() == tensor.data_ptr(), f"{name}: a load must reach the model"
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    keymap.create_state(optimizer)
     state = keymap.optimizer_tensors(wrapped, optimizer)
     assert sorted(state) == sorted(f"optimizer.{name}.momentum_buffer" for name in PARAMETERS)
     for name, parameter in model.named_parameters():
@@ -77,7 +80,9 @@ def test_what_recomputes_activations_is_taken_out_of_the_middle() -> None:
     assert any("_checkpoint_wrapped_module" in str(name) for name, _ in model.named_modules())
     for wrapped in (model, torch.compile(model), DistributedDataParallel(model)):
         assert sorted(keymap.model_tensors(wrapped)) == sorted(NAMES)
-        state = keymap.optimizer_tensors(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9))
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+        keymap.create_state(optimizer)
+        state = keymap.optimizer_tensors(wrapped, optimizer)
         assert sorted(state) == sorted(f"optimizer.{name}.momentum_buffer" for name in PARAMETERS)
 
 
@@ -86,11 +91,13 @@ def test_stages_of_a_pipeline_are_the_whole() -> None:
     plain = nn.ModuleDict({"blocks": nn.ModuleDict({str(i): nn.Linear(2, 2) for i in range(3)})})
     pipeline = nn.Module()
     pipeline.stages = nn.ModuleDict()
-    for stage, own in {"1": ["0"], "4": ["1", "2"]}.items():
-        part = nn.ModuleDict({"blocks": nn.ModuleDict({i: plain["blocks"][i] for i in own})})
+    for stage, blocks in {"1": ["0"], "4": ["1", "2"]}.items():
+        part = nn.ModuleDict({"blocks": nn.ModuleDict({i: plain["blocks"][i] for i in blocks})})
         pipeline.stages[stage] = torch.compile(part) if stage == "4" else part
     assert keymap.model_tensors(pipeline).keys() == plain.state_dict().keys()
-    state = keymap.optimizer_tensors(pipeline, torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9))
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
+    keymap.create_state(optimizer)
+    state = keymap.optimizer_tensors(pipeline, optimizer)
     assert state.keys() == {f"optimizer.{name}.momentum_buffer" for name, _ in plain.named_parameters()}
 
 
@@ -129,6 +136,7 @@ def test_materialised_state_changes_nothing(name: str, steps: int) -> None:
     reference, optimizer = OPTIMIZERS[name](plain), OPTIMIZERS[name](other)
     before = copy.deepcopy(other.state_dict())
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    keymap.create_state(optimizer)
     state = keymap.optimizer_tensors(other, optimizer)
     assert state
     assert not any(tensor.any() for tensor in state.values()), "a fresh state is zero"
@@ -162,6 +170,7 @@ def test_frozen_parameters_have_no_state_before_or_after() -> None:
         model = make_model()
         model[0].requires_grad_(False)
         optimizer = OPTIMIZERS["SGD"](model)
+        keymap.create_state(optimizer)
         train(model, optimizer, steps)
         states.append(keymap.optimizer_tensors(model, optimizer).keys())
     assert "optimizer.0.weight.momentum_buffer" not in states[1], "torch keeps no state of a frozen parameter"
@@ -172,8 +181,95 @@ def test_optimizers_without_state() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
     before = copy.deepcopy(model.state_dict())
+    keymap.create_state(optimizer)
     assert keymap.optimizer_tensors(model, optimizer) == {}
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
+
+
+# --- optimizers of others ---
+
+OTHERS: dict[str, Optimizer] = {
+    "with numbers": lambda model: own.OddOptimizer(model.parameters(), lr=0.1),
+    "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.5),
+    "NAdam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.01),  # a product that starts from 1
+    "Adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5),
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1),
+    "ASGD": lambda model: torch.optim.ASGD(model.parameters(), lr=0.1),
+    "Rprop": lambda model: torch.optim.Rprop(model.parameters(), lr=0.1),
+}
+
+
+def handed_over(saved: dict[str, torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What `start.restore` does with a fresh optimizer, without a file."""
+    keymap.create_state(optimizer)
+    tensors = keymap.tensors(model, optimizer)
+    assert tensors.keys() == saved.keys()
+    for name, tensor in tensors.items():
+        tensor.copy_(saved[name])
+    keymap.set_numbers(model, optimizer, tensors)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_state_of_any_optimizer_is_handed_over(name: str) -> None:
+    first, second = make_model(), make_model()
+    before, after = OTHERS[name](first), OTHERS[name](second)
+    train(first, before, 2)
+    handed_over(copy.deepcopy(keymap.tensors(first, before)), second, after)
+    for model, optimizer in ((first, before), (second, after)):
+        train(model, optimizer, 3)
+    wanted, found = keymap.tensors(first, before), keymap.tensors(second, after)
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+
+
+def test_numbers_of_groups() -> None:
+    """Those that steps change are state; all others are flags."""
+    model = make_model()
+    optimizer = own.OddOptimizer(model.parameters(), lr=0.1)
+    train(model, optimizer, 3)
+    tensors = keymap.optimizer_tensors(model, optimizer)
+    groups = {name: value.item() for name, value in tensors.items() if name.startswith("optimizer.groups.")}
+    assert groups == {"optimizer.groups.0.count": 3, "optimizer.groups.0.weight": pytest.approx(3 * 0.1**0.5)}
+    assert tensors["optimizer.0.weight.step"].item() == 3
+    assert not any("nothing" in name for name in tensors)
+    assert optimizer.param_groups[0]["count"] == 3, "trying it out does not touch the real one"
+    assert type(optimizer.state[model[0].weight]["step"]) is int
+
+
+def test_optimizer_that_cannot_be_tried_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """That ends no training."""
+
+    class Large(own.OddOptimizer):
+        def step(self, closure: object = None) -> None:
+            for group in self.param_groups:
+                assert all(parameter.numel() != 4 for parameter in group["params"]), "no small ones"
+            super().step()
+
+    model = make_model()
+    optimizer = Large(model.parameters(), lr=0.1)
+    keymap.optimizer_tensors(model, optimizer)
+    assert capsys.readouterr().out.startswith("note: numbers that Large counts in its groups are not saved")
+
+
+def test_state_that_no_checkpoint_can_hold_is_refused() -> None:
+    model = make_model()
+    optimizer = own.OddOptimizer(model.parameters(), lr=0.1)
+    train(model, optimizer, 1)
+    optimizer.state[model[0].weight]["history"] = [1, 2]
+    with pytest.raises(
+        UserError, match=r"OddOptimizer keeps a list in optimizer\.0\.weight\.history, which no checkpoint"
+    ):
+        keymap.optimizer_tensors(model, optimizer)
+
+
+def test_tied_weights_are_saved_once() -> None:
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "norm": nn.LayerNorm(3), "head": nn.Linear(3, 4, bias=False)})
+    model["head"].weight = model["embed"].weight
+    model["again"] = model["norm"]
+    found = keymap.model_tensors(model)
+    assert sorted(found) == ["embed.weight", "norm.bias", "norm.weight"]
+    found["embed.weight"].fill_(7)
+    assert (model["head"].weight == 7).all()
 
 
 def test_differences() -> None:

@@ -211,12 +211,13 @@ def test_one_training_through_layouts(
 
 DDP, FSDP, PP = KINDS["ddp"][0], KINDS["fsdp"][0], Layout("pipeline_gpt", 2, ("--pp", "2"), 1)
 NORM = "stage.norm if is_last else None"
-LOAD = "checkpoint.load(found.path, keymap.tensors(model, optimizer))"
-SWAPPED = """checkpoint.load(
+LOAD = "start.restore(found.path, args.init, model, optimizer)"
+FRESH = "from common import keymap; keymap.create_state(optimizer)"
+SWAPPED = f"""{FRESH}; checkpoint.load(
     found.path,
-    {name.translate(str.maketrans("01", "10")): t for name, t in keymap.tensors(model, optimizer).items()},
+    {{name.translate(str.maketrans("01", "10")): t for name, t in keymap.tensors(model, optimizer).items()}},
 )"""
-WEIGHTS_ONLY = "checkpoint.load(found.path, keymap.model_tensors(model))"
+WEIGHTS_ONLY = f"{FRESH}; checkpoint.load(found.path, keymap.model_tensors(model))"
 FROM_0 = "stage.blocks = nn.ModuleDict({str(j): b for j, b in enumerate(stage.blocks.values())})"
 # Who continues, with which defect; ddp_gpt has begun without one.
 MUTANTS: dict[str, tuple[Layout, mutants.Changes]] = {

@@ -47,7 +47,7 @@ def make_run(
     path.mkdir(exist_ok=True)
     division = sampler.Division(8, 8, 4)
     plan = sampler.Plan(99, 0, first_step, max_steps, first_step * 8, max_steps * 8, division)
-    return log.Run(path, __file__, Args(lr), make_world(rank, 4), plan, torch.float32, sample)
+    return log.Run(path, __file__, Args(lr), make_world(rank, 4), plan, torch.float32, sample, [lr])
 
 
 def means(loss: float) -> dict[str, float]:

@@ -16,7 +16,15 @@ ROOT = runner.ROOT
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")])
 README = (ROOT / "README.md").read_text()
 # What pages name of other programs, and of cli.parse itself.
-OTHER_FLAGS = {"help", "config", "dry-run", "option", "config_file"}
+OTHER_FLAGS = {
+    "help",
+    "config",
+    "dry-run",
+    "option",
+    "config_file",
+    "cpus-per-gpu",
+    "array",
+}  # of other programs as well
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w-]*)")
 
 PAGE = "# Title\n\nProse.\n\n<!-- begin one -->\nold\n<!-- end one -->\n\nMore.\n<!-- begin two -->\n<!-- end two -->\n"

@@ -149,7 +149,6 @@ def test_update_is_skipped(name: str) -> None:
         weight.grad = torch.full((4,), float("nan") if bad else 1.0)
         private_api.skip_update_if(optimizer, torch.tensor(bad))
         optimizer.step()
-        assert bool(private_api.update_skipped(optimizer)) is bad
         seen.append(torch.cat([weight.detach(), *(part.flatten() for part in optimizer.state[weight].values())]))
     assert torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])

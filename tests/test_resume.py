@@ -118,7 +118,7 @@ def test_there_and_back(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_mutant_fails(reference: Reference, tiny: Tiny, tmp_path: Path) -> None:
     """Without the optimizer's state. tests/faults/test_stop.py has a position that is that of the step before."""
-    load = "checkpoint.load(found.path, keymap.tensors(model, optimizer))"
+    load = "start.restore(found.path, args.init, model, optimizer)"
     forget = "[value.zero_() for state in optimizer.state.values() for value in state.values()]"
     path = mutants.mutate("ddp_resnet", tmp_path, {"main": {load: f"{load}; {forget}"}})
     _, curves = reference("ddp_resnet", 1, "float32")
@@ -134,3 +134,19 @@ def test_finished_run_stays_as_it_is(reference: Reference, tiny: Tiny, tmp_path:
     files = {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/checkpoints/*/*")}
     assert run("ddp_resnet", 1, tmp_path / "run", tiny, "--dtype", "float32") == curves
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/checkpoints/*/*")} == files
+
+
+def test_best_is_kept_over_a_resume(tiny: Tiny, tmp_path: Path) -> None:
+    """Also where the evaluation that found it was due without a save. At rate 0, the first one stays the best."""
+    flags = ["--data", str(tiny["gpt"]), "--out", str(tmp_path), *runner.SMALL["gpt"], "--global-batch-size", "40"]
+    flags += ["--max-steps", "6", "--save-every", "100", "--eval-every", "2", "--keep", "1", "--lr", "0"]
+    for stop in (4, 6):
+        more = ["--name", "run", "--keep-best", "bits_per_byte", "--stop-after", str(stop)]
+        result = runner.run_recipe("ddp_gpt", 2, *flags, *more, target=runner.run_unmeasured)
+        assert result.ok, str(result)
+        checkpoints = tmp_path / "run" / "checkpoints"
+        assert (checkpoints / "best").read_text() == "step_00000002"
+        assert {path.name for path in checkpoints.glob("step_*")} == {"step_00000002", f"step_{stop:08d}"}
+    result = runner.run_recipe("ddp_gpt", 2, *flags, "--name", "other", "--keep-best", "top1")
+    assert not result.ok
+    assert "error: --keep-best top1: an evaluation gives loss, bits_per_byte" in str(result)

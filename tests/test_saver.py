@@ -47,7 +47,7 @@ def save_own_and_common(run_dir: str) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "part"))
     for step, in_background in ((1, False), (2, True)):
         check = guard.StateCheck(torch.nn.Module(), compare=True)
-        saving = saver.Saver(Path(run_dir), str(RECIPE), mesh, check, {}, 9, in_background)
+        saving = saver.Saver(Path(run_dir), str(RECIPE), mesh, check, {}, 9, in_background, has_one=True)
         saving.save(step, state, samples=0, last=False)
         saving.drain()
     dist.destroy_process_group()
@@ -253,10 +253,59 @@ def test_disk_without_room_is_found_before_anything_is_written(tmp_path: Path, m
     assert steps(tmp_path) == [7]
 
 
-def break_one_rank(run_dir: Path, what: str, broken_rank: int, patch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("in_background", [False, True])
+def test_best_checkpoint_outlives_newer_ones(
+    in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = make_saver(tmp_path, keep=1, in_background=in_background)
+    pointer = tmp_path / "checkpoints" / checkpoint.BEST
 
+    def write(step: int, best: int) -> list[int]:
+        saving.save(step, make_state(step), 10 * step, last=False, best=best)
+        saving.drain()
+        return steps(tmp_path)
+
+    assert write(1, -1) == [1]
+    assert not pointer.exists()
+    assert write(2, 2) == [2]
+    assert write(3, 2) == [2, 3]
+    assert write(4, 2) == [2, 4]
+    assert pointer.read_text() == "step_00000002"
+    with monkeypatch.context() as broken:
+        broken.setattr(saver.dcp, "save", fail)
+        assert write(5, 5) == [2, 4]
+    assert write(6, 5) == [2, 6], "the save of a better one has failed: the one before is still the best"
+    assert write(7, 7) == [7]
+    assert pointer.read_text() == "step_00000007"
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_first_checkpoint_that_fails_ends_the_run(
+    in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Perhaps none can ever be written. Once there is one, a failure is a warning."""
+    state = {"weight": torch.zeros(3)}
+    saving = make_saver(tmp_path, in_background=in_background, has_one=False)
+    with monkeypatch.context() as broken:
+        broken.setattr(saver.dcp, "save", fail)
+        saving.save(7, state, 70, last=False) if in_background else None
+        with pytest.raises(saver.SaveError, match="the first checkpoint was not saved: no checkpoint of step 7: "):
+            saving.drain() if in_background else saving.save(7, state, 70, last=False)
+    saving = make_saver(tmp_path, in_background=in_background, has_one=False)
+    saving.save(8, state, 80, last=False)
+    saving.drain()
+    monkeypatch.setattr(saver.dcp, "save", fail)
+    saving.save(9, state, 90, last=False)
+    saving.drain()
+    assert "warning: no checkpoint of step 9" in capsys.readouterr().out
+    assert steps(tmp_path) == [8]
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def break_one_rank(run_dir: Path, what: str, broken_rank: int, patch: pytest.MonkeyPatch) -> None:
     if dist.get_rank() != broken_rank:
         return
     if what == "limit":  # the real thing: the kernel refuses to write on

@@ -389,8 +389,11 @@ def test_node_without_its_gpus(cluster: Path, images: Path, tmp_path: Path) -> N
         (["--nonsense", "recipes/ddp_resnet"], "unrecognized option '--nonsense'"),
         (["-N2", "recipes/none"], r"no recipe among the arguments \(recipes/none\)"),
         ([], r"no recipe among the arguments \(none\)"),
+        (["recipes/ddp_resnet", "--epoch", "3"], r"--epochs[^$]*nothing was submitted"),
+        (["recipes/ddp_resnet", "--lr", "-1"], r"--lr -1 is out of range[^$]*nothing was submitted"),
+        (["recipes/ddp_resnet", "--gpus-per-node=8"], r"Options of sbatch go before the recipe"),
     ],
-    ids=["no such GPUs", "bad option", "missing recipe", "nothing"],
+    ids=["no such GPUs", "bad option", "missing recipe", "nothing", "bad flag", "bad number", "sbatch's option"],
 )
 def test_refused(words: list[str], message: str, cluster: Path, tmp_path: Path) -> None:
     done = call("bash", SLURM, *words, cwd=tmp_path)

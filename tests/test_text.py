@@ -504,21 +504,50 @@ def test_no_text_at_all(tmp_path: Path) -> None:
 
 
 def test_refused_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tokenizers import Tokenizer, models
 
-    broken, large = tmp_path / "broken.json", tmp_path / "large.json"
+    broken = tmp_path / "broken.json"
     broken.write_text("{}")
-    Tokenizer(models.WordLevel({str(i): i for i in range(2**16 + 1)}, unk_token="0")).save(str(large))
     for path, why in ((broken, "ValueError: .*Model missing"), (tmp_path / "missing.json", "FileNotFoundError: ")):
         with pytest.raises(UserError, match=rf"--tokenizer {path} cannot be read \({why}"):
             text.load(str(tmp_path), 8, str(path))
-    with pytest.raises(
-        UserError, match="has 65537 tokens: use one with at most 65536, because tokens are stored in 16 bits"
-    ):
-        text.load(str(tmp_path), 8, str(large))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"\(ModuleNotFoundError: .* needs pip install tokenizers"):
-        text.load(str(tmp_path), 8, str(large))
+        text.load(str(tmp_path), 8, str(broken))
+
+
+@pytest.mark.parametrize("largest", [2**16 - 1, 2**16, 2**17])
+def test_tokens_of_large_vocabularies(largest: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As those of Llama 3, Qwen and Gemma: in 32 bits, where 16 are not enough."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"low": 0, "top": largest}, unk_token="low"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.txt").write_text("low top top low\n" * 100_000)
+    for _ in range(2):  # packed, and read again
+        train, validation = text.load(str(tmp_path / "data"), 4, str(tmp_path / "tokenizer.json"))
+        assert train.tokens.dtype == (np.uint16 if largest < 2**16 else np.uint32)
+        assert train.vocab_size == largest + 1
+        inputs, targets = train.read(np.zeros(1, int), np.array([len(train) - 1]))
+        assert inputs.tolist() == [[0, largest, largest, 0]]
+        assert targets.tolist() == [[largest, largest, 0, 0]]
+        assert len(train.tokens) + len(validation.tokens) == 400_000
+    assert f"vocabulary {largest + 1:,}; column 'text'; no validation split" in capsys.readouterr().out
+
+
+def test_configurations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A set of several, as wikitext and c4 are: one is named after a colon."""
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} text\n" * 40)
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.txt\n" for name in ("first", "second"))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    train, _ = text.load(f"{tmp_path}:second", 8)
+    assert bytes(train.tokens[:6].astype(np.uint8)) == b"second"
+    assert "training and" in capsys.readouterr().out
+    for where in (str(tmp_path), f"{tmp_path}:third"):
+        with pytest.raises(UserError, match=r"first.*second.*write --data NAME:CONFIG"):
+            text.load(where, 8)
 
 
 # --- tests/harness/bigram.py ---

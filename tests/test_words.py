@@ -8,8 +8,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("recipes", "common", "launch", "tools", "docs", "benchmarks")
 SUFFIXES = {".py", ".sh", ".md", ".yaml", ".env"}
-# Pages of measurements: what the runs printed at the time, until their commands are run again.
-MEASURED = ("docs/checkpoints.md", "docs/faults.md", "docs/strategies.md")
 # Old name or turn of phrase -> what to write.
 BANNED = {
     r"goes on|go on with|to go on|went on": "continue, resume",
@@ -46,9 +44,7 @@ def findings(text: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_banned_words(path: Path, request: pytest.FixtureRequest) -> None:
-    if path.relative_to(ROOT).as_posix() in MEASURED:
-        request.applymarker(pytest.mark.xfail(reason="measured before the words changed", strict=False))
+def test_banned_words(path: Path) -> None:
     assert findings(path.read_text()) == []
 
 

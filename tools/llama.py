@@ -4,6 +4,7 @@ The two models compute the same from tensors of the same layout, so only names c
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ LAYER = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-# Sizes of the model: our flags to keys of a Llama's config.json.
+# Sizes and constants of the model: our flags to keys of a Llama's config.json.
 SIZES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
@@ -32,6 +33,8 @@ SIZES = {
     "width": "hidden_size",
     "mlp_width": "intermediate_size",
     "tied": "tie_word_embeddings",
+    "rope_base": "rope_theta",
+    "norm_eps": "rms_norm_eps",
 }
 # Values in config.json that a Llama must have to be our model.
 FIXED: dict[str, Any] = {
@@ -40,11 +43,15 @@ FIXED: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "rope_type": "default",
-    "rope_theta": gpt.Shape.rope_base,
-    "rms_norm_eps": gpt.Shape.norm_eps,
 }
 # Defaults of transformers for keys that a config.json lacks.
-DEFAULTS = FIXED | {"model_type": "", "rms_norm_eps": 1e-6, "num_key_value_heads": 0, "tie_word_embeddings": False}
+DEFAULTS = FIXED | {
+    "model_type": "",
+    "rope_theta": 10_000.0,
+    "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 0,
+    "tie_word_embeddings": False,
+}
 
 
 def names(shape: gpt.Shape) -> dict[str, str]:
@@ -113,6 +120,8 @@ def export(path: Source, out: Path) -> None:
 
     The number of heads is not in the weights, so this reads the run's config.json, in the run's folder.
 
+    The tokenizer.json of the run's --tokenizer comes with it.
+
     Args:
         path: a run's folder, or one of its checkpoints.
         out: the folder to create.
@@ -123,7 +132,11 @@ def export(path: Source, out: Path) -> None:
         try:
             args = manifest.read_json(file)["args"]
             embedding = tensors["embed.weight"]
-            shape = gpt.Shape(len(embedding), **{key: args[key] for key in SIZES})
+            constants = {
+                "rope_base": gpt.Shape.rope_base,
+                "norm_eps": gpt.Shape.norm_eps,
+            }  # of runs without these flags
+            shape = gpt.Shape(len(embedding), **{key: (constants | args)[key] for key in SIZES})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{folder} must be a checkpoint of a GPT, with its number of heads in {file}: {error!r}"
@@ -133,7 +146,18 @@ def export(path: Source, out: Path) -> None:
         partial.mkdir()
         (partial / "config.json").write_text(json.dumps(config, indent=1))
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt", "step": str(step)})
+        tokenizer = Path(args.get("tokenizer") or "").expanduser()
+        if args.get("tokenizer") and tokenizer.is_file():
+            shutil.copyfile(tokenizer, partial / "tokenizer.json")
+            about = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "model_max_length": config["max_position_embeddings"],
+            }
+            (partial / "tokenizer_config.json").write_text(json.dumps(about, indent=1))
     print(f"{out}: {len(tensors)} tensors of step {step} of {folder}")
+    if not (out / "tokenizer.json").exists():
+        why = f"--tokenizer {tokenizer} is not there" if args.get("tokenizer") else "its tokens are bytes"
+        print(f"note: without a tokenizer.json, because {why}: AutoTokenizer cannot load this folder")
 
 
 def import_(path: Source, out: Path) -> None:
@@ -161,7 +185,9 @@ def import_(path: Source, out: Path) -> None:
         (partial / "config.json").write_text(json.dumps({"args": flags}, indent=1))
     sizes = ", ".join(f"{key} {value}" for key, value in flags.items())
     print(f"{out}: {len(tensors)} tensors; {sizes}, vocabulary {shape.vocab_size}")
-    flags_line = f"--resume {out} --config {out}/config.json --seq-len N --tokenizer FILE"
+    beside_it = path / "tokenizer.json"
+    tokenizer = beside_it if beside_it.exists() else "FILE"
+    flags_line = f"--resume {out} --config {out}/config.json --seq-len N --tokenizer {tokenizer}"
     print(f"to train from them: bash launch/torchrun.sh recipes/ddp_gpt {flags_line}")
 
 

@@ -15,7 +15,7 @@ from common import UserError, manifest, ranks, seed
 from common.workloads import augment, splits
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features
     from PIL import Image
 
 DIGITS = Path(__file__).parent / "digits.parquet"
@@ -25,6 +25,7 @@ CROP = 224  # pixels; larger images are cropped to this side
 # Images that stand for a set which is not in memory, in its digest: their bytes are read, of more only the sizes.
 SAMPLED_BYTES = 64
 SAMPLED_SIZES = 1024
+LABELS = ("label", "labels", "class", "cls", "target")  # names of columns of plain labels
 _noted: list[str] = []  # the image of 16 bits that the note has named
 
 
@@ -149,18 +150,29 @@ def _load_rows(name: str) -> tuple[Images, Images]:
     import datasets  # 3 s of import, which the built-in set does not need
 
     train, validation = splits.load(name)
+    held_out = ""
     if validation is None:
         train, validation = splits.hold_out(name, train)
+        held_out = "; no validation split, so a tenth was held out"
     columns = train.features
     images = [key for key, kind in columns.items() if isinstance(kind, datasets.Image)]
-    labels = [key for key, kind in columns.items() if isinstance(kind, datasets.ClassLabel)]
+    labels = [key for key, kind in columns.items() if isinstance(kind, datasets.ClassLabel)] or _plain_labels(columns)
     if not images or not labels:
-        found = ", ".join(f"{key} ({type(kind).__name__})" for key, kind in columns.items())
-        raise UserError(
-            f"--data {name} has no column of images, or none of class labels: {found}. "
-            "In a folder, put each class in a subfolder: train/<class>/*.png"
+        found = ", ".join(
+            f"{key} ({getattr(kind, 'dtype', '') or type(kind).__name__})" for key, kind in columns.items()
         )
-    label = max(labels, key=lambda key: columns[key].num_classes)  # of several, the one with the most classes
+        raise UserError(
+            f"--data {name} has no column of images, or none of class labels: {found}. In a folder, put each class in "
+            f"a subfolder, train/<class>/*.png; in a table, call the column of labels {LABELS[0]!r}"
+        )
+    # Of several, the one with the most classes.
+    label = max(labels, key=lambda key: getattr(columns[key], "num_classes", 0))
+    values = [split[label][:] for split in (train, validation)]
+    class_names = getattr(columns[label], "names", None)
+    if class_names is None:  # plain numbers or names; -1 is one that the training split lacks
+        present = {value: i for i, value in enumerate(sorted({*values[0]} - {None}))}
+        values = [[present.get(value, -1) for value in split] for split in values]
+        class_names = [str(value) for value in present]
     rows = [
         split.select_columns(images[0]).cast_column(images[0], datasets.Image(decode=False))
         for split in (train, validation)
@@ -171,8 +183,8 @@ def _load_rows(name: str) -> tuple[Images, Images]:
     small = max(height, width) <= SMALL and sum(map(len, rows)) * channels * height * width <= MEMORY_BYTES
     loaded = [
         Images(
-            torch.tensor([-1 if label is None else label for label in split[label][:]]),
-            columns[label].names,
+            torch.tensor([-1 if value is None else value for value in split]),
+            class_names,
             channels,
             size=height if small else min(CROP, height, width),
             pixels=torch.stack([decode(part, i, channels, (height, width)) for i in range(len(part))])
@@ -180,9 +192,21 @@ def _load_rows(name: str) -> tuple[Images, Images]:
             else None,
             rows=None if small else part,
         )
-        for split, part in zip((train, validation), rows, strict=True)
+        for split, part in zip(values, rows, strict=True)
     ]
+    size = f"{height} x {width}" if small else f"{loaded[0].size} x {loaded[0].size}, cropped"
+    ranks.print0(
+        f"data     {name}: {len(train):,} training and {len(validation):,} validation images, {channels} x {size}, "
+        f"{len(class_names)} classes; columns {images[0]!r} and {label!r}{held_out}"
+    )
     return loaded[0], loaded[1]
+
+
+def _plain_labels(columns: "Features") -> list[str]:
+    """Columns of numbers or names that are class labels: by their name, or the only one there is."""
+    kinds = {key: str(getattr(kind, "dtype", "")) for key, kind in columns.items()}
+    plain = [key for key, kind in kinds.items() if "int" in kind or kind.endswith("string")]
+    return [key for key in plain if key.lower() in LABELS] or (plain if len(plain) == 1 else [])
 
 
 def decode(rows: "Dataset", index: int, channels: int = 0, size: tuple[int, int] | None = None) -> torch.Tensor:

@@ -15,27 +15,29 @@ class Packed:
     """The tokens of one file.
 
     Attributes:
-        tokens: (num_tokens,) uint16, a memory map.
+        tokens: (num_tokens,) uint16 or uint32, a memory map.
     """
 
-    def __init__(self, path: Path, num_tokens: int) -> None:
+    def __init__(self, path: Path, num_tokens: int, dtype: type[np.unsignedinteger]) -> None:
         """Open a file that `seal` has completed; compare a small one with its checksums at once.
 
         Raises:
             UserError: the file has changed since it was written.
         """
         self._path = path
-        num_blocks = -(-2 * num_tokens // BLOCK_BYTES)
+        size = num_tokens * dtype().itemsize
+        num_blocks = -(-size // BLOCK_BYTES)
         found = path.stat().st_size
-        wanted = 2 * num_tokens + 4 * num_blocks
+        wanted = size + 4 * num_blocks
         if found != wanted:
             raise self._changed(f"it has {found} bytes instead of {wanted}")
         # A memory map cannot be empty.
-        content = np.memmap(path, np.uint16, "r") if found else np.zeros(0, np.uint16)
-        self.tokens = content[:num_tokens]
-        self._checksums = content[num_tokens:].copy().view(np.uint32)
+        content = np.memmap(path, np.uint8, "r") if found else np.zeros(0, np.uint8)
+        self.tokens = content[:size].view(dtype)
+        self._per_block = BLOCK_BYTES // dtype().itemsize
+        self._checksums = content[size:].copy().view(np.uint32)
         self._checked = np.zeros(num_blocks, bool)
-        if 0 < 2 * num_tokens <= CHECKED_AT_ONCE:
+        if 0 < size <= CHECKED_AT_ONCE:
             self.check(np.zeros(1, np.int64), num_tokens)
 
     def check(self, starts: np.ndarray, length: int) -> None:
@@ -44,12 +46,12 @@ class Packed:
         Raises:
             UserError: the file has changed since it was written.
         """
-        offsets = np.append(np.arange(0, length, BLOCK_BYTES // 2), length - 1)
-        blocks = 2 * (starts[:, None] + offsets) // BLOCK_BYTES
+        offsets = np.append(np.arange(0, length, self._per_block), length - 1)
+        blocks = (starts[:, None] + offsets) // self._per_block
         if self._checked[blocks].all():
             return
         for block in np.unique(blocks):
-            tokens = self.tokens[block * BLOCK_BYTES // 2 : (block + 1) * BLOCK_BYTES // 2]
+            tokens = self.tokens[block * self._per_block : (block + 1) * self._per_block]
             if zlib.crc32(tokens.data) != self._checksums[block]:
                 raise self._changed(f"block {block} has another checksum")
             self._checked[block] = True
@@ -60,6 +62,11 @@ class Packed:
             f"{self._path} has changed since it was written ({how}). It has been deleted; the same command packs the "
             "text again"
         )
+
+
+def token_type(vocab_size: int) -> type[np.unsignedinteger]:
+    """The type that tokens of a vocabulary are stored in."""
+    return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
 def seal(path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common import UserError, private_api, seed
+from common.workloads import image_folder
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -18,6 +19,8 @@ HUB_TIMEOUT_S = 3.0
 def load(name: str) -> tuple["Dataset", "Dataset | None"]:
     """Training and validation rows of a folder or a hub id; None for a set without a validation split.
 
+    After a colon, either may have the name of one of its configurations: "Salesforce/wikitext:wikitext-2-v1".
+
     Raises:
         UserError: there is no such folder or set, or it cannot be read.
     """
@@ -25,16 +28,20 @@ def load(name: str) -> tuple["Dataset", "Dataset | None"]:
     import huggingface_hub
 
     # launch/torchrun.sh has copied the folder to this machine's own disk.
-    path = Path(os.environ.get("STAGED_DATA") or name).expanduser()
+    place, _, config = name.partition(":") if not Path(name).expanduser().exists() else (name, "", "")
+    path = Path(os.environ.get("STAGED_DATA") or place).expanduser()
     folder = path.is_dir()
-    if not folder and (path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1):
+    if not folder and (path.is_absolute() or place.startswith((".", "~")) or place.count("/") > 1):
         raise UserError(f"--data {name}: there is no such folder")
-    if not folder and not _hub_answers(name):
+    if not folder and not _hub_answers(place):
         # Without this, the hub's retries take half a minute or more. Offline mode still reads the local cache.
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     datasets.disable_progress_bars()
     try:
-        found = datasets.load_dataset(str(path) if folder else name)
+        listed = image_folder.load(path) if folder and not config else None
+        found = listed or datasets.load_dataset(str(path) if folder else place, config or None)
+    except UserError:
+        raise
     except Exception as error:
         problem = "this folder cannot be read" if folder else "no such folder, and not found on the hub"
         raise UserError(f"--data {name}: {problem} ({_reason(error, path)})") from error
@@ -71,6 +78,8 @@ def _reason(error: BaseException, folder: Path) -> str:
         return f"{empty[0] if empty else 'a split'} is empty"
     if isinstance(error, OSError) and error.filename and folder not in Path(error.filename).parents:
         return f"{error}; the cache of datasets is there: set HF_HOME to a folder that can be written to"
+    if isinstance(error, ValueError) and "onfig" in str(error):  # its name is missing, or unknown
+        return " ".join(str(error).split()) + "; write --data NAME:CONFIG"
     reason = (str(error).strip() or "no reason given").splitlines()[0]
     return f"{type(error).__name__}: {reason}" + (f", in {file}" if file and file not in reason else "")
 

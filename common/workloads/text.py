@@ -14,7 +14,7 @@ import filelock
 import numpy as np
 import torch
 
-from common import UserError, private_api, seed
+from common import UserError, private_api, ranks, seed
 from common.workloads import packed, splits
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Text:
     """One split: one row of tokens, cut into sequences.
 
     Attributes:
-        tokens: (num_tokens,) uint16, in memory or a memory map.
+        tokens: (num_tokens,) uint16 or uint32, in memory or a memory map.
         seq_len: tokens of a sequence.
         vocab_size: every token is below it.
         tokens_per_byte: tokens per byte of UTF-8; bits per byte = loss in nats / ln 2 * tokens_per_byte.
@@ -118,7 +118,7 @@ def _load_stdlib(seq_len: int) -> tuple[Text, Text]:
             validation.append(text[middle : middle + EXCERPT])
         else:
             train.append(text)
-    first, second = (Text(_encode([b"\n".join(part)]), seq_len, 256, 1.0) for part in (train, validation))
+    first, second = (Text(_encode([b"\n".join(part)], np.uint16), seq_len, 256, 1.0) for part in (train, validation))
     return first, second
 
 
@@ -149,11 +149,6 @@ def _load_tokenizer(path: str) -> tuple["Tokenizer", int, str]:
             "tokenizers"
         ) from error
     vocab_size = max(model.get_vocab().values(), default=-1) + 1  # ids may have gaps
-    if vocab_size > 2**16:
-        raise UserError(
-            f"--tokenizer {path} has {vocab_size} tokens: use one with at most {2**16}, because tokens are stored in "
-            "16 bits"
-        )
     model.no_truncation()  # the file's own settings are meant for single sentences
     model.no_padding()
     # Otherwise each forked worker warns of threads, which are idle by then.
@@ -161,11 +156,11 @@ def _load_tokenizer(path: str) -> tuple["Tokenizer", int, str]:
     return model, vocab_size, hashlib.sha256(content).hexdigest()
 
 
-def _encode(texts: list[bytes], model: "Tokenizer | None" = None) -> np.ndarray:
+def _encode(texts: list[bytes], dtype: type[np.unsignedinteger], model: "Tokenizer | None" = None) -> np.ndarray:
     if model is None:
-        return np.frombuffer(b"".join(texts), np.uint8).astype(np.uint16)
+        return np.frombuffer(b"".join(texts), np.uint8).astype(dtype)
     found = model.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
-    return np.fromiter((token for one in found for token in one.ids), np.uint16)
+    return np.fromiter((token for one in found for token in one.ids), dtype)
 
 
 def _load_rows(name: str, seq_len: int, tokenizer: str) -> tuple[Text, Text]:
@@ -178,14 +173,23 @@ def _load_rows(name: str, seq_len: int, tokenizer: str) -> tuple[Text, Text]:
     some = train.select_columns(columns)[:: max(1, len(train) // 16)]  # rows from all over the set
     # Of several columns, the one with the most text.
     column = max(columns, key=lambda key: sum(len(text or "") for text in some[key]))
+    held_out = ""
     if validation is None:
         train, validation = _cut(train, column) if len(train) == 1 else splits.hold_out(name, train)
+        held_out = "; no validation split, so a tenth was held out"
     loaded = []
-    for path in [_pack(rows.select_columns(column), model, digest) for rows in (train, validation)]:
+    dtype = packed.token_type(vocab_size)
+    for path in [_pack(rows.select_columns(column), dtype, model, digest) for rows in (train, validation)]:
         _, num_bytes, num_tokens, packed_digest, _ = path.name.split(".")
-        file = packed.Packed(path, int(num_tokens))
+        file = packed.Packed(path, int(num_tokens), dtype)
         rate = int(num_tokens) / max(1, int(num_bytes))
         loaded.append(Text(file.tokens, seq_len, vocab_size, rate, packed_digest, file))
+    sizes = [f"{len(part.tokens):,}" for part in loaded]
+    others = f" (not {', '.join(repr(key) for key in columns if key != column)})" if len(columns) > 1 else ""
+    ranks.print0(
+        f"data     {name}: {sizes[0]} training and {sizes[1]} validation {'tokens' if model else 'bytes'}, vocabulary "
+        f"{vocab_size:,}; column {column!r}{others}{held_out}"
+    )
     return loaded[0], loaded[1]
 
 
@@ -199,7 +203,7 @@ def _cut(rows: "Dataset", column: str) -> tuple["Dataset", "Dataset"]:
     return first, second
 
 
-def _pack(rows: "Dataset", model: "Tokenizer | None", digest: str) -> Path:
+def _pack(rows: "Dataset", dtype: type[np.unsignedinteger], model: "Tokenizer | None", digest: str) -> Path:
     """Token file of a column; the first process that needs it writes it, and the others wait."""
     import datasets
 
@@ -212,18 +216,18 @@ def _pack(rows: "Dataset", model: "Tokenizer | None", digest: str) -> Path:
             # Older versions wrote files without checksums, and left one number out of their names.
             for path in stem.parent.glob(f"{stem.name}.*.*.*.tokens"):
                 try:
-                    packed.Packed(path, int(path.name.split(".")[2]))
+                    packed.Packed(path, int(path.name.split(".")[2]), dtype)
                     return path
                 except (UserError, OSError) as error:
                     sys.stderr.write(f"note: {error}\n")
-            return _write(stem, rows, model)
+            return _write(stem, rows, dtype, model)
     except filelock.Timeout as error:
         raise UserError(
             f"--data: another process has held {error.lock_file} for {WAIT_S:.0f} s while tokenizing: stop it, or wait"
         ) from error
 
 
-def _write(stem: Path, rows: "Dataset", model: "Tokenizer | None") -> Path:
+def _write(stem: Path, rows: "Dataset", dtype: type[np.unsignedinteger], model: "Tokenizer | None") -> Path:
     """Write the tokens under a temporary name, then rename: the final name has the numbers of both, and the hash."""
     # If the lock does not work across machines, each writes the same file, and the last rename wins.
     partial = stem.with_suffix(f".{os.uname().nodename}.partial")
@@ -234,7 +238,7 @@ def _write(stem: Path, rows: "Dataset", model: "Tokenizer | None") -> Path:
         for batch in rows.iter(BATCH_ROWS):
             # Each row as a line, tokenized separately, so that tokens do not depend on how rows are grouped.
             texts = [f"{text}\n".encode() for text in batch[rows.column_names[0]] if text is not None]
-            tokens = _encode(texts, model)
+            tokens = _encode(texts, dtype, model)
             file.write(tokens.data)
             sha256.update(tokens.data)
             num_bytes += sum(map(len, texts))

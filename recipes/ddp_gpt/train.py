@@ -34,8 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import checkpoint, cli, data, exits, flops, guard, initial, keymap, metrics, precision, process_group
-from common import run_dir, sampler, schedule, session
+from common import checkpoint, cli, data, exits, flops, guard, initial, metrics, precision, process_group
+from common import run_dir, sampler, schedule, session, start
 from common.process_group import World
 from common.workloads import gpt, text
 
@@ -49,6 +49,7 @@ class Args:
     out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
     name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
     resume: str = ""  # start from this run or checkpoint, of any recipe with the same model
+    init: str = ""  # begin with the weights that fit: a checkpoint, .safetensors, .pth, or torchvision:NAME
     data: str = "stdlib"  # "stdlib" (built in: Python's own text), a folder, or a data set of the Hugging Face hub
     seed: cli.Seed = 0  # seed of initial weights and order of samples
     workers: cli.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
@@ -61,6 +62,7 @@ class Args:
     eval_every: cli.NonNegativeInt = 100  # steps between evaluations; 0 for once per epoch
     save_every: cli.NonNegativeInt = 100  # steps between checkpoints; 0 for once per epoch
     keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
+    keep_best: str = ""  # also keep the checkpoint that is best in this metric, such as loss; "" for none
     async_save: bool = False  # write checkpoints while the training continues
     check_every: cli.NonNegativeInt = 100  # steps between comparisons of the replicas; 0 for never
     max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
@@ -83,6 +85,8 @@ class Args:
     width: cli.PositiveInt = 192  # width of the residual stream
     mlp_width: cli.NonNegativeInt = 0  # hidden units of each MLP; 0 for 8/3 of width, rounded up to a multiple of 64
     tied: bool = False  # share the embedding's weights with the output layer
+    rope_base: cli.AtLeastOne = 10_000.0  # base of the rotary positions' wavelengths
+    norm_eps: cli.NonNegativeFloat = 1e-5  # added to the variance in each norm
 
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
@@ -97,7 +101,7 @@ def make_model(args: Args, train: text.Text) -> nn.Module:
     """The plain model on the meta device: names and shapes, no weights yet, whatever its size."""
     sizes = (args.num_layers, args.num_heads, args.width, args.num_kv_heads, args.mlp_width, args.tied)
     with torch.device("meta"):
-        return gpt.GPT(gpt.Shape(train.vocab_size, *sizes))
+        return gpt.GPT(gpt.Shape(train.vocab_size, *sizes, args.rope_base, args.norm_eps))
 
 
 def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
@@ -211,10 +215,13 @@ def main() -> None:
     # Optional: without it, the log shows neither MFU nor tokens per second.
     sample = flops.count_sample(lambda plain, batch: forward(args, plain, batch)["loss"], model, train)
     model = parallelize(args, model, mesh, world.device)
+    optimizer = make_optimizer(args, model)  # now: the strategy may have replaced the parameters
+    # Optional: refuses a forward that returns a mean. Before restore, because forward may change buffers, and before
+    # compile, which would remember these small batches.
+    metrics.check_sums(*(evaluate(args, model, batches) for batches in data.twins(train, plan, world.device)))
+    start.restore(found.path, args.init, model, optimizer)
     if args.compile:
         model.compile()
-    optimizer = make_optimizer(args, model)  # now: the strategy may have replaced the parameters
-    checkpoint.load(found.path, keymap.tensors(model, optimizer))
     batches = data.Loader(train, sampler.training_requests(plan, dp_rank), args.workers, world.device)
     # Claims the run's folder, and takes over signals before the first loader worker is forked.
     run = session.Session(

@@ -36,8 +36,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import checkpoint, cli, data, exits, flops, guard, initial, keymap, metrics, precision, process_group
-from common import run_dir, sampler, schedule, seed, session, sync_batchnorm
+from common import checkpoint, cli, data, exits, flops, guard, initial, metrics, precision, process_group
+from common import run_dir, sampler, schedule, seed, session, start, sync_batchnorm
 from common.process_group import World
 from common.workloads import images, resnet
 
@@ -51,6 +51,7 @@ class Args:
     out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
     name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
     resume: str = ""  # start from this run or checkpoint, of any recipe with the same model
+    init: str = ""  # begin with the weights that fit: a checkpoint, .safetensors, .pth, or torchvision:NAME
     data: str = "digits"  # "digits" (built in), a folder, or a data set of the Hugging Face hub
     seed: cli.Seed = 0  # seed of initial weights, order of samples and augmentation
     workers: cli.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
@@ -63,6 +64,7 @@ class Args:
     eval_every: cli.NonNegativeInt = 0  # steps between evaluations; 0 for once per epoch
     save_every: cli.NonNegativeInt = 0  # steps between checkpoints; 0 for once per epoch
     keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
+    keep_best: str = ""  # also keep the checkpoint that is best in this metric, such as top1; "" for none
     async_save: bool = False  # write checkpoints while the training continues
     check_every: cli.NonNegativeInt = 100  # steps between comparisons of the replicas; 0 for never
     max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
@@ -145,8 +147,9 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     model = initial.materialize(model, args.seed, device, precision.param_dtype(dtype))
     if args.sync_bn:
         model = sync_batchnorm.convert(model, mesh.get_group("dp"))
-    # With --sync-bn all ranks compute the same running statistics, and rank 0 need not send its own.
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=not args.sync_bn)
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    model.broadcast_buffers = not args.sync_bn  # with it, running statistics are the same on all ranks already
+    return model
 
 
 def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], dp_size: int) -> metrics.Sums:
@@ -222,10 +225,13 @@ def main() -> None:
     # Optional: without it, the log shows neither MFU nor tokens per second.
     sample = flops.count_sample(lambda plain, batch: forward(args, plain, batch)["loss"], model, train)
     model = parallelize(args, model, mesh, world.device)
+    optimizer = make_optimizer(args, model)  # now: the strategy may have replaced the parameters
+    # Optional: refuses a forward that returns a mean. Before restore, because forward may change buffers, and before
+    # compile, which would remember these small batches.
+    metrics.check_sums(*(evaluate(args, model, batches) for batches in data.twins(train, plan, world.device)))
+    start.restore(found.path, args.init, model, optimizer)
     if args.compile:
         model.compile()
-    optimizer = make_optimizer(args, model)  # now: the strategy may have replaced the parameters
-    checkpoint.load(found.path, keymap.tensors(model, optimizer))
     batches = data.Loader(train, sampler.training_requests(plan, dp_rank), args.workers, world.device)
     # Claims the run's folder, and takes over signals before the first loader worker is forked.
     run = session.Session(

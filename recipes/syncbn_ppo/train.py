@@ -36,8 +36,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import checkpoint, cli, exits, guard, initial, keymap, metrics, precision, process_group, run_dir, sampler
-from common import schedule, seed, session, sync_batchnorm
+from common import checkpoint, cli, exits, guard, initial, metrics, precision, process_group, run_dir, sampler
+from common import schedule, seed, session, start, sync_batchnorm
 from common.process_group import World
 from common.workloads import actor_critic, environments
 
@@ -51,6 +51,7 @@ class Args:
     out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
     name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
     resume: str = ""  # start from this run or checkpoint
+    init: str = ""  # begin with the weights that fit: a checkpoint, .safetensors or .pth
     env: str = "CartPole-v1"  # id of a gymnasium environment with vectors as observations, or of an ALE/ game
     seed: cli.Seed = 0  # seed of initial weights, episodes, actions and order of samples
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
@@ -61,6 +62,7 @@ class Args:
     eval_every: cli.NonNegativeInt = 20  # updates between evaluations; 0 for one at the end
     save_every: cli.NonNegativeInt = 20  # updates between checkpoints; 0 for one at the end
     keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
+    keep_best: str = ""  # also keep the checkpoint that is best in this metric, such as return; "" for none
     async_save: bool = False  # write checkpoints while the training continues
     check_every: cli.NonNegativeInt = 100  # updates between comparisons of the replicas; 0 for never
     max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
@@ -276,8 +278,8 @@ def main() -> None:
     if args.compile:
         model.compile()
     optimizer = make_optimizer(args, model)
-    state = keymap.tensors(model, optimizer) | envs.tensors()
-    checkpoint.load(found.path, state)
+    state = envs.tensors()
+    start.restore(found.path, args.init, model, optimizer, state)
     envs.restore(state)
     run = session.Session(args, __file__, world, mesh, found=found, plan=plan, model=model, optimizer=optimizer)
     for step in run.steps(dp_rank):

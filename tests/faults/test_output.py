@@ -75,28 +75,44 @@ def test_launched_without_a_reader(how: str, case: FaultCase) -> None:
 # --- records ----------------------------------------------------------------------------------------------
 
 
+def lose_events(case: FaultCase, place: Path, mutant: str = "") -> runner.Result:
+    """Train 40 steps; from step 2 to 30, the disk is full."""
+    faults = [("end of a step", "fill", 0, 2, str(place)), ("end of a step", "free", 0, 30, str(place))]
+    result = case.start("--max-steps", "40", "--save-every", "40", faults=faults, mutant=mutant)
+    assert result.ok, str(result)
+    return result
+
+
+def steps_on_board(case: FaultCase) -> list[int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return [event.step for event in EventAccumulator(str(case.run_dir)).Reload().Scalars("train/loss")]
+
+
 @pytest.mark.fault("output: TensorBoard's file on a full disk for a while")
 def test_events_return(case: FaultCase) -> None:
     """After its first error, TensorBoard's writer would raise it for ever."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     with mounted(case.out) as place:
-        faults = [("end of a step", "fill", 0, 2, str(place)), ("end of a step", "free", 0, 30, str(place))]
-        result = case.start("--max-steps", "40", "--save-every", "40", faults=faults)
-        assert result.ok, str(result)
+        result = lose_events(case, place)
         assert "Traceback" not in str(result), str(result)
         case.record_message(result.outputs[0], "warning: TensorBoard lacks step ")
         files = [*case.run_dir.glob("events.out.tfevents.*")]
         assert len(files) == 2
         assert all(file.stat().st_size for file in files)
-        board = EventAccumulator(str(case.run_dir)).Reload()
-        steps = [event.step for event in board.Scalars("train/loss")]
+        steps = steps_on_board(case)
         assert {1, 2, *range(32, 41)} <= {*steps}
         assert len(steps) == len({*steps})
         assert {*range(31, 41)} <= runner.records(case.run_dir, "train/loss").keys()
         last = result.outputs[0].partition("31/40")[2]
         assert last
         assert "warning: " not in last.partition("32/40")[2], "none that is false, once there is room"
+
+
+@pytest.mark.fault("output: mutant, TensorBoard's writer is kept after an error")
+def test_mutant_keeps_writer(case: FaultCase) -> None:
+    with mounted(case.out) as place:
+        result = lose_events(case, place, mutant="TensorBoard's writer is kept")
+        assert not {*range(32, 41)} <= {*steps_on_board(case)}, str(result)
 
 
 DAMAGES = {
@@ -108,20 +124,26 @@ DAMAGES = {
 }
 
 
-@pytest.mark.fault("output: {what} in metrics.jsonl")
-@pytest.mark.parametrize("what", DAMAGES)
-def test_damaged_record(what: str, case: FaultCase) -> None:
-    """The line is named and left out; every other record stays."""
+def damage_record(case: FaultCase, what: str) -> int:
+    """Damage the record of step 2 of a run of 4 steps; returns the number of the line, from 1."""
     case.copy_reference(until=4)
     file = case.run_dir / "metrics.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     hit = next(i for i, line in enumerate(lines) if b"train/loss" in line and json.loads(line)["step"] == 2)
     lines[hit] = DAMAGES[what](lines[hit])
     file.write_bytes(b"".join(lines))
+    return hit + 1
+
+
+@pytest.mark.fault("output: {what} in metrics.jsonl")
+@pytest.mark.parametrize("what", DAMAGES)
+def test_damaged_record(what: str, case: FaultCase) -> None:
+    """The line is named and left out; every other record stays."""
+    number = damage_record(case, what)
     result = case.start()
     assert result.ok, str(result)
     assert result.outputs[0].count("is damaged") == 1
-    case.record_message(result.outputs[0], rf"warning: line {hit + 1} of \S+/metrics\.jsonl is damaged")
+    case.record_message(result.outputs[0], rf"warning: line {number} of \S+/metrics\.jsonl is damaged")
     losses = {
         record["step"]: record["train/loss"] for record in run_dir.records(case.run_dir) if "train/loss" in record
     }
@@ -129,6 +151,12 @@ def test_damaged_record(what: str, case: FaultCase) -> None:
     del wanted[2]
     assert losses == wanted
     case.check_same_checkpoints(STEPS)
+
+
+@pytest.mark.fault("output: mutant, damaged records are not left out")
+def test_mutant_reads_damage(case: FaultCase) -> None:
+    damage_record(case, "zeros")
+    assert not case.start(mutant="damaged records are not left out").ok
 
 
 def test_every_kind_of_damage_is_one(tmp_path: Path) -> None:

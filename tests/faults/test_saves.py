@@ -150,6 +150,14 @@ def test_disk_at_the_start(what: str, disk: Path, case: FaultCase) -> None:
     case.check_same_checkpoints(2, 6)
 
 
+@pytest.mark.fault("disk: mutant, a start needs room")
+@pytest.mark.parametrize("what", ["full"])
+def test_mutant_needs_room(what: str, disk: Path, case: FaultCase) -> None:
+    action, *more = DISKS[what].breaks
+    inject.ACTIONS[action](str(disk), *more)
+    assert not case.start(mutant="a start needs room on the disk").ok
+
+
 @pytest.mark.fault("disk: the run's folder is removed")
 def test_removed(case: FaultCase) -> None:
     """What is saved from then on is there, and is enough to continue."""

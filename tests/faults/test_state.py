@@ -53,6 +53,14 @@ def test_nan_is_not_saved(kind: str, case: FaultCase) -> None:
         case.resume_and_check("--save-every", "1")
 
 
+@pytest.mark.fault("numbers: NaN in a parameter, and rank 0 is the last to see it", least=2)
+def test_rank_0_is_late(case: FaultCase) -> None:
+    """All ranks find it: rank 0 prints it, and none takes another's error for the cause."""
+    flags = skip_if_not_there(case, "parameter")
+    faults = [damage("parameter", "nan", step=4, point="before the data"), ("end of a step", "finds late", 0, 2, 1.0)]
+    case.check_refused(case.start(*flags, faults=faults), r"error: not finite at step 4: \S+ on rank ")
+
+
 @pytest.mark.fault("numbers: a bit of a {kind} of one rank, found at the save", least=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bit_is_not_saved(kind: str, case: FaultCase) -> None:

@@ -68,6 +68,7 @@ from common import (
     health,
     heartbeat,
     keymap,
+    log,
     manifest,
     output,
     private_api,
@@ -335,6 +336,11 @@ def _miscompute() -> None:
     health.multiply = multiply
 
 
+def _find_late(seconds: float) -> None:
+    """This rank needs longer than the others to see that its state is bad."""
+    _before(guard.BadStateError, "__init__", lambda *_: time.sleep(seconds))
+
+
 def _forget() -> None:
     real = torch.full
 
@@ -513,6 +519,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "no memory": _no_memory,
     "computes wrongly": _miscompute,
     "forgets": _forget,
+    "finds late": _find_late,
     "ignore": lambda name: signal.signal(signal.Signals[name], signal.SIG_IGN),
     "raise": _raise,
     "sleep": lambda: time.sleep(1000),
@@ -578,6 +585,11 @@ def _take_any_name() -> None:
     _replace(manifest, "_check", lambda *_: "")
 
 
+def _keep_parent() -> None:
+    parent = os.getppid()
+    _replace(os, "getppid", lambda: parent)
+
+
 def _take_any_rank() -> None:
     _replace(ranks, "check_same", lambda **_: None)
 
@@ -600,7 +612,7 @@ def _shift_position() -> None:
     _replace(
         saver.Saver,
         "save",
-        lambda self, step, tensors, samples, last: real(self, step, tensors, samples - samples // step, last),
+        lambda self, step, tensors, samples, *more: real(self, step, tensors, samples - samples // step, *more),
     )
 
 
@@ -628,7 +640,47 @@ def _look_once() -> None:
     _replace(checkpoint, "check_newest", lambda _: None)
 
 
+def _keep_events() -> None:
+    """TensorBoard's writer stays the same one, whatever happens to it."""
+
+    class Kept:
+        def __get__(self, run: log.Run, _: type) -> Any:
+            return run.__dict__["_events"]
+
+        def __set__(self, run: log.Run, events: Any) -> None:
+            run.__dict__["_events"] = events or run.__dict__.get("_events")
+
+    log.Run._events = Kept()  # type: ignore[assignment]
+
+
+def _read_whole_records() -> None:
+    real = run_dir._parse
+
+    def parse(file: Path) -> Iterator[tuple[int, dict[str, float], int]]:
+        for number, record, end in real(file):
+            assert record, f"line {number} is damaged"
+            yield number, record, end
+
+    run_dir._parse = parse
+
+
+def _need_room() -> None:
+    """Nothing catches an error of what a start writes."""
+    real = run_dir.write_config
+
+    def write_config(*args: Any) -> list[str]:
+        try:
+            return real(*args)
+        except OSError as error:
+            raise AssertionError from error
+
+    run_dir.write_config = write_config
+
+
 MUTANTS = {
+    "TensorBoard's writer is kept": _keep_events,
+    "damaged records are not left out": _read_whole_records,
+    "a start needs room on the disk": _need_room,
     "the bytes of a save do not count": lambda: _replace(heartbeat.Heartbeat, "_bytes_written", lambda _: 0),
     "who fails alone in a save stays in its group": lambda: _replace(saver.Saver, "_leave", lambda _: None),
     "nobody notices that it was frozen": lambda: _replace(heartbeat.Heartbeat, "own_freeze", lambda _: ""),
@@ -637,7 +689,7 @@ MUTANTS = {
         faulthandler, "dump_traceback_later", lambda *_, **__: None
     ),
     "no device is tried": lambda: _replace(health, "find_fault", lambda _: ""),
-    "the launcher may die": lambda: _replace(os, "getppid", functools.cache(os.getppid)),
+    "the launcher may die": _keep_parent,
     "output is not protected": _print_directly,
     "open folders are trusted": _trust_open_folders,
     "the folder is looked at once": _look_once,

@@ -58,10 +58,10 @@ def loaded(path: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return found
 
 
-def make_saver(run_dir: Path, keep: int = 9, in_background: bool = False) -> saver.Saver:
+def make_saver(run_dir: Path, keep: int = 9, in_background: bool = False, has_one: bool = True) -> saver.Saver:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
     check = guard.StateCheck(torch.nn.Module(), compare=True)
-    return saver.Saver(run_dir, str(RECIPE), mesh, check, {"seed": 3}, keep, in_background)
+    return saver.Saver(run_dir, str(RECIPE), mesh, check, {"seed": 3}, keep, in_background, has_one)
 
 
 def save(run_dir: Path, step: int, keep: int = 9) -> Path:
@@ -70,8 +70,8 @@ def save(run_dir: Path, step: int, keep: int = 9) -> Path:
 
 
 def steps(run_dir: Path) -> list[int]:
-    """Of the committed checkpoints; anything else there must be `latest`."""
-    names = {path.name for path in (run_dir / "checkpoints").iterdir()} - {"latest"}
+    """Of the committed checkpoints; anything else there must be `latest` or `best`."""
+    names = {path.name for path in (run_dir / "checkpoints").iterdir()} - {"latest", "best"}
     return sorted(int(name.removeprefix("step_")) for name in names)
 
 

@@ -1,0 +1,134 @@
+"""A folder of images in subfolders of classes, listed once per machine.
+
+`datasets` resolves dozens of patterns over all files at every start: half an hour for a million of them. Here one
+process lists them, and the others, and every later start, read its list.
+"""
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import filelock
+
+from common import UserError, manifest
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
+
+# Names of subfolders, as `datasets` has them.
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+IGNORED = {"Thumbs.db"}  # beside hidden files
+SETTLED_S = 2.0  # a folder that changed so shortly ago may change again without a new time
+WAIT_S = 600.0
+
+
+def load(root: Path) -> dict[str, "Dataset"] | None:
+    """The splits of a folder `<split>/<class>/<image>`: columns "image" and "label", as `datasets` would read them.
+
+    Returns:
+        None for a folder that has anything else in it, which is for `datasets`.
+
+    Raises:
+        UserError: another process has been listing the folder for too long.
+    """
+    import datasets
+
+    root = root.resolve()  # the list holds whole paths, and is read from any working directory
+    found = _folders(root)
+    if found is None:
+        return None
+    times = [(str(path), path.stat().st_mtime_ns) for paths in ([root], *found.values()) for path in paths]
+    key = hashlib.sha256(repr(times).encode()).hexdigest()[:16]
+    settled = max(changed for _, changed in times) / 1e9 < time.time() - SETTLED_S
+    if not settled:
+        listed = _list(found)
+        return listed and {split: datasets.Dataset(table) for split, table in listed.items()}
+    place = datasets.config.HF_DATASETS_CACHE / "listed" / hashlib.sha256(str(root).encode()).hexdigest()[:16]
+    place.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(place / "lock", timeout=WAIT_S)  # the system releases it if its holder dies
+    try:
+        with lock:
+            if not (place / f"{key}.done").exists():
+                for old in place.glob("*.*"):  # lists of the folder as it was
+                    old.unlink()
+                listed = _list(found)
+                if listed is None:
+                    return None
+                for split, table in listed.items():
+                    _write(table, place / f"{key}.{split}.arrow")
+                (place / f"{key}.done").touch()
+            files = place.glob(
+                f"{key}.*.arrow"
+            )  # read before another start deletes them, as it may if the folder changes
+            return {path.name.split(".")[1]: datasets.Dataset.from_file(str(path)) for path in files}
+    except filelock.Timeout as error:
+        raise UserError(
+            f"--data {root}: another process has held {error.lock_file} for {WAIT_S:.0f} s while listing the images: "
+            "stop it, or wait"
+        ) from error
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        yield from (entry for entry in entries if not entry.name.startswith(".") and entry.name not in IGNORED)
+
+
+def _folders(root: Path) -> dict[str, list[Path]] | None:
+    """The folders of the classes of each split; None if there is anything else, or no training split."""
+    found: dict[str, list[Path]] = {}
+    for split in _entries(root):
+        if not split.is_dir() or SPLITS.get(split.name) is None or SPLITS[split.name] in found:
+            return None
+        classes = []
+        for entry in _entries(Path(split.path)):
+            if not entry.is_dir():
+                return None
+            classes.append(Path(entry.path))
+        found[SPLITS[split.name]] = sorted(classes)
+    return found if found.get("train") else None
+
+
+def _list(folders: dict[str, list[Path]]) -> dict[str, "pa.Table"] | None:
+    """A table of the images of each split; None if a file is not an image, or a class has none in one of the splits."""
+    import datasets
+    import pyarrow as pa
+
+    names = sorted(folder.name for folder in folders["train"])
+    if any(sorted(folder.name for folder in classes) != names for classes in folders.values()):
+        return None
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
+    found = {}
+    for split, classes in folders.items():
+        paths: list[str] = []
+        for folder in classes:
+            before = len(paths)
+            for entry in _entries(folder):
+                if Path(entry.name).suffix.lower() not in SUFFIXES or not entry.is_file():
+                    return None
+                paths.append(entry.path)
+            if len(paths) == before:
+                return None
+        paths.sort()  # whole paths, as `datasets` sorts them: the order of the samples hangs on it
+        numbers = {name: i for i, name in enumerate(names)}
+        labels = pa.array([numbers[os.path.basename(os.path.dirname(path))] for path in paths], pa.int64())
+        cells = pa.StructArray.from_arrays([pa.nulls(len(paths), pa.binary()), pa.array(paths)], ["bytes", "path"])
+        found[split] = pa.table([cells, labels], schema=features.arrow_schema)
+    return found
+
+
+def _write(table: "pa.Table", path: Path) -> None:
+    import pyarrow as pa
+
+    with path.open("wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table)
+    manifest.sync(path)

@@ -1,0 +1,144 @@
+"""--init begins with the weights that fit, from whatever holds them, under every strategy; the rest is drawn anew."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import UserError, keymap, start
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.harness import runner
+from tests.harness.states import save
+
+
+def make_model(classes: int, run_seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(run_seed)
+    return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, classes))
+
+
+def backbone(run_seed: int = 0) -> dict[str, torch.Tensor]:
+    found = make_model(7, run_seed).state_dict()
+    found["1.running_mean"] += 3
+    return found
+
+
+KINDS = {
+    "safetensors": lambda tensors, path: save_file(tensors, path / "model.safetensors"),
+    "folder": lambda tensors, path: save_file(tensors, path / "model-00001-of-00001.safetensors"),
+    "pth": lambda tensors, path: torch.save(tensors, path / "model.pth"),
+    "pth of DDP": lambda tensors, path: torch.save(
+        {"state_dict": {f"module.{name}": one for name, one in tensors.items()}, "epoch": 3}, path / "model.pth"
+    ),
+}
+NAMES = {"safetensors": "model.safetensors", "folder": "", "pth": "model.pth", "pth of DDP": "model.pth"}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_fits_is_loaded(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    KINDS[kind](backbone(), tmp_path)
+    model = make_model(3, run_seed=1)
+    head = model[2].weight.clone()
+    start.begin_with(str(tmp_path / NAMES[kind]), model)
+    check(model, backbone())
+    assert torch.equal(model[2].weight, head), "drawn anew"
+    printed = capsys.readouterr().out
+    assert "init     7 of 9 tensors from" in printed
+    assert "drawn anew: 2.weight (3, 6) (there: (7, 6)), 2.bias (3,) (there: (7,))" in printed
+
+
+def check(model: nn.Module, wanted: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in keymap.model_tensors(model).items():
+        if not name.startswith("2."):
+            whole = getattr(tensor, "full_tensor", lambda t=tensor: t)()
+            assert torch.equal(whole, wanted[name]), name
+
+
+def begin_with_on_ranks(file: str) -> None:
+    dist.init_process_group("gloo")
+    for strategy in ("DDP", "FSDP"):
+        model: nn.Module = make_model(3, run_seed=1)
+        if strategy == "DDP":
+            model = DistributedDataParallel(model)
+        else:
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        start.begin_with(file, model)
+        check(model, backbone())
+    dist.destroy_process_group()
+
+
+def test_on_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(backbone(), file)
+    result = runner.spawn(begin_with_on_ranks, [(str(file),)] * 2)
+    assert result.ok, str(result)
+
+
+@pytest.mark.usefixtures("group")
+def test_refusals(tmp_path: Path) -> None:
+    model = make_model(3)
+    with pytest.raises(UserError, match=r"--init \S+none: there is no such folder or file; it may be"):
+        start.begin_with(str(tmp_path / "none"), model)
+    (tmp_path / "broken.pth").write_bytes(b"no pickle")
+    with pytest.raises(UserError, match=r"broken\.pth cannot be read: "):
+        start.begin_with(str(tmp_path / "broken.pth"), model)
+    torch.save([1], tmp_path / "list.pth")
+    with pytest.raises(UserError, match=r"holds a list, and not a state dict"):
+        start.begin_with(str(tmp_path / "list.pth"), model)
+    torch.save({"other": torch.ones(2)}, tmp_path / "other.pth")
+    with pytest.raises(UserError, match=r"no tensor has .* 0\.weight \(6, 5\); the file has \('other'"):
+        start.begin_with(str(tmp_path / "other.pth"), model)
+    with pytest.raises(UserError, match=r"torchvision:resnet19 cannot be read: "):
+        start.begin_with("torchvision:resnet19", model)
+
+
+class Trap:
+    def __reduce__(self) -> tuple:
+        return (print, ("the trap was run",))
+
+
+@pytest.mark.usefixtures("group")
+def test_pickle_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"0.weight": Trap()}, tmp_path / "trap.pth")
+    with pytest.raises(UserError, match=r"trap\.pth cannot be read: "):
+        start.begin_with(str(tmp_path / "trap.pth"), make_model(3))
+    assert "the trap was run" not in capsys.readouterr().out
+
+
+def test_run_of_a_recipe(small_digits: Path, tmp_path: Path) -> None:
+    """A new run begins with the weights of another; the same command then resumes its own, not these."""
+    flags = [
+        "--data",
+        str(small_digits),
+        "--out",
+        str(tmp_path),
+        *runner.SMALL["resnet"],
+        "--lr",
+        "0",
+        "--momentum",
+        "0",
+    ]
+    flags += ["--max-steps", "2", "--save-every", "2", "--eval-every", "2", "--dtype", "float32"]
+    for name, more in (("first", []), ("second", ["--init", str(tmp_path / "first"), "--seed", "5"])):
+        result = runner.run_recipe("ddp_resnet", 2, *flags, "--name", name, *more, target=runner.run_unmeasured)
+        assert result.ok, str(result)
+    assert "tensors from" in str(result)
+    result = runner.run_recipe(
+        "ddp_resnet", 2, *flags, "--name", "second", "--init", "gone", "--max-steps", "4", "--seed", "5"
+    )
+    assert result.ok, str(result)
+    assert "init     " not in str(result)
+
+
+def test_import_of_a_checkpoint(tmp_path: Path, group: None) -> None:
+    """Whose digests are verified, as for --resume."""
+    path = save(tmp_path, 4)
+    next(path.glob("*.safetensors")).write_bytes(b"")
+    with pytest.raises(UserError, match=r"--init .*every checkpoint is damaged"):
+        start.begin_with(str(path), make_model(3))
