@@ -179,7 +179,8 @@ def differences(
     """
     lines = []
     for name in [*wanted, *(name for name in found if name not in wanted)]:
-        in_model, in_checkpoint = wanted.get(name), found.get(name)
+        in_model = wanted.get(name)
+        in_checkpoint = found.get(name)
         if in_model is None or in_checkpoint is None:
             lines.append(f"{name}: only in the {'checkpoint' if in_model is None else 'model'}")
         elif tuple(in_model) != tuple(in_checkpoint):

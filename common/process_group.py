@@ -94,7 +94,8 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
         options |= {"store": store, "rank": rank, "world_size": size}
     dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors then name parameters, such as one without a gradient
     dist.init_process_group(**options)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     # A key of this start, so that nothing of an earlier one counts. The launcher hands down RUN_KEY. Without it, only
     # those who come to the store after the ranks have joined do not know this key.
     start_key = seal.derive(run_key, ranks.from_rank0(lambda: secrets.token_hex(16)))
@@ -146,7 +147,8 @@ def _rendezvous() -> tuple[dist.Store, int, int]:
 
 def _meeting_place() -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT, checked: torch would wait for minutes, without a word."""
-    rank, size = ranks.rank(), ranks.size()
+    rank = ranks.rank()
+    size = ranks.size()
     if not 0 <= rank < size:
         raise UserError(f"RANK={rank} and WORLD_SIZE={size} in the environment do not fit: ranks count from 0")
     address = os.environ.get("MASTER_ADDR", "")

@@ -142,7 +142,8 @@ def make_plan(
         max_steps: length of the training in steps, or 0.
         progress: "step" and "samples" of the checkpoint, whose steps may have had another size; empty for a new run.
     """
-    step, start = progress.get("step", 0), progress.get("samples", 0)
+    step = progress.get("step", 0)
+    start = progress.get("samples", 0)
     if max_steps:
         end = start + max(0, max_steps - step) * division.global_batch_size
         return Plan(num_samples, run_seed, step, max_steps, start, end, division)

@@ -50,7 +50,8 @@ class Stop:
             last_step: the step after which the run stops anyway.
         """
         self.reason = ""
-        self._rank, self._size = world.rank, world.size
+        self._rank = world.rank
+        self._size = world.size
         self._deadline = time.monotonic() + 60 * deadline_min if deadline_min else float("inf")
         if "SLURM_JOB_END_TIME" in os.environ:  # Unix time; launch/slurm.sh sets it if Slurm does not
             remaining_s = float(os.environ["SLURM_JOB_END_TIME"]) - time.time()
@@ -69,7 +70,8 @@ class Stop:
         if process_group.again and latest:  # a request to stop must outlive it
             self._deadline = latest._deadline
             self._earlier = latest.reason
-            self._signals, self._wakeup = latest._signals, latest._wakeup
+            self._signals = latest._signals
+            self._wakeup = latest._wakeup
             self._signalled_at = latest._signalled_at
         latest = self
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)

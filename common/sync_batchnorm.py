@@ -105,8 +105,10 @@ def convert(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
         converted = SyncBatchNorm(model.num_features, model.eps, model.momentum)
         converted.group = group
         converted.train(model.training)
-        converted.weight, converted.bias = model.weight, model.bias  # the same tensors
-        converted.running_mean, converted.running_var = model.running_mean, model.running_var
+        converted.weight = model.weight  # the same tensors
+        converted.bias = model.bias
+        converted.running_mean = model.running_mean
+        converted.running_var = model.running_var
         converted.num_batches_tracked = model.num_batches_tracked
     for name, child in model.named_children():
         converted.add_module(name, convert(child, group))

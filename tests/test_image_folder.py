@@ -127,13 +127,14 @@ def test_other_folders_are_for_datasets(stranger: str, root: Path) -> None:
 
 
 @pytest.mark.parametrize("settled", [True, False])
-def test_class_that_only_one_split_has(settled: bool, root: Path) -> None:
-    """Refused, as before: nobody could train it, or nobody would evaluate it."""
+def test_class_that_only_one_split_has(settled: bool, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(root / "val" / "extra" / "0.png", 1)
+    (root / "train" / "empty").mkdir()
     if settled:
         settle(root)
-    with pytest.raises(UserError, match="has classes that the other lacks"):
-        images.load(str(root), 0, False)
+    train, _ = images.load(str(root), 0, False)
+    assert train.class_names == sorted([*CLASSES, "extra"])
+    assert "7 classes, of which 1 has no training image ('extra')" in capsys.readouterr().out
 
 
 def test_split_without_images_is_for_datasets(root: Path) -> None:

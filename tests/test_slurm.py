@@ -104,14 +104,15 @@ class Job:
     def wait(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         """A job that is queued again begins in two minutes, of Slurm's own will; the wait asks for it sooner.
 
-        Not in the same second, in which Slurm takes its credential for the revoked one.
+        Not in the same second, in which Slurm takes its credential for the revoked one, nor while Slurm still has a
+        message to deliver: the end of the first start, which a lost node was to hear, would end the second one.
         """
         end = time.monotonic() + timeout_s
         pending = 0
         while not condition():
             assert time.monotonic() < end, f"{self.state()}\n{self.log()}"
             pending = pending + 1 if self.state() == "PENDING" and self.starts() else 0
-            if pending > 6:
+            if pending > 6 and re.search(r"Agent queue size:\s+0\n", run("sdiag")):
                 call("scontrol", "update", f"JobId={self.id}", "StartTime=now")
             time.sleep(0.3)
 

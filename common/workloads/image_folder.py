@@ -67,9 +67,8 @@ def load(root: Path) -> dict[str, "Dataset"] | None:
                 for split, table in listed.items():
                     _write(table, place / f"{key}.{split}.arrow")
                 (place / f"{key}.done").touch()
-            files = place.glob(
-                f"{key}.*.arrow"
-            )  # read before another start deletes them, as it may if the folder changes
+            # Opened under the lock: another start deletes them once the folder has changed.
+            files = place.glob(f"{key}.*.arrow")
             return {path.name.split(".")[1]: datasets.Dataset.from_file(str(path)) for path in files}
     except filelock.Timeout as error:
         raise UserError(
@@ -99,28 +98,24 @@ def _folders(root: Path) -> dict[str, list[Path]] | None:
 
 
 def _list(folders: dict[str, list[Path]]) -> dict[str, "pa.Table"] | None:
-    """A table of the images of each split; None if a file is not an image, or a class has none in one of the splits."""
+    """A table of the images of each split; None if a file is not an image, or a split has none."""
     import datasets
     import pyarrow as pa
 
-    names = sorted(folder.name for folder in folders["train"])
-    if any(sorted(folder.name for folder in classes) != names for classes in folders.values()):
-        return None
+    images: dict[str, list[str]] = {}
+    for split, classes in folders.items():
+        entries = [entry for folder in classes for entry in _entries(folder)]
+        if not entries or any(Path(entry.name).suffix.lower() not in SUFFIXES or not entry.is_file() for entry in entries):
+            return None
+        # As whole paths, as `datasets` sorts them: the order of the samples depends on it.
+        images[split] = sorted(entry.path for entry in entries)
+    classes_of = {split: [os.path.basename(os.path.dirname(path)) for path in paths] for split, paths in images.items()}
+    names = sorted(set().union(*classes_of.values()))
+    numbers = {name: i for i, name in enumerate(names)}
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
     found = {}
-    for split, classes in folders.items():
-        paths: list[str] = []
-        for folder in classes:
-            before = len(paths)
-            for entry in _entries(folder):
-                if Path(entry.name).suffix.lower() not in SUFFIXES or not entry.is_file():
-                    return None
-                paths.append(entry.path)
-            if len(paths) == before:
-                return None
-        paths.sort()  # whole paths, as `datasets` sorts them: the order of the samples hangs on it
-        numbers = {name: i for i, name in enumerate(names)}
-        labels = pa.array([numbers[os.path.basename(os.path.dirname(path))] for path in paths], pa.int64())
+    for split, paths in images.items():
+        labels = pa.array([numbers[name] for name in classes_of[split]], pa.int64())
         cells = pa.StructArray.from_arrays([pa.nulls(len(paths), pa.binary()), pa.array(paths)], ["bytes", "path"])
         found[split] = pa.table([cells, labels], schema=features.arrow_schema)
     return found

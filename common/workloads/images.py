@@ -117,10 +117,10 @@ def load(name: str, run_seed: int, flip: bool) -> tuple[Images, Images]:
     """
     train, validation = _load_digits() if name == "digits" else _load_rows(name)
     for split, rows in (("training", train), ("validation", validation)):
-        if (rows.labels < 0).any():  # datasets gives no label to a class folder that only one split has
+        if (rows.labels < 0).any():
             raise UserError(
-                f"--data {name}: the {split} split has classes that the other lacks, or only one class; both splits "
-                "need the same class folders"
+                f"--data {name}: {int((rows.labels < 0).sum())} of the {len(rows)} images of the {split} split have no "
+                "label, or one that no training image has"
             )
         if (most := int(rows.labels.max())) >= len(rows.class_names):
             raise UserError(
@@ -194,10 +194,16 @@ def _load_rows(name: str) -> tuple[Images, Images]:
         )
         for split, part in zip(values, rows, strict=True)
     ]
+    seen = set(loaded[0].labels.tolist())
+    unseen = [repr(class_name) for i, class_name in enumerate(class_names) if i not in seen]
+    without = ""
+    if unseen:
+        without = f", of which {len(unseen)} {'has' if len(unseen) == 1 else 'have'} no training image"
+        without += f" ({', '.join(unseen[:3])}{', ...' * (len(unseen) > 3)})"
     size = f"{height} x {width}" if small else f"{loaded[0].size} x {loaded[0].size}, cropped"
     ranks.print0(
         f"data     {name}: {len(train):,} training and {len(validation):,} validation images, {channels} x {size}, "
-        f"{len(class_names)} classes; columns {images[0]!r} and {label!r}{held_out}"
+        f"{len(class_names)} classes{without}; columns {images[0]!r} and {label!r}{held_out}"
     )
     return loaded[0], loaded[1]
 
