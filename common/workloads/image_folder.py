@@ -105,7 +105,9 @@ def _list(folders: dict[str, list[Path]]) -> dict[str, "pa.Table"] | None:
     images: dict[str, list[str]] = {}
     for split, classes in folders.items():
         entries = [entry for folder in classes for entry in _entries(folder)]
-        if not entries or any(Path(entry.name).suffix.lower() not in SUFFIXES or not entry.is_file() for entry in entries):
+        if not entries or any(
+            Path(entry.name).suffix.lower() not in SUFFIXES or not entry.is_file() for entry in entries
+        ):
             return None
         # As whole paths, as `datasets` sorts them: the order of the samples depends on it.
         images[split] = sorted(entry.path for entry in entries)
