@@ -61,6 +61,20 @@ def map_tensors(change: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return type(tree)(map(part, tree)) if isinstance(tree, list | tuple) else tree
 
 
+def _without_samples(one: Any, two: Any) -> Any:
+    """A batch of no samples, from that of one sample and that of the same sample twice: what grows holds samples."""
+    if isinstance(one, torch.Tensor):
+        return one[:0] if one.shape != two.shape else one
+    if isinstance(one, Mapping):
+        return {key: _without_samples(one[key], two[key]) for key in one}
+    if isinstance(one, list | tuple):
+        if len(one) != len(two):
+            return type(one)()
+        parts = [_without_samples(*both) for both in zip(one, two, strict=True)]
+        return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
+    return one
+
+
 class MapStyle:
     """A torch data set with `__getitem__` and `__len__`, as a `BatchReader`.
 
@@ -97,7 +111,7 @@ class MapStyle:
     def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[Any, Any]:
         """Inputs and targets of the samples at `indices`, with random transforms drawn as in `epochs`.
 
-        A rank's part of a micro-batch may be empty: then the tensors have no rows.
+        A rank's part of a micro-batch may be empty: then tensors have no rows, and lists of samples no entries.
         """
         samples = []
         with seed.kept():
@@ -106,7 +120,7 @@ class MapStyle:
                 samples.append(self.dataset[index])
         batch = self._collate(samples)
         if not len(indices):
-            batch = map_tensors(lambda tensor: tensor[:0], batch)
+            batch = _without_samples(batch, self._collate(samples * 2))
         return tuple(batch) if isinstance(batch, list | tuple) and len(batch) == 2 else (batch, None)
 
     def digest(self) -> str:
