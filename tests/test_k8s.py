@@ -261,3 +261,14 @@ def test_two_pods(small_digits: Path, tmp_path: Path) -> None:
     assert list(runner.records(run, "train/loss")) == list(range(1, left + 3))
     assert (run / "checkpoints" / f"step_{left + 2:08d}" / "MANIFEST.json").is_file()
     assert not (run / "stopped.json").exists()
+
+
+def test_dockerfile_copies_what_there_is() -> None:
+    """Its build is not run here: it needs a registry."""
+    lines = (runner.ROOT / "launch" / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
+    assert all((runner.ROOT / name).exists() for name in copied)
+    packages = {path.parent.name for path in runner.ROOT.glob("*/*.py")} | {"recipes"}
+    assert packages - {*copied} == {"tests", "benchmarks"}
+    (entry,) = (line for line in lines if line.startswith("ENTRYPOINT "))
+    assert (runner.ROOT / json.loads(entry.partition(" ")[2])[1]).exists()
