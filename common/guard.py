@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common import UserError, keymap, private_api, ranks, sampler, sync_batchnorm
+from common import UserError, keymap, precision, private_api, ranks, sampler, sync_batchnorm
 
 NOT_SAVED = "This state is not saved"
 
@@ -37,7 +37,14 @@ class FiniteGuard:
     no gradients for such a step, and each step waits for the norm.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, plan: sampler.Plan, most: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: sampler.Plan,
+        most: int,
+        scale: precision.LossScale | None = None,
+    ) -> None:
         """Begin, and create a fused optimizer's state, because its first update may be one to skip (all ranks).
 
         Args:
@@ -45,7 +52,9 @@ class FiniteGuard:
             optimizer: the optimizer of its parameters.
             plan: the samples of each step, to name them in an error.
             most: updates in a row that may be skipped.
+            scale: float16's loss scale. Updates that are skipped in order to lower it do not count.
         """
+        self._scale = scale or precision.LossScale(torch.float32, torch.device("cpu"))
         self._fused = bool(optimizer.defaults.get("fused"))
         if self._fused:
             keymap.create_state(optimizer)
@@ -62,7 +71,17 @@ class FiniteGuard:
         device = next(model.parameters()).device
         self._bad = torch.zeros((), dtype=torch.bool, device=device)
         self._in_a_row, self._total, self._first, self._tripped_at = torch.zeros(4, dtype=torch.long, device=device)
+        self._lowered = torch.zeros((), dtype=torch.long, device=device)
         self._reported = 0
+
+    @property
+    def loss_scale(self) -> torch.Tensor | int:
+        """What train_step multiplies the loss by."""
+        return self._scale.value
+
+    def unscale_gradients(self) -> None:
+        """Divide the gradients by the loss scale, before anything looks at them."""
+        self._scale.unscale(self._model.parameters())
 
     def skip_if_not_finite(self, grad_norm: torch.Tensor) -> None:
         """Make the next optimizer step do nothing if the global gradient norm, (), is not finite."""
@@ -97,6 +116,9 @@ class FiniteGuard:
         for buffer, kept in zip(self._buffers, self._kept, strict=True):
             torch.where(bad, kept, buffer, out=buffer)
         private_api.copy_all(self._kept, self._buffers)
+        lowered = self._scale.update(bad)
+        self._lowered += lowered
+        bad = bad & ~lowered
         self._first.copy_(torch.where(bad & (self._total == self._reported), step, self._first))
         self._total += bad
         self._in_a_row.copy_(torch.where(bad, self._in_a_row + 1, 0))
@@ -112,11 +134,15 @@ class FiniteGuard:
         Raises:
             BadStateError: more updates in a row were skipped than allowed; names their steps and samples.
         """
-        figures = torch.stack((self._total, self._first, self._tripped_at))
+        figures = torch.stack((self._total, self._first, self._tripped_at, self._lowered))
         if dist.is_initialized():  # a rank whose norm alone was wrong must not act alone
             dist.all_reduce(figures, dist.ReduceOp.MAX)
-        total, first, tripped_at = figures.tolist()
+        total, first, tripped_at, lowered = figures.tolist()
         self._total.fill_(total)
+        self._lowered.zero_()
+        if lowered:
+            updates = f"{lowered} update{'s' * (lowered > 1)}"
+            ranks.print0(f"note: skipped {updates} to lower float16's loss scale to {float(self.loss_scale):g}")
         if tripped_at:
             steps = range(tripped_at - self._most, tripped_at + 1)
             message = f"the gradient was not finite in steps {steps[0]} to {steps[-1]}, more than --max-skips "

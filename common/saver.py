@@ -12,7 +12,7 @@ import shutil
 import socket
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,9 @@ class Saver:
         if self._pending:
             self._pending.join(10)
 
-    def save(self, step: int, tensors: Tensors, samples: int, last: bool, best: int = -1) -> None:
+    def save(
+        self, step: int, tensors: Tensors, samples: int, last: bool, best: int = -1, loss_scale: Sequence[float] = ()
+    ) -> None:
         """Write and commit `checkpoints/step_<step>`; a kill before the final rename does not touch the older ones.
 
         Args:
@@ -96,6 +98,7 @@ class Saver:
             samples: samples consumed so far.
             last: the run ends after this step, so the save is not in the background and must succeed.
             best: a step whose checkpoint is kept beside the newest ones; -1 for none.
+            loss_scale: state of `precision.LossScale`.
 
         Raises:
             SaveError: the run's first or last checkpoint could not be written. Another one that fails only causes a
@@ -104,7 +107,7 @@ class Saver:
         """
         self.drain()
         self._best = best
-        facts = self._facts | {"step": step, "samples": samples}
+        facts = self._facts | {"step": step, "samples": samples} | ({"loss_scale": loss_scale} if loss_scale else {})
         if self._stager and not last:
             staged = self._stager.stage(tensors)
             if torch.__version__ < "2.13":  # there the first use spoils a stager; later ones use its buffers again

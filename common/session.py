@@ -100,7 +100,9 @@ class Session:
         assert watch.alive, "process_group.start has made it"
         self._watch = watch.alive
         self._watch.begin(found.run_dir, plan.first_step, args.hang_timeout)
-        self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips)
+        dtype = precision.compute_dtype(args.dtype, world.device)
+        self._scale = precision.LossScale(dtype, world.device, found.progress.get("loss_scale"))
+        self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips, self._scale)
         self._check = guard.StateCheck(model, compare=args.check_every > 0)
         self._saver = saver.Saver(
             found.run_dir,
@@ -112,7 +114,6 @@ class Session:
             args.async_save,
             has_one=found.newest >= 0,
         )
-        dtype = precision.compute_dtype(args.dtype, world.device)
         rates = [group["lr"] for group in optimizer.param_groups]
         self._log = log.Run(found.run_dir, recipe, args, world, plan, dtype, sample or flops.Sample(), rates)
 
@@ -223,7 +224,9 @@ class Session:
         self._report_skips()  # first: a checkpoint must not hide what has led to it
         tensors = keymap.tensors(self._model, self._optimizer) | (more or {})
         with self._goes_back():
-            self._saver.save(step, tensors, self._plan.position(step), self._is_last(step), self._best[0])
+            self._saver.save(
+                step, tensors, self._plan.position(step), self._is_last(step), self._best[0], self._scale.state()
+            )
         if self._doubted and (step > self._doubted or self._is_last(step)):
             ranks.print0(f"step {self._doubted} was computed again, without the fault: it was a passing one")
             self._doubted = 0

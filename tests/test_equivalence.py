@@ -264,7 +264,7 @@ def test_default_model(recipe: str, plain: dict, small_digits: Path, tmp_path: P
 
 
 NEVER_SENDS = {"forward_backward": {"contextlib.nullcontext() if batch.last else model.no_sync()": "model.no_sync()"}}
-OWN_MEAN = {"forward_backward": {"dp_size / batch.step_samples": "1 / batch.step_samples"}}
+OWN_MEAN = {"forward_backward": {"scale / batch.step_samples": "1 / batch.step_samples"}}
 # Recipe, ranks, flags, and the defect.
 MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
     "gradients are never reduced": ("ddp_resnet", 2, (), NEVER_SENDS),
@@ -281,7 +281,7 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
     ),
     "accumulated micro-batches are divided by their number again": (
         *("fsdp_gpt", 2, ()),
-        {"forward_backward": {"dp_size / batch.step_samples": "dp_size / batch.step_samples / 2"}},
+        {"forward_backward": {"scale / batch.step_samples": "scale / batch.step_samples / 2"}},
     ),
     "the groups of HSDP train apart": (
         *("fsdp_gpt", 4, ("--dp-replicate", "2")),
@@ -289,7 +289,7 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
     ),
     "Accelerate divides by its own number of micro-batches as well": (
         *("accelerate_gpt", 2, ()),
-        {"forward_backward": {"dp_size / batch.step_samples": "dp_size / batch.step_samples / 2"}},
+        {"forward_backward": {"scale / batch.step_samples": "scale / batch.step_samples / 2"}},
     ),
     "each process's mean counts once": ("accelerate_gpt", 2, (), OWN_MEAN),
     "Accelerate sends no gradient": (

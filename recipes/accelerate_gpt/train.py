@@ -76,7 +76,7 @@ class Args:
     weight_decay: cli.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
     warmup_steps: cli.NonNegativeInt = 20  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
-    dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16 or float64
+    dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16, float16 or float64
     compile: bool = False  # torch.compile the model
     seq_len: cli.PositiveInt = 128  # tokens in a sequence
     tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
@@ -201,15 +201,15 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     return model
 
 
-def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], dp_size: int) -> metrics.Sums:
+def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scale: Any) -> metrics.Sums:
     """Forward and backward passes of a step's micro-batches; only the last backward pass sends gradients."""
     accelerator = make_accelerator(args)
     sums: metrics.Sums = {}
     for batch in batches:
         with contextlib.nullcontext() if batch.last else accelerator.no_sync(model):
             batch_sums = forward(args, model, batch)
-            # The mean over the samples of the whole step: `dp_size` cancels DDP's mean over the ranks.
-            accelerator.backward(batch_sums["loss"] * (dp_size / batch.step_samples))
+            # The mean over the samples of the whole step; dp_size in `scale` cancels DDP's mean over the ranks.
+            accelerator.backward(batch_sums["loss"] * (scale / batch.step_samples))
         sums = metrics.add(sums, batch_sums)
     return sums
 
@@ -235,7 +235,9 @@ def train_step(
     args: Args, model: Any, optimizer: Optimizer, finite: guard.FiniteGuard, batches: data.Loader, dp_size: int
 ) -> tuple[metrics.Sums, torch.Tensor]:
     """One optimizer step; returns this rank's sums and the global gradient norm, ()."""
-    sums = forward_backward(args, model, batches.step(), dp_size)
+    # Other types than float16 have a loss scale of 1.
+    sums = forward_backward(args, model, batches.step(), dp_size * finite.loss_scale)
+    finite.unscale_gradients()
     grad_norm = clip_gradients(args, model)
     finite.skip_if_not_finite(grad_norm)
     optimizer.step()

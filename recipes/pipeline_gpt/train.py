@@ -76,7 +76,7 @@ class Args:
     weight_decay: cli.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
     warmup_steps: cli.NonNegativeInt = 20  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
-    dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16 or float64
+    dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16, float16 or float64
     compile: bool = False  # torch.compile the model
     seq_len: cli.PositiveInt = 128  # tokens in a sequence
     tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
@@ -157,6 +157,7 @@ class Pipeline(nn.Module):
     division: sampler.Division
     tied_group: Any  # the two ranks that each have a copy of a tied embedding, if this rank is one of them
     schedule: Any  # of torch, which sends micro-batches through the stages
+    weight: Any  # of each loss in the gradient
 
     def compile(self) -> None:
         """Compile each stage on its own."""
@@ -217,6 +218,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     pipeline.ends = stages.get(0), stages.get(num_stages - 1)
     pipeline.mesh = mesh
     pipeline.division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, mesh["dp"].size())
+    pipeline.weight = 1.0
     pipeline.tied_group = None
     if args.tied and all(pipeline.ends):  # on one rank: it is one parameter
         pipeline.ends[1].embed = pipeline.ends[0].embed
@@ -224,9 +226,13 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
         # The first and the last rank of each pipeline.
         pipeline.tied_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh[:, [0, -1]].tolist())
     parts = [PipelineStage(stage, i, num_stages, device, group=group) for i, stage in stages.items()]
-    # scale_grads=False: forward_backward divides, by the samples of the whole step.
+
+    # scale_grads=False: the weight divides, by the samples of the whole step.
     pipeline.schedule = schedules.get_schedule_class(args.schedule)(
-        parts if len(parts) > 1 else parts[0], pipeline.division.num_micro_batches, loss_fn=gpt.loss, scale_grads=False
+        parts if len(parts) > 1 else parts[0],
+        pipeline.division.num_micro_batches,
+        loss_fn=lambda logits, targets: gpt.loss(logits, targets) * pipeline.weight,
+        scale_grads=False,
     )
     return pipeline
 
@@ -241,19 +247,20 @@ def run_schedule(model: Any, batches: list[data.Batch], run: Callable[..., Any])
     losses: list[torch.Tensor] = []
     # Only the rank with the first stage gives inputs; the last stage compares with the targets.
     run(*([F.pad(inputs, fill)] if model.ends[0] else []), target=F.pad(targets, fill, value=-100), losses=losses)
-    loss = torch.stack(losses).sum() if losses else torch.zeros((), device=inputs.device)
+    loss = torch.stack(losses).sum() / model.weight if losses else torch.zeros((), device=inputs.device)
     # Only the rank with the last stage counts, or samples would count once per stage.
     return {"loss": loss, "count": torch.full((), len(inputs) * bool(losses), device=loss.device)}
 
 
-def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], dp_size: int) -> metrics.Sums:
+def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scale: Any) -> metrics.Sums:
     """Forward and backward passes of a step's micro-batches; then adds up the gradients over the pipelines."""
     step = list(batches)
+    # The mean over the samples of the whole step; gradients are added up over the pipelines, which are dp_size.
+    model.weight = scale / model.mesh["dp"].size() / step[0].step_samples
     sums = run_schedule(model, step, model.schedule.step)
     if model.tied_group:  # the embedding has a gradient at both ends of the pipeline
         dist.all_reduce((model.ends[0] or model.ends[1]).embed.weight.grad, group=model.tied_group)
     for p in model.parameters():
-        p.grad.div_(step[0].step_samples)  # the mean over the samples of the whole step
         dist.all_reduce(p.grad, group=model.mesh.get_group("dp"))
     return sums
 
@@ -290,7 +297,9 @@ def train_step(
     args: Args, model: Any, optimizer: Optimizer, finite: guard.FiniteGuard, batches: data.Loader, dp_size: int
 ) -> tuple[metrics.Sums, torch.Tensor]:
     """One optimizer step; returns this rank's sums and the global gradient norm, ()."""
-    sums = forward_backward(args, model, batches.step(), dp_size)
+    # Other types than float16 have a loss scale of 1.
+    sums = forward_backward(args, model, batches.step(), dp_size * finite.loss_scale)
+    finite.unscale_gradients()
     grad_norm = clip_gradients(args, model)
     finite.skip_if_not_finite(grad_norm)
     optimizer.step()
