@@ -85,7 +85,7 @@ class Run:
         details += f"; {str(dtype).removeprefix('torch.')}"
         ranks.print0(f"{world}\n{plan}{details if plan.first_step < plan.max_steps else ''}")
         peak = " to ".join(f"{rate:.4g}" for rate in sorted({min(rates), max(rates)}))
-        ranks.print0(f"peak learning rate {peak}")
+        ranks.print0(f"peak learning rate {peak}{_after(args, plan.max_steps)}")
         # disable=None shows a bar on a terminal, and none in a pipe or a file.
         self._bar = tqdm(total=plan.max_steps, initial=plan.first_step, unit="step", disable=None, dynamic_ncols=True)
 
@@ -237,6 +237,14 @@ class Run:
             ranks.print0(f"step {step:>{len(str(self._plan.max_steps))}}/{self._plan.max_steps}  {text}")
         else:
             self._bar.set_postfix_str(text)
+
+
+def _after(args: Any, max_steps: int) -> str:
+    """What the warm-up is of the whole; nothing for a recipe without this flag."""
+    steps = vars(args).get("warmup_steps", 0)
+    if steps < max_steps:
+        return f", after {steps:,} of {max_steps:,} steps" if steps else ""
+    return f", which is not reached: --warmup-steps {steps:,} is not below the training's {max_steps:,} steps"
 
 
 def _show_unless_events(failure: threading.ExceptHookArgs) -> None:

@@ -5,6 +5,7 @@ and calls no code of the recipe.
 """
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -92,6 +93,11 @@ class Session:
         self._best = (
             ranks.from_rank0(lambda: _best_kept(found.run_dir, args.keep_best)) if args.keep_best else (-1, None)
         )
+        # For --patience: the step and the metric of each evaluation so far.
+        self._tag = f"val/{args.keep_best or 'loss'}"
+        self._evaluations = (
+            ranks.from_rank0(lambda: _evaluations(found.run_dir, self._tag, plan.first_step)) if args.patience else []
+        )
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
         run_dir.claim(found.run_dir)
@@ -175,17 +181,29 @@ class Session:
         self._log.pause()
 
     def log_validation(self, step: int, means: Mapping[str, float]) -> None:
-        """Log an evaluation's global means, and note whether it is the best so far.
+        """Log an evaluation's global means, note whether it is the best so far, and stop when --patience is at an end.
 
         Raises:
             UserError: --keep-best names none of them.
         """
         self._log.log_validation(step, means)
-        if metric := self._args.keep_best:
-            if metric not in means:
-                raise UserError(f"--keep-best {metric}: an evaluation gives {', '.join(means)}")
-            if metrics.is_better(f"val/{metric}", means[metric], self._best[1]):
-                self._best = (step, means[metric])
+        if not self._args.keep_best and not self._args.patience:
+            return
+        tag = self._tag
+        metric = tag.removeprefix("val/")
+        if metric not in means:
+            raise UserError(f"--keep-best {metric}: an evaluation gives {', '.join(means)}")
+        if self._args.keep_best and metrics.is_better(tag, means[metric], self._best[1]):
+            self._best = (step, means[metric])
+        self._evaluations.append({"step": step, tag: means[metric]})
+        value, best_step = metrics.best(self._evaluations).get(tag, (math.nan, 0))
+        since = sum(one["step"] > best_step for one in self._evaluations)
+        if since >= self._args.patience > 0 and not self._stops:
+            self._stops = True
+            ranks.print0(
+                f"--patience {self._args.patience}: {tag} was best at step {best_step} ({value:.4g}), {since} "
+                f"evaluations ago: saving and stopping after step {step}"
+            )
 
     def log_images(self, step: int, tag: str, images: Any) -> None:
         """Show images, (N, H, W, 3) uint8, in TensorBoard; only rank 0 needs them, others may pass None."""
@@ -282,6 +300,13 @@ class Session:
         """Print the result and the command that continues the run, and end the process group (all ranks)."""
         self._log.finish(self._stop.reason)
         process_group.finish()
+
+
+def _evaluations(path: Path, tag: str, last_step: int) -> list[dict[str, float]]:
+    """What a run has recorded of one metric up to a step (rank 0)."""
+    return [
+        {"step": one["step"], tag: one[tag]} for one in run_dir.records(path) if tag in one and one["step"] <= last_step
+    ]
 
 
 def _best_kept(path: Path, metric: str) -> tuple[int, float | None]:

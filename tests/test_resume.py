@@ -136,6 +136,24 @@ def test_finished_run_stays_as_it_is(reference: Reference, tiny: Tiny, tmp_path:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/checkpoints/*/*")} == files
 
 
+def test_patience_counts_over_a_resume(tiny: Tiny, tmp_path: Path) -> None:
+    """At rate 0 no evaluation is better than the first one, after step 2; the third after that is after step 8."""
+    flags = ["--data", str(tiny["gpt"]), "--out", str(tmp_path), *runner.SMALL["gpt"], "--global-batch-size", "40"]
+    flags += ["--max-steps", "20", "--save-every", "100", "--eval-every", "2", "--lr", "0", "--patience", "3"]
+    for name, size, stops in (("whole", 1, (0,)), ("parts", 2, (4, 0))):
+        for stop in stops:
+            more = ["--name", name, "--stop-after", str(stop)]
+            result = runner.run_recipe("ddp_gpt", size, *flags, *more, target=runner.run_unmeasured)
+            assert result.ok, str(result)
+        assert "--patience 3: val/loss was best at step 2 (" in str(result)
+        assert "saving and stopping after step 8" in str(result)
+        assert "reached  step 8 of 20" in str(result)
+        assert "not reached: --warmup-steps 20 is not below the training's 20 steps" in str(result)
+        assert (tmp_path / name / "checkpoints" / "step_00000008").is_dir()
+        assert not (tmp_path / name / "stopped.json").exists()  # which lets Slurm start it again
+        assert [*runner.records(tmp_path / name, "val/loss")] == [2, 4, 6, 8]
+
+
 def test_best_is_kept_over_a_resume(tiny: Tiny, tmp_path: Path) -> None:
     """Also where the evaluation that found it was due without a save. At rate 0, the first one stays the best."""
     flags = ["--data", str(tiny["gpt"]), "--out", str(tmp_path), *runner.SMALL["gpt"], "--global-batch-size", "40"]

@@ -45,6 +45,7 @@ class Args:
     save_every: int = 0
     keep: int = 9
     keep_best: str = ""
+    patience: int = 0
     async_save: bool = False
     check_every: int = 4
     max_skips: int = 3

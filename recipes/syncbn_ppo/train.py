@@ -63,6 +63,7 @@ class Args:
     save_every: cli.NonNegativeInt = 20  # updates between checkpoints; 0 for one at the end
     keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
     keep_best: str = ""  # also keep the checkpoint that is best in this metric, such as return; "" for none
+    patience: cli.NonNegativeInt = 0  # stop after this many evaluations without a better keep_best, or loss; 0: never
     async_save: bool = False  # write checkpoints while the training continues
     check_every: cli.NonNegativeInt = 100  # updates between comparisons of the replicas; 0 for never
     max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
