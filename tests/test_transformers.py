@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from common import UserError, sampler
-from common.workloads import text
+from common import UserError, sampler, start
+from common.workloads import gpt, gpt_names, text
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tools import llama
 
@@ -173,3 +174,43 @@ def test_bytes_are_tokens_that_transformers_reads() -> None:
     assert tokenizer.encode(sentence).ids == list(sentence.encode())
     assert tokenizer.decode(list(sentence.encode())) == sentence
     assert sorted(tokenizer.get_vocab().values()) == list(range(256))
+
+
+@pytest.mark.parametrize("recipe", each_recipe(["ddp_gpt", "pipeline_gpt", "tensor_gpt"]))
+def test_init_takes_the_folder_itself(recipe: str, trained: Trained, small_text: Path, tmp_path: Path) -> None:
+    """Without an import; and what the folder's model has otherwise is refused with the flags that would be right."""
+    flags = ["--init", str(trained.folder), "--data", str(small_text), "--seq-len", str(SEQ_LEN), "--dtype", "float32"]
+    flags += ["--tokenizer", str(trained.folder / "tokenizer.json"), "--num-heads", "4", "--num-kv-heads", "2"]
+    flags += ["--vocab-size", "320", "--width", "40", "--mlp-width", "44", "--norm-eps", "1e-6", "--num-layers", "3"]
+    flags += ["--max-steps", "1", "--global-batch-size", str(BATCH), "--micro-batch-size", "2", "--log-every", "1"]
+    flags += ["--out", str(tmp_path), "--name", "run"]
+    result = runner.run_recipe(recipe, 2, *flags, "--tied", target=runner.run_unmeasured)
+    refusal = "to be the model of its config.json, --tied True must be False, --rope-base 10000.0 must be 500000.0"
+    assert f"--init {trained.folder}: {refusal}" in str(result)
+    result = runner.run_recipe(recipe, 2, *flags, "--rope-base", "5e5", target=runner.run_unmeasured)
+    assert result.ok, str(result)
+    assert f"init     30 of 30 tensors from {trained.folder}\n" in str(result)
+    assert runner.records(tmp_path / "run", "train/loss") == {1: pytest.approx(trained.losses[0], rel=1e-5)}
+
+
+def test_another_vocabulary_is_drawn_anew(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"num_layers": 3, "num_heads": 4, "width": 40, "num_kv_heads": 2, "mlp_width": 44, "norm_eps": 1e-6}
+    model = gpt.GPT(gpt.Shape(400, **sizes, rope_base=5e5))
+    before = model.head.weight.clone()
+    start.begin_with(str(trained.folder), model)
+    saved = load_file(trained.folder / "model.safetensors")
+    for ours, theirs in gpt_names.names(model.shape).items():
+        if ours not in ("embed.weight", "head.weight"):
+            assert torch.equal(model.state_dict()[ours], saved[theirs]), ours
+    assert torch.equal(model.head.weight, before)
+    printed = capsys.readouterr().out
+    assert "drawn anew: embed.weight (400, 40) (there: (320, 40)), head.weight (400, 40) (there: (320, 40))" in printed
+    first = Path(shutil.copytree(trained.folder, tmp_path / "first"))
+    config = json.loads((first / "config.json").read_text())
+    for changes, refusal in (
+        ({"model_type": "gpt2"}, "config.json has model_type 'gpt2', with learned positions"),
+        ({"hidden_size": "x"}, "its config.json is not a model's: TypeError"),
+    ):
+        (first / "config.json").write_text(json.dumps(config | changes))
+        with pytest.raises(UserError, match=rf"^--init {first}: {refusal}"):
+            start.begin_with(str(first), model)
