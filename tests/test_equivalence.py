@@ -1,5 +1,6 @@
 """Every strategy gives the numbers of a plain single-process loop: same seed, same global batch, same curve."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -77,7 +78,7 @@ def plain_resnet_loop(folder: str, dtype: torch.dtype, name: str = "resnet6", st
 
 
 def plain_gpt_loop(
-    folder: str, dtype: torch.dtype, sizes: tuple[tuple[str, int], ...] = (), tied: bool = False
+    folder: str, dtype: torch.dtype, sizes: tuple[tuple[str, Any], ...] = (), tied: bool = False
 ) -> Curve:
     """The same for a language model."""
     train, validation = text.load(folder, 16)
@@ -214,7 +215,6 @@ def test_coarser(recipe: str, dtype: str, plain: dict, small_data: dict[str, Pat
 VARIANTS: dict[str, tuple[str, tuple[str, ...], tuple[tuple[str, int], ...]]] = {
     "blocks are computed twice, and stay gathered": ("fsdp_gpt", ("--recompute", "--no-reshard-after-forward"), ()),
     "sliced blocks are computed twice": ("tensor_gpt", ("--recompute",), ()),
-    "sliced heads share keys and values": ("tensor_gpt", ("--num-kv-heads", "2"), (("num_kv_heads", 2),)),
     "stages whose heads share keys and values": ("pipeline_gpt", ("--num-kv-heads", "1"), (("num_kv_heads", 1),)),
 }
 
@@ -230,6 +230,24 @@ def test_variant(variant: str, plain: dict, small_data: dict[str, Path], tmp_pat
     found = curves(layout, tmp_path, "--data", str(small_data["gpt"]), "--dtype", "float64", *flags)
     assert worst(found[0], wanted.losses) < 1e-9
     assert worst(found[1], wanted.norms) < 1e-9
+
+
+# What a Qwen or a Llama 3 has and the default model has not, in one model, with its flags.
+OPTIONS = (("num_kv_heads", 2), ("head_width", 6), ("qkv_bias", True), ("qk_norm", True))
+OPTIONS += (("rope_scaling", "llama3:4:1:4:40"),)
+OPTION_FLAGS = ("--num-kv-heads", "2", "--head-width", "6", "--qkv-bias", "--qk-norm")
+OPTION_FLAGS += ("--rope-scaling", "llama3:4:1:4:40")
+
+
+@pytest.mark.parametrize("recipe", [name for name in runner.SUPERVISED if runner.has_flag(name, "--qk-norm")])
+def test_options(recipe: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
+    layout = runner.layout(recipe, 2)
+    layout = dataclasses.replace(layout, flags=layout.strategy)  # one plain loop for all
+    wanted = plain_curve(plain, recipe, "float64", small_data["gpt"], OPTIONS)
+    found = curves(layout, tmp_path, "--data", str(small_data["gpt"]), "--dtype", "float64", *OPTION_FLAGS)
+    assert worst(found[0], wanted.losses) < 1e-9
+    assert worst(found[1], wanted.norms) < 1e-9
+    assert found[2] == pytest.approx(wanted.held_out, rel=1e-9)
 
 
 def pairs() -> Iterator[Any]:

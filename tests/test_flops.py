@@ -48,14 +48,15 @@ def test_count_of_linear_layers(device: str) -> None:
     assert device == "meta" or int(model[1].num_batches_tracked) == 0
 
 
-def test_count_of_a_gpt() -> None:
-    """6 for each weight of a matrix and token, and 12 for each pair of positions, layer and channel."""
+@pytest.mark.parametrize("head_width", [16, 24])
+def test_count_of_a_gpt(head_width: int) -> None:
+    """6 for each weight of a matrix and token, and 12 for each pair of positions, layer and channel of the heads."""
     with torch.device("meta"):
-        model = gpt.GPT(gpt.Shape(256, num_layers=2, num_heads=2, width=32, mlp_width=48))
+        model = gpt.GPT(gpt.Shape(256, num_layers=2, num_heads=2, width=32, mlp_width=48, head_width=head_width))
     train = text.Text(np.zeros(99, np.uint16), 16, 256, 1.0)
     found = flops.count_sample(lambda model, batch: model(batch.inputs, batch.targets).sum(), model, train)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim > 1 and name != "embed.weight")
-    pairs = 12 * 2 * 16 * 16 * 32  # all of them: a mask saves none in this count
+    pairs = 12 * 2 * 16 * 16 * 2 * head_width  # all of them: a mask saves none in this count
     assert found.flops == pytest.approx(6 * 16 * matrices + pairs, rel=1e-12)
     assert found.units == {"tokens": 16}
 

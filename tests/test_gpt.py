@@ -1,8 +1,10 @@
 """The GPT against slow loops in float64: what it may see, how positions enter, and that its parts are the whole."""
 
 import copy
+import dataclasses
 import itertools
 import math
+import types
 
 import pytest
 import torch
@@ -33,10 +35,27 @@ def tokens(batch: int = 2, length: int = 9) -> torch.Tensor:
     return torch.randint(11, (batch, length), generator=torch.Generator().manual_seed(2))
 
 
+def stretched(shape: gpt.Shape, rate: float) -> float:
+    """The rate of a pair, in radians a token, as Llama 3.1's own code has it."""
+    kind, *numbers = shape.rope_scaling.split(":")
+    if not kind:
+        return rate
+    if kind == "linear":
+        return rate / float(numbers[0])
+    factor, low, high, context = map(float, numbers)
+    wavelength = 2 * math.pi / rate
+    if wavelength < context / high:
+        return rate
+    if wavelength > context / low:
+        return rate / factor
+    smooth = (context / wavelength - low) / (high - low)
+    return (1 - smooth) * rate / factor + smooth * rate
+
+
 def slow_logits(model: gpt.GPT, row: torch.Tensor) -> torch.Tensor:
     """One sequence, one position and head at a time, straight from the papers."""
     weights, shape = model.state_dict(), model.shape
-    size = shape.width // shape.num_heads
+    size = shape.head_width
 
     def norm(x: torch.Tensor, name: str) -> torch.Tensor:
         return x / (x.square().mean() + shape.norm_eps).sqrt() * weights[f"{name}.weight"]
@@ -44,7 +63,8 @@ def slow_logits(model: gpt.GPT, row: torch.Tensor) -> torch.Tensor:
     def turned(x: torch.Tensor, position: int) -> torch.Tensor:
         """As complex numbers, each of which turns at a rate of its own."""
         number = torch.complex(x[: size // 2], x[size // 2 :])
-        rates = torch.tensor([shape.rope_base ** (-2 * i / size) for i in range(size // 2)], dtype=torch.float64)
+        plain = [shape.rope_base ** (-2 * i / size) for i in range(size // 2)]
+        rates = torch.tensor([stretched(shape, rate) for rate in plain], dtype=torch.float64)
         number = number * torch.polar(torch.ones_like(rates), position * rates)
         return torch.cat([number.real, number.imag])
 
@@ -53,9 +73,17 @@ def slow_logits(model: gpt.GPT, row: torch.Tensor) -> torch.Tensor:
         block = f"blocks.{i}"
         inputs = [norm(x, f"{block}.attention_norm") for x in stream]
         query, key, value = (
-            [(weights[f"{block}.attention.{name}.weight"] @ x).view(-1, size) for x in inputs]
+            [
+                (
+                    weights[f"{block}.attention.{name}.weight"] @ x + weights.get(f"{block}.attention.{name}.bias", 0)
+                ).view(-1, size)
+                for x in inputs
+            ]
             for name in ("query", "key", "value")
         )
+        if shape.qk_norm:
+            query = [torch.stack([norm(head, f"{block}.attention.query_norm") for head in heads]) for heads in query]
+            key = [torch.stack([norm(head, f"{block}.attention.key_norm") for head in heads]) for heads in key]
         for t in range(len(row)):
             heads = []
             for head in range(shape.num_heads):
@@ -79,18 +107,21 @@ def slow_logits(model: gpt.GPT, row: torch.Tensor) -> torch.Tensor:
     [
         SHAPE,
         gpt.Shape(11, num_layers=2, num_heads=3, width=12, tied=True),
-        gpt.Shape(11, num_layers=1, num_heads=4, width=8, num_kv_heads=1, rope_base=100.0, norm_eps=0.5),
+        gpt.Shape(11, num_layers=1, num_heads=4, width=16, num_kv_heads=1, rope_base=100.0, norm_eps=0.5),
+        gpt.Shape(11, num_layers=2, num_heads=3, width=10, head_width=6, qkv_bias=True, rope_scaling="linear:3"),
+        gpt.Shape(
+            *(11, 2, 4, 10), num_kv_heads=2, head_width=12, qk_norm=True, rope_base=100, rope_scaling="llama3:8:1:4:40"
+        ),
     ],
-    ids=["grouped", "tied", "one head of keys"],
+    ids=["grouped", "tied", "one head of keys", "biases", "norms of heads"],
 )
 def test_logits_are_those_of_the_slow_loop(shape: gpt.Shape) -> None:
     model = make(shape)
     rows = tokens(2, 7)
     wanted = torch.stack([slow_logits(model, row) for row in rows])
     torch.testing.assert_close(model(rows), wanted, atol=1e-12, rtol=0)
-    for change in ({"norm_eps": 0.1}, {"rope_base": 50.0}):  # mutants
-        values = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "mlp_width": shape.mlp_width}
-        other = gpt.GPT(gpt.Shape(11, shape.num_layers, width=shape.width, tied=shape.tied, **values | change)).double()
+    for change in ({"norm_eps": 0.1}, {"rope_base": 50.0}, {"rope_scaling": "linear:7"}):  # mutants
+        other = gpt.GPT(dataclasses.replace(shape, **change)).double()
         other.load_state_dict(model.state_dict())
         assert (other(rows) - wanted).abs().max() > 1e-6
 
@@ -115,7 +146,7 @@ def test_sequences_of_a_batch_do_not_meet() -> None:
 def test_scores_depend_on_distance_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(8, generator=generator, dtype=torch.float64) for _ in range(2))
-    turned = [gpt.rotate(x.expand(1, 1, 20, 8), 100.0)[0, 0] for x in (query, key)]
+    turned = [gpt.rotate(x.expand(1, 1, 20, 8), 100.0, [])[0, 0] for x in (query, key)]
     scores = turned[0] @ turned[1].T
     for distance in range(-19, 20):
         same = scores.diagonal(distance)
@@ -128,9 +159,9 @@ def test_scores_depend_on_distance_alone() -> None:
 def test_angles_are_exact_far_from_the_start_also_in_bfloat16() -> None:
     """Positions above 256 do not exist in bfloat16: they are counted in a wider type."""
     x = torch.ones(1, 1, 3000, 4, dtype=torch.bfloat16)
-    exact = gpt.rotate(x.double(), 10_000.0)
-    assert gpt.rotate(x, 10_000.0).dtype == torch.bfloat16
-    assert (gpt.rotate(x, 10_000.0).double() - exact).abs().max() < 0.02
+    exact = gpt.rotate(x.double(), 10_000.0, [])
+    assert gpt.rotate(x, 10_000.0, []).dtype == torch.bfloat16
+    assert (gpt.rotate(x, 10_000.0, []).double() - exact).abs().max() < 0.02
 
 
 def test_grouped_heads_are_repeated_ones() -> None:
@@ -228,6 +259,15 @@ def test_default_sizes(width: int, wanted: int) -> None:
     assert shape.num_kv_heads == 2
 
 
+def test_shape_of_flags() -> None:
+    """A recipe's flags have the names of the fields; the vocabulary may be larger than the tokenizer's."""
+    flags = dataclasses.asdict(dataclasses.replace(SHAPE, rope_scaling="linear:2")) | {"vocab_size": 0, "lr": 0.1}
+    assert gpt.Shape.of(types.SimpleNamespace(**flags), 11) == dataclasses.replace(SHAPE, rope_scaling="linear:2.0")
+    assert gpt.Shape.of(types.SimpleNamespace(**flags | {"vocab_size": 64}), 11).vocab_size == 64
+    with pytest.raises(UserError, match="--vocab-size 10 must be at least 11, as the data's is, or 0"):
+        gpt.Shape.of(types.SimpleNamespace(**flags | {"vocab_size": 10}), 11)
+
+
 @pytest.mark.parametrize(
     ("sizes", "refusal"),
     [
@@ -235,6 +275,18 @@ def test_default_sizes(width: int, wanted: int) -> None:
         ({"num_heads": 4, "width": 12}, "--width 12 must be an even multiple of --num-heads 4"),  # heads of 3
         ({"num_heads": 4, "width": 16, "num_kv_heads": 3}, "--num-heads 4 must be a multiple of --num-kv-heads 3"),
         ({"num_heads": 4, "width": 16, "num_kv_heads": 8}, "--num-heads 4 must be a multiple of --num-kv-heads 8"),
+        ({"num_heads": 4, "width": 16, "head_width": 5}, "--head-width 5 must be even"),
+        ({"num_heads": 4, "width": 16, "rope_scaling": "yarn:4"}, '--rope-scaling "yarn:4" must be "linear:FACTOR" or'),
+        (
+            {"num_heads": 4, "width": 16, "rope_scaling": "linear:x"},
+            '--rope-scaling "linear:x" must be .* with numbers',
+        ),
+        (
+            {"num_heads": 4, "width": 16, "rope_scaling": "llama3:8"},
+            '--rope-scaling "llama3:8" must be "linear:FACTOR"',
+        ),
+        ({"num_heads": 4, "width": 16, "rope_scaling": "linear:0"}, "must have numbers above 0"),
+        ({"num_heads": 4, "width": 16, "rope_scaling": "llama3:8:4:4:64"}, "must have LOW 4 below HIGH 4"),
     ],
 )
 def test_refusals(sizes: dict[str, int], refusal: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from common import UserError, checkpoint, initial, manifest
-from common.workloads import gpt
+from common.workloads import gpt, gpt_names
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tools import checkpoint as exchange
@@ -56,7 +56,7 @@ def save_run(run: Path, model: gpt.GPT) -> Path:
     """What a recipe leaves: its flags, and a checkpoint of step 7 with an optimizer's state."""
     run.mkdir(exist_ok=True)
     sizes = dataclasses.asdict(model.shape)
-    flags = {key: sizes[key] for key in llama.SIZES} | {"seq_len": 16, "lr": 0.1}
+    flags = {key: sizes[key] for key in (*gpt_names.SIZES, *gpt_names.OPTIONS)} | {"seq_len": 16, "lr": 0.1}
     (run / "config.json").write_text(json.dumps({"args": flags}))
     state = model.state_dict() | {"optimizer.embed.weight.step": torch.tensor(7.0)}
     make_saver(run).save(7, state, 70, last=True)
@@ -83,13 +83,9 @@ def edit(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(changed))
 
 
-def tokens(most: int) -> torch.Tensor:
-    return torch.randint(most, (2, 13), generator=torch.Generator().manual_seed(2))
-
-
 @torch.no_grad()
-def difference(ours: Any, theirs: Any) -> float:
-    rows = tokens(ours.shape.vocab_size)
+def difference(ours: Any, theirs: Any, length: int = 13) -> float:
+    rows = torch.randint(ours.shape.vocab_size, (2, length), generator=torch.Generator().manual_seed(2))
     wanted = theirs(rows).logits
     assert 0.1 < wanted.std() < 100
     return float((ours(rows) - wanted).abs().max())
@@ -99,7 +95,7 @@ def imported(start: Path, dtype: torch.dtype = torch.float64) -> gpt.GPT:
     """Our model with the sizes and weights of what was imported."""
     path, _ = checkpoint.choose(start)
     flags = json.loads((start / "config.json").read_text())["args"]
-    model = gpt.GPT(gpt.Shape(checkpoint.tensors_in(path)["embed.weight"].size[0], **flags)).to(dtype)
+    model = gpt.GPT(gpt.Shape(**flags)).to(dtype)
     checkpoint.check_fits(path, model)
     checkpoint.load(path, model.state_dict())
     return model
@@ -119,7 +115,8 @@ def test_what_is_exported_computes_the_same(shape: gpt.Shape, dtype: torch.dtype
     assert theirs.config.max_position_embeddings == 16
     assert theirs.config.eos_token_id is None
     assert difference(ours, theirs) < TOLERANCE
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    about_tokens = ["generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", *about_tokens]
     assert ("lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")) != shape.tied
     again = tmp_path / "again"
     llama.import_(tmp_path / "out", again)
@@ -132,22 +129,62 @@ def test_what_is_exported_computes_the_same(shape: gpt.Shape, dtype: torch.dtype
     )
 
 
-CONSTANTS = {  # of SmolLM 2, OpenLLaMA and transformers' own default, CodeLlama
-    "rope": {"rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0}},
-    "norms": {"rms_norm_eps": 1e-6},
-    "both": {"rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "rms_norm_eps": 1e-3},
+SIZES = {"hidden_size": 40, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": 256}
+STRETCHED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0}
+STRETCHED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+FAMILY = {
+    "Llama 2": transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
+    "Llama 3": transformers.LlamaConfig(**SIZES, rope_parameters=STRETCHED, rms_norm_eps=1e-5),
+    "positions divided by 4": transformers.LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0}, head_dim=12
+    ),
+    "SmolLM 2": transformers.LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e5}, tie_word_embeddings=True
+    ),
+    "Mistral": transformers.MistralConfig(**SIZES, sliding_window=None, head_dim=16),
+    "Qwen 2.5": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "Qwen 3": transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
 }
 
 
-@pytest.mark.parametrize("case", CONSTANTS)
-def test_other_constants_there_and_back(case: str, tmp_path: Path) -> None:
-    theirs = make_theirs(**CONSTANTS[case])
-    llama.import_(save_theirs(theirs, tmp_path / "theirs"), tmp_path / "start")
-    ours = imported(tmp_path / "start")
-    assert difference(ours, theirs) < TOLERANCE
+@pytest.mark.parametrize("kind", FAMILY)
+def test_family_there_and_back(kind: str, tmp_path: Path) -> None:
+    """The same logits, far enough from the start that stretched positions matter, and the same bits there and back."""
+    theirs = transformers.AutoModelForCausalLM.from_config(FAMILY[kind]).eval()
+    theirs.load_state_dict(random_weights(dict(theirs.named_parameters()), torch.float32), strict=False)
+    first = save_theirs(theirs, tmp_path / "theirs")
+    llama.import_(first, tmp_path / "start")
+    ours = imported(tmp_path / "start", torch.float32)
+    assert difference(ours, theirs, 200) < 1e-5
     llama.export(tmp_path / "start", tmp_path / "out")
-    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
-    assert difference(ours, again) < TOLERANCE
+    bits = load_file(first / "model.safetensors")
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert bits.keys() == back.keys()
+    assert all(torch.equal(bits[name], back[name]) for name in bits)
+    again, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told.values())
+    assert difference(ours, again, 200) < 1e-5
+    if "rope_scaling" in json.loads((tmp_path / "out" / "config.json").read_text()):
+        edit(first, rope_parameters={"rope_type": "default", "rope_theta": 500_000.0})  # a mutant
+        llama.import_(first, tmp_path / "mutant")
+        assert difference(imported(tmp_path / "mutant", torch.float32), theirs, 200) > WRONG
+
+
+def test_older_spelling_of_scaled_positions(tmp_path: Path) -> None:
+    """As in Llama 3.1's own config.json: "rope_scaling", and "rope_theta" beside it."""
+    first = save_theirs(make_theirs(rope_parameters=STRETCHED), tmp_path / "theirs")
+    scaling = {key: value for key, value in STRETCHED.items() if key != "rope_theta"}
+    edit(first, rope_parameters="absent", rope_scaling=scaling, rope_theta=500_000.0)
+    llama.import_(first, tmp_path / "start")
+    shape = imported(tmp_path / "start").shape
+    assert (shape.rope_base, shape.rope_scaling) == (500_000.0, "llama3:8.0:1.0:4.0:64.0")
+
+
+def test_no_model_has_biases_and_norms(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", make_ours(gpt.Shape(19, 1, 2, 8, qkv_bias=True, qk_norm=True)))
+    with pytest.raises(UserError, match="both --qkv-bias and --qk-norm has no equal in transformers"):
+        llama.export(run, tmp_path / "out")
 
 
 def test_export_carries_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,26 +209,26 @@ def test_export_carries_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def swap_query_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = llama.LAYER | {"attention.query": "self_attn.k_proj", "attention.key": "self_attn.q_proj"}
-    monkeypatch.setattr(llama, "LAYER", layer)
+    layer = gpt_names.LAYER | {"attention.query": "self_attn.k_proj", "attention.key": "self_attn.q_proj"}
+    monkeypatch.setattr(gpt_names, "LAYER", layer)
 
 
 def swap_gate_and_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama, "LAYER", llama.LAYER | {"mlp.gate": "mlp.up_proj", "mlp.up": "mlp.gate_proj"})
+    monkeypatch.setattr(gpt_names, "LAYER", gpt_names.LAYER | {"mlp.gate": "mlp.up_proj", "mlp.up": "mlp.gate_proj"})
 
 
 def swap_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = llama.LAYER | {"attention_norm": "post_attention_layernorm", "mlp_norm": "input_layernorm"}
-    monkeypatch.setattr(llama, "LAYER", layer)
+    layer = gpt_names.LAYER | {"attention_norm": "post_attention_layernorm", "mlp_norm": "input_layernorm"}
+    monkeypatch.setattr(gpt_names, "LAYER", layer)
 
 
 def interleave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotate neighbours, as Meta's own files want it, instead of halves."""
     rotate = gpt.rotate
 
-    def rotated(x: torch.Tensor, base: float) -> torch.Tensor:
+    def rotated(x: torch.Tensor, *how: Any) -> torch.Tensor:
         halves = torch.cat([x[..., ::2], x[..., 1::2]], dim=3)
-        real, imaginary = rotate(halves, base).chunk(2, dim=3)
+        real, imaginary = rotate(halves, *how).chunk(2, dim=3)
         return torch.stack([real, imaginary], dim=4).flatten(3)
 
     monkeypatch.setattr(gpt, "rotate", rotated)
@@ -273,22 +310,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_theirs(make_theirs(), tmp_path_factory.mktemp("hf") / "model")
 
 
-SCALED = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0}
-
-
 @pytest.mark.parametrize(
     ("changes", "refusal"),
     [
-        ({"model_type": "qwen3"}, "model_type 'qwen3' (must be 'llama')"),
-        ({"model_type": "absent"}, "model_type '' (must be 'llama')"),
+        (
+            {"model_type": "gpt2"},
+            "model_type 'gpt2', with learned positions, LayerNorm, and an MLP without a gate: it must be one of ",
+        ),
+        ({"model_type": "gemma"}, "model_type 'gemma', with scaled embeddings, norms of weight + 1, and a GELU: it"),
+        ({"model_type": "mixtral"}, "model_type 'mixtral', with a mixture of experts: it must be one of"),
+        ({"model_type": "new"}, "model_type 'new': it must be one of llama, mistral, qwen2, qwen3"),
+        ({"model_type": "absent"}, "model_type '': it must be one of"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' (must be 'silu')"),
         ({"attention_bias": True, "mlp_bias": True}, "attention_bias True (must be False), mlp_bias True (must be"),
-        ({"rope_parameters": SCALED}, "rope_type 'llama3' (must be 'default')"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
-        ({"head_dim": 16}, "config.json has head_dim 16; it must be hidden_size / num_attention_heads = 40 / 4"),
-        ({"num_attention_heads": 3}, "--width 40 must be an even multiple of --num-heads 3"),
-        ({"hidden_size": "absent"}, "config.json is not a Llama's config.json: KeyError('hidden_size')"),
-        ({"num_hidden_layers": "3"}, "config.json is not a Llama's config.json: TypeError("),
+        ({"rope_parameters": STRETCHED | {"rope_type": "yarn"}}, "rope_type 'yarn' (must be one of default, linear, "),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' (must be"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "config.json is not a model's config.json: KeyError('factor')"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 (must be 1.0)"),
+        (
+            {"model_type": "mistral", "sliding_window": 512},
+            "our GPT cannot be: sliding_window 512 (must be null, or at least max_position_embeddings 2048)",
+        ),
+        ({"model_type": "mistral", "num_key_value_heads": "absent"}, "must be a multiple of --num-kv-heads 8"),
+        (
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "max_window_layers": 2,
+                "max_position_embeddings": 5000,
+            },
+            "sliding_window 4096 (must be null, or at least max_position_embeddings 5000)",
+        ),
+        ({"head_dim": 16}, "blocks.0.attention.query.weight: (40, 40) in the checkpoint, (64, 40) in the model"),
+        ({"head_dim": 9}, "--head-width 9 must be even"),
+        ({"hidden_size": "absent"}, "config.json is not a model's config.json: KeyError('hidden_size')"),
+        ({"num_hidden_layers": "3"}, "config.json is not a model's config.json: TypeError("),
         ({"num_hidden_layers": 4}, "do not match config.json: model.layers.3.input_layernorm.weight is missing, "),
         ({"tie_word_embeddings": True}, "do not match config.json: lm_head.weight is unexpected"),
     ],
@@ -313,7 +369,7 @@ def test_biases_are_named(tmp_path: Path) -> None:
 
 def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
     for name, refusal in (
-        ("config.json", r"config\.json is not a Llama's config\.json: FileNotFoundError"),
+        ("config.json", r"config\.json is not a model's config\.json: FileNotFoundError"),
         ("model.safetensors", r"model\.safetensors is not a safetensors file"),
     ):
         copied = Path(shutil.copytree(folder, tmp_path / f"without {name}"))
@@ -387,9 +443,9 @@ def test_commands(tmp_path: Path) -> None:
         f"{file}: 30 tensors of step 7 of {run}/checkpoints/step_00000007\n",
         f"error: --out {file} exists: use another name, or remove it\n",
         f"{start}: 30 tensors; to train from them, add --resume {start}\n",
-        f"{tmp_path}/llama: 30 tensors of step 7 of {run}/checkpoints/step_00000007\n",
-        "num_layers 3, num_heads 4, num_kv_heads 2, width 24, mlp_width 20, tied False, rope_base 10000.0, "
-        "norm_eps 1e-05, vocabulary 19\n",
+        f"{tmp_path}/llama: 30 tensors of step 7 of {run}/checkpoints/step_00000007, as LlamaForCausalLM\n",
+        "vocab_size 19, num_layers 3, num_heads 4, num_kv_heads 2, width 24, mlp_width 20, tied False, "
+        "rope_base 10000.0, norm_eps 1e-05, head_width 6, qkv_bias False, qk_norm False\n",
     ):
         assert told in result.outputs[0], result.outputs[0]
 

@@ -1,11 +1,16 @@
 """--init begins with the weights that fit, from whatever holds them, under every strategy; the rest is drawn anew."""
 
+import itertools
+import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 import torch.distributed as dist
+import torchvision
 from common import UserError, keymap, start
 from safetensors.torch import save_file
 from torch import nn
@@ -41,8 +46,12 @@ NAMES = {"safetensors": "model.safetensors", "folder": "", "pth": "model.pth", "
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_fits_is_loaded(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    KINDS[kind](backbone(), tmp_path)
+def test_what_fits_is_loaded(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    KINDS[kind](backbone() | {"other.weight": torch.ones(2)}, tmp_path)
+    if kind.startswith("pth"):  # a large one would fill the disk with copies, one for each rank
+        monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda: pytest.fail("it must be read where it is"))
     model = make_model(3, run_seed=1)
     head = model[2].weight.clone()
     start.begin_with(str(tmp_path / NAMES[kind]), model)
@@ -50,7 +59,7 @@ def test_what_fits_is_loaded(kind: str, tmp_path: Path, capsys: pytest.CaptureFi
     assert torch.equal(model[2].weight, head), "drawn anew"
     printed = capsys.readouterr().out
     assert "init     7 of 9 tensors from" in printed
-    assert "drawn anew: 2.weight (3, 6) (there: (7, 6)), 2.bias (3,) (there: (7,))" in printed
+    assert "drawn anew: 2.weight (3, 6) (there: (7, 6)), 2.bias (3,) (there: (7,)); not used: other.weight" in printed
 
 
 def check(model: nn.Module, wanted: Mapping[str, torch.Tensor]) -> None:
@@ -60,9 +69,9 @@ def check(model: nn.Module, wanted: Mapping[str, torch.Tensor]) -> None:
             assert torch.equal(whole, wanted[name]), name
 
 
-def begin_with_on_ranks(file: str) -> None:
+def begin_with_on_ranks(*files: str) -> None:
     dist.init_process_group("gloo")
-    for strategy in ("DDP", "FSDP"):
+    for strategy, file in itertools.product(("DDP", "FSDP"), files):
         model: nn.Module = make_model(3, run_seed=1)
         if strategy == "DDP":
             model = DistributedDataParallel(model)
@@ -76,8 +85,51 @@ def begin_with_on_ranks(file: str) -> None:
 def test_on_ranks(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file(backbone(), file)
-    result = runner.spawn(begin_with_on_ranks, [(str(file),)] * 2)
+    torch.save(backbone(), tmp_path / "model.pth")
+    result = runner.spawn(begin_with_on_ranks, [(str(file), str(tmp_path / "model.pth"))] * 2)
     assert result.ok, str(result)
+
+
+class Fetched:
+    """Weights of torchvision that take a while to come, and that two processes must not fetch at a time."""
+
+    def __init__(self, place: Path) -> None:
+        self.DEFAULT = self
+        self.place = place
+
+    def get_state_dict(self, check_hash: bool) -> dict[str, torch.Tensor]:
+        assert check_hash
+        with (self.place / "fetching").open("x"):
+            time.sleep(0.2)
+        (self.place / "fetching").unlink()
+        return backbone()
+
+
+def fetch_on_ranks(place: Path) -> None:
+    dist.init_process_group("gloo")
+    torch.hub.set_dir(str(place))
+    torchvision.models.get_model_weights = lambda name: Fetched(place)
+    model = make_model(3, run_seed=1)
+    start.begin_with("torchvision:some", model)
+    check(model, backbone())
+    dist.destroy_process_group()
+
+
+def test_one_rank_fetches_at_a_time(tmp_path: Path) -> None:
+    result = runner.spawn(fetch_on_ranks, [(tmp_path,)] * 2)
+    assert result.ok, str(result)
+
+
+def test_waiting_for_weights_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: None) -> None:
+    monkeypatch.setattr(start, "WAIT_S", 0.1)
+    monkeypatch.setattr(torchvision.models, "get_model_weights", lambda name: Fetched(tmp_path))
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    with (
+        filelock.FileLock(tmp_path / "checkpoints" / "some.lock", is_singleton=False),
+        pytest.raises(UserError, match=r"--init torchvision:some cannot be read: .*some\.lock.* could not be acquired"),
+    ):
+        start.begin_with("torchvision:some", make_model(3))
 
 
 @pytest.mark.usefixtures("group")

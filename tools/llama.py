@@ -1,6 +1,6 @@
-"""Convert a GPT checkpoint to a Hugging Face Llama and back: `python -m tools.llama`.
+"""Convert a GPT checkpoint to a Llama, Qwen 2 or Qwen 3 of Hugging Face, and these or a Mistral back.
 
-The two models compute the same from tensors of the same layout, so only names change.
+`python -m tools.llama`. The models compute the same from tensors of the same layout, so only names change.
 """
 
 import json
@@ -8,58 +8,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
-from common import UserError, manifest
-from common.workloads import gpt
+from common import UserError, keymap, manifest
+from common.workloads import gpt, gpt_names
 from tools.checkpoint import Source, Tensors, beside, read, run, weights, write_start
 
-LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-# Sizes and constants of the model: our flags to keys of a Llama's config.json.
-SIZES = {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "width": "hidden_size",
-    "mlp_width": "intermediate_size",
-    "tied": "tie_word_embeddings",
-    "rope_base": "rope_theta",
-    "norm_eps": "rms_norm_eps",
-}
-# Values in config.json that a Llama must have to be our model.
-FIXED: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "rope_type": "default",
-}
-# Defaults of transformers for keys that a config.json lacks.
-DEFAULTS = FIXED | {
-    "model_type": "",
-    "rope_theta": 10_000.0,
-    "rms_norm_eps": 1e-6,
-    "num_key_value_heads": 0,
-    "tie_word_embeddings": False,
-}
-
-
-def names(shape: gpt.Shape) -> dict[str, str]:
-    """Llama's name of each tensor, by our name."""
-    found = {"embed": "model.embed_tokens", "norm": "model.norm"} | ({} if shape.tied else {"head": "lm_head"})
-    for i in range(shape.num_layers):
-        found |= {f"blocks.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in LAYER.items()}
-    return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in found.items()}
+# Files that belong to a tokenizer.json, and may lie beside it.
+BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+LATER = ("rope_base", "norm_eps", "head_width", *gpt_names.OPTIONS)  # flags that older runs lack: they had the defaults
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def renamed(tensors: Tensors, new: dict[str, str]) -> Tensors:
@@ -75,52 +34,89 @@ def renamed(tensors: Tensors, new: dict[str, str]) -> Tensors:
     return {new[name]: tensor for name, tensor in tensors.items()}
 
 
-def to_config(shape: gpt.Shape, seq_len: int, dtype: str) -> dict[str, Any]:
-    """The config.json that transformers reads.
+def check_sizes(tensors: Tensors, shape: gpt.Shape) -> None:
+    """Refuse tensors that are not of the sizes that config.json says.
 
-    Args:
-        shape: the model's sizes.
-        seq_len: sequence length of the training; the weights themselves set no limit.
-        dtype: type of the weights, such as "float32".
+    Raises:
+        UserError: names the first ones.
     """
+    with torch.device("meta"):
+        model = gpt.GPT(shape)
+    wanted = {name: tuple(tensor.shape) for name, tensor in keymap.model_tensors(model).items()}
+    faults = keymap.differences(wanted, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    if faults:
+        raise UserError("the tensors do not match config.json:\n  " + "\n  ".join(faults))
+
+
+def byte_tokenizer() -> dict[str, Any]:
+    """A tokenizer.json whose tokens are the bytes of UTF-8, as without --tokenizer.
+
+    Such files write a byte as a letter (as GPT-2 did): itself if it can be printed, else the next one from 256 on.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    by_byte = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        **{key: value for key, value in FIXED.items() if key != "rope_type"},
-        **{theirs: getattr(shape, ours) for ours, theirs in SIZES.items()},
-        "vocab_size": shape.vocab_size,
-        "max_position_embeddings": seq_len,
-        "torch_dtype": dtype,
-        "bos_token_id": None,  # we have no special tokens; with one, generation would stop at it
-        "eos_token_id": None,
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": by_byte,
+        "decoder": by_byte,
+        "model": {"type": "BPE", "vocab": letters, "merges": []},
     }
 
 
-def from_config(config: dict[str, Any]) -> gpt.Shape:
-    """The shape of our model that is equal to a Llama with this config.json.
+def write_tokenizer(tokenizer: Path | None, out: Path, max_length: int) -> dict[str, Any]:
+    """Write what transformers' AutoTokenizer and generation read.
 
-    Raises:
-        UserError: our model cannot be equal to it; names each value that differs.
+    Args:
+        tokenizer: the run's tokenizer.json; the files beside it that belong to it come along. None for bytes.
+        out: the folder to write to.
+        max_length: tokens of a sequence, where there is no tokenizer_config.json that says it.
+
+    Returns:
+        bos_token_id, eos_token_id and pad_token_id, None where there is none.
     """
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    found = DEFAULTS | config | rope | ({"rope_type": rope["type"]} if "type" in rope else {})
-    differences = [f"{key} {found[key]!r} (must be {value!r})" for key, value in FIXED.items() if found[key] != value]
-    if differences:
-        raise UserError(f"config.json describes a Llama that cannot be imported: {', '.join(differences)}")
-    shape = gpt.Shape(found["vocab_size"], **{ours: found[theirs] for ours, theirs in SIZES.items()})
-    if (found.get("head_dim") or shape.width // shape.num_heads) != shape.width // shape.num_heads:
-        raise UserError(
-            f"config.json has head_dim {found['head_dim']}; it must be hidden_size / num_attention_heads = "
-            f"{shape.width} / {shape.num_heads}"
-        )
-    return shape
+    if tokenizer:
+        for path in [tokenizer.parent / name for name in BESIDE_TOKENIZER]:
+            if path.is_file():
+                shutil.copyfile(path, out / path.name)
+        shutil.copyfile(tokenizer, out / "tokenizer.json")
+    else:
+        (out / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    if not (out / "tokenizer_config.json").exists():
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
+        (out / "tokenizer_config.json").write_text(json.dumps(about, indent=1))
+    if (out / "generation_config.json").exists():
+        ids = manifest.read_json(out / "generation_config.json")
+    else:
+        ids = special_ids(out)
+        (out / "generation_config.json").write_text(json.dumps(ids, indent=1))
+    return {key: ids.get(key) for key in SPECIAL}
+
+
+def special_ids(folder: Path) -> dict[str, Any]:
+    """The ids of the special tokens that tokenizer_config.json names, as generation wants them."""
+    tokenizer = manifest.read_json(folder / "tokenizer.json")
+    about = manifest.read_json(folder / "tokenizer_config.json")
+    vocabulary = tokenizer["model"]["vocab"]
+    if isinstance(vocabulary, list):  # of pieces with their scores
+        vocabulary = {piece: i for i, (piece, _) in enumerate(vocabulary)}
+    vocabulary |= {added["content"]: added["id"] for added in tokenizer.get("added_tokens") or []}
+    found = {}
+    for key in SPECIAL:
+        token = about.get(key.removesuffix("_id"))
+        token = token["content"] if isinstance(token, dict) else token
+        if token in vocabulary:
+            found[key] = vocabulary[token]
+    return found
 
 
 def export(path: Source, out: Path) -> None:
-    """Write the newest undamaged checkpoint of a GPT as a folder that transformers.LlamaForCausalLM loads.
+    """Write the newest undamaged checkpoint of a GPT as a folder that transformers.AutoModelForCausalLM loads.
 
-    The number of heads is not in the weights, so this reads the run's config.json, in the run's folder.
-
-    The tokenizer.json of the run's --tokenizer comes with it.
+    The number of heads is not in the weights, so this reads the run's config.json, in the run's folder. The tokenizer
+    comes with it: that of the run's --tokenizer, with the settings that lie beside it, or one of bytes.
 
     Args:
         path: a run's folder, or one of its checkpoints.
@@ -132,59 +128,60 @@ def export(path: Source, out: Path) -> None:
         try:
             args = manifest.read_json(file)["args"]
             embedding = tensors["embed.weight"]
-            constants = {
-                "rope_base": gpt.Shape.rope_base,
-                "norm_eps": gpt.Shape.norm_eps,
-            }  # of runs without these flags
-            shape = gpt.Shape(len(embedding), **{key: (constants | args)[key] for key in SIZES})
+            flags = [key for key in (*gpt_names.SIZES, *gpt_names.OPTIONS) if key in args or key not in LATER]
+            shape = gpt.Shape(len(embedding), **{key: args[key] for key in flags})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{folder} must be a checkpoint of a GPT, with its number of heads in {file}: {error!r}"
             ) from error
-        tensors = renamed(tensors, names(shape))
-        config = to_config(shape, args.get("seq_len", 2048), str(embedding.dtype).removeprefix("torch."))
+        tensors = renamed(tensors, gpt_names.names(shape))
+        seq_len = args.get("seq_len", 2048)  # the weights themselves set no limit
+        tokenizer = Path(args["tokenizer"]).expanduser() if args.get("tokenizer") else None
         partial.mkdir()
+        about = {"max_position_embeddings": seq_len, "torch_dtype": str(embedding.dtype).removeprefix("torch.")}
+        special = dict.fromkeys(SPECIAL)
+        if tokenizer is None or tokenizer.is_file():
+            try:
+                special = write_tokenizer(tokenizer, partial, seq_len)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UserError(f"--tokenizer {tokenizer} or a file beside it cannot be used: {error!r}") from error
+        config = gpt_names.to_config(shape) | about | special
         (partial / "config.json").write_text(json.dumps(config, indent=1))
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt", "step": str(step)})
-        tokenizer = Path(args.get("tokenizer") or "").expanduser()
-        if args.get("tokenizer") and tokenizer.is_file():
-            shutil.copyfile(tokenizer, partial / "tokenizer.json")
-            about = {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "model_max_length": config["max_position_embeddings"],
-            }
-            (partial / "tokenizer_config.json").write_text(json.dumps(about, indent=1))
-    print(f"{out}: {len(tensors)} tensors of step {step} of {folder}")
+    print(f"{out}: {len(tensors)} tensors of step {step} of {folder}, as {config['architectures'][0]}")
     if not (out / "tokenizer.json").exists():
-        why = f"--tokenizer {tokenizer} is not there" if args.get("tokenizer") else "its tokens are bytes"
+        why = f"--tokenizer {tokenizer} is not there"
         print(f"note: without a tokenizer.json, because {why}: AutoTokenizer cannot load this folder")
 
 
 def import_(path: Source, out: Path) -> None:
-    """Make a checkpoint of step 0, for --resume, from a Llama's folder of config.json and model*.safetensors.
+    """Make a checkpoint of step 0, for --resume, from a folder of config.json and model*.safetensors.
 
     Args:
-        path: the folder.
+        path: the folder of a Llama, Mistral, Qwen 2 or Qwen 3.
         out: the folder to create, for --resume; its config.json, for --config, has the model's sizes.
     """
     with beside(out) as partial:
         file = path / "config.json"
         try:
-            shape = from_config(manifest.read_json(file))
-            ours = {theirs: name for name, theirs in names(shape).items()}
+            shape = gpt.Shape(**gpt_names.from_config(manifest.read_json(file)))
         except UserError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{file} is not a Llama's config.json: {error!r}") from error
+            raise UserError(f"{file} is not a model's config.json: {error!r}") from error
         found = read(*(sorted(path.glob("model*.safetensors")) or [path / "model.safetensors"]))
         # Our model computes the rotary frequencies itself.
         found = {name: tensor for name, tensor in found.items() if not name.endswith("rotary_emb.inv_freq")}
-        tensors = renamed(found, ours)
-        flags = {key: getattr(shape, key) for key in SIZES}
+        head, embedding = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
+        if shape.tied and head is not None and embedding is not None and torch.equal(head, embedding):
+            del found["lm_head.weight"]  # a copy, which some files have
+        tensors = renamed(found, {theirs: ours for ours, theirs in gpt_names.names(shape).items()})
+        check_sizes(tensors, shape)
+        flags = {key: getattr(shape, key) for key in ("vocab_size", *gpt_names.SIZES, *gpt_names.OPTIONS)}
         write_start(partial, tensors, path.name)
         (partial / "config.json").write_text(json.dumps({"args": flags}, indent=1))
-    sizes = ", ".join(f"{key} {value}" for key, value in flags.items())
-    print(f"{out}: {len(tensors)} tensors; {sizes}, vocabulary {shape.vocab_size}")
+    sizes = ", ".join(f"{key} {value}" for key, value in flags.items() if value != "")
+    print(f"{out}: {len(tensors)} tensors; {sizes}")
     beside_it = path / "tokenizer.json"
     tokenizer = beside_it if beside_it.exists() else "FILE"
     flags_line = f"--resume {out} --config {out}/config.json --seq-len N --tokenizer {tokenizer}"

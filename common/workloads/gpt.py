@@ -1,4 +1,6 @@
-"""A decoder-only transformer of the Llama family: RMSNorm, rotary positions, SwiGLU, grouped heads, no biases.
+"""A decoder-only transformer of the Llama family: RMSNorm, rotary positions, SwiGLU, grouped heads.
+
+With `Shape`'s options it is a Llama, a Mistral, a Qwen 2 or a Qwen 3: `gpt_names` has their names.
 
 Every part is optional, so that a strategy can divide the layers over ranks: their names stay the same, and each rank
 computes the parts it has.
@@ -6,16 +8,20 @@ computes the parts it has.
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from common import UserError
+from common.workloads import gpt_names
 
 INIT_STD = 0.02
 MOST_LAYERS = 10_000  # which take 10 s to create, before any weights
 MOST_ELEMENTS = 2**40  # of a matrix: 4 TB
+SCALINGS = '"linear:FACTOR" or "llama3:FACTOR:LOW:HIGH:CONTEXT"'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,40 +32,114 @@ class Shape:
     num_layers: int
     num_heads: int  # query heads
     width: int  # of the residual stream
+    _: dataclasses.KW_ONLY
     num_kv_heads: int = 0  # key and value heads; 0 for num_heads
     mlp_width: int = 0  # hidden units of each MLP; 0 for 8/3 of `width`, rounded up to a multiple of 64
     tied: bool = False  # whether the output layer shares the embedding's weights
     rope_base: float = 10_000.0  # longest wavelength of the rotary positions, as a multiple of 2 pi tokens
     norm_eps: float = 1e-5
+    head_width: int = 0  # of each head's query, key and value; 0 for width / num_heads
+    qkv_bias: bool = False  # whether queries, keys and values have a bias
+    qk_norm: bool = False  # whether each head's query and key pass a norm
+    rope_scaling: str = ""  # how rotary positions are stretched: see `scale_frequencies`
+
+    @staticmethod
+    def of(args: Any, vocab_size: int) -> "Shape":
+        """The shape that a recipe's flags, which have the names of our fields, ask for.
+
+        Args:
+            args: with `vocab_size` 0 for that of the data.
+            vocab_size: of the data.
+
+        Raises:
+            UserError: the data have tokens that the model would not have.
+        """
+        if 0 < args.vocab_size < vocab_size:
+            raise UserError(f"--vocab-size {args.vocab_size} must be at least {vocab_size}, as the data's is, or 0")
+        flags = {field.name: getattr(args, field.name) for field in dataclasses.fields(Shape)}
+        return Shape(**flags | {"vocab_size": args.vocab_size or vocab_size})
 
     def __post_init__(self) -> None:
         """Fill in the default sizes, and refuse sizes that do not divide."""
         object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
         object.__setattr__(self, "mlp_width", self.mlp_width or -(-8 * self.width // (3 * 64)) * 64)
-        if self.width % (2 * self.num_heads):
-            raise UserError(f"--width {self.width} must be an even multiple of --num-heads {self.num_heads}")
+        if not self.head_width and self.width % (2 * self.num_heads):
+            raise UserError(
+                f"--width {self.width} must be an even multiple of --num-heads {self.num_heads}, or --head-width given"
+            )
+        object.__setattr__(self, "head_width", self.head_width or self.width // self.num_heads)
+        if self.head_width % 2:
+            raise UserError(f"--head-width {self.head_width} must be even: rotary positions turn pairs")
+        numbers = parse_scaling(self.rope_scaling)
+        kind = self.rope_scaling.partition(":")[0]
+        object.__setattr__(self, "rope_scaling", ":".join([kind, *map(str, numbers)]))  # one spelling for one scaling
         if self.num_layers > MOST_LAYERS:
             raise UserError(f"--num-layers {self.num_layers} must be at most {MOST_LAYERS}")
-        if self.width * max(self.width, self.mlp_width, self.vocab_size) > MOST_ELEMENTS:
+        if self.width * max(self.num_heads * self.head_width, self.mlp_width, self.vocab_size) > MOST_ELEMENTS:
             raise UserError(
-                f"--width {self.width} with --mlp-width {self.mlp_width} makes a matrix of more than {MOST_ELEMENTS} "
-                "elements: lower one of them"
+                f"--width {self.width} with --mlp-width {self.mlp_width} and --num-heads {self.num_heads} makes a "
+                f"matrix of more than {MOST_ELEMENTS} elements: lower one of them"
             )
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"--num-heads {self.num_heads} must be a multiple of --num-kv-heads {self.num_kv_heads}")
 
 
-def rotate(x: torch.Tensor, base: float) -> torch.Tensor:
+def parse_scaling(text: str) -> list[float]:
+    """The numbers of a `Shape.rope_scaling`: [] for none, [factor], or [factor, low, high, context].
+
+    Raises:
+        UserError: it is not one that we know, or its numbers are not possible.
+    """
+    kind, *parts = text.split(":")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        raise UserError(f'--rope-scaling "{text}" must be {SCALINGS}, with numbers, or ""') from None
+    if len(numbers) != {"": 0, "linear": 1, "llama3": 4}.get(kind):
+        raise UserError(f'--rope-scaling "{text}" must be {SCALINGS}, or ""')
+    if not all(0 < number < math.inf for number in numbers):
+        raise UserError(f'--rope-scaling "{text}" must have numbers above 0')
+    if len(numbers) == 4 and numbers[1] >= numbers[2]:
+        raise UserError(f'--rope-scaling "{text}" must have LOW {numbers[1]:g} below HIGH {numbers[2]:g}')
+    return numbers
+
+
+def scale_frequencies(frequencies: torch.Tensor, scaling: list[float]) -> torch.Tensor:
+    """Stretch rotary positions, so that a model reads longer texts than it was first trained on.
+
+    "linear" (Chen et al. 2023, https://arxiv.org/abs/2306.15595) divides all frequencies by the factor. "llama3", as
+    transformers computes Llama 3.1's, divides those that turn less than LOW times in the first CONTEXT tokens, leaves
+    those that turn more than HIGH times, and mixes in between.
+
+    Args:
+        frequencies: of each pair, in radians a token, (D / 2,).
+        scaling: what `parse_scaling` returns.
+    """
+    if not scaling:
+        return frequencies
+    slow = frequencies / scaling[0]
+    if len(scaling) == 1:
+        return slow
+    _, low, high, context = scaling
+    turns = context * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * slow + kept * frequencies
+
+
+def rotate(x: torch.Tensor, base: float, scaling: list[float]) -> torch.Tensor:
     """Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), in halves, as in Llama's files.
 
     Args:
         x: (B, heads, T, D); the first and the second half of D are the parts of D / 2 complex numbers.
         base: see `Shape.rope_base`.
+        scaling: see `scale_frequencies`.
     """
     angle_dtype = torch.promote_types(x.dtype, torch.float32)
     length = x.shape[2]
     half = x.shape[3] // 2
-    frequencies = base ** (-torch.arange(half, device=x.device, dtype=angle_dtype) / half)
+    # Rounded as transformers rounds it: far from the start of a text, the angles would differ.
+    frequencies = 1 / base ** (torch.arange(half, device=x.device, dtype=angle_dtype) / half)
+    frequencies = scale_frequencies(frequencies, scaling)
     angles = torch.arange(length, device=x.device, dtype=angle_dtype)[:, None] * frequencies  # (T, D / 2)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     real, imaginary = x.chunk(2, dim=3)
@@ -71,18 +151,23 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.head_width = shape.width // shape.num_heads
+        self.head_width = shape.head_width
         self.rope_base = shape.rope_base
-        self.query = nn.Linear(shape.width, shape.width, bias=False)
-        self.key = nn.Linear(shape.width, shape.num_kv_heads * self.head_width, bias=False)
-        self.value = nn.Linear(shape.width, shape.num_kv_heads * self.head_width, bias=False)
-        self.output = nn.Linear(shape.width, shape.width, bias=False)
+        self.rope_scaling = parse_scaling(shape.rope_scaling)
+        self.query = nn.Linear(shape.width, shape.num_heads * shape.head_width, bias=shape.qkv_bias)
+        self.key = nn.Linear(shape.width, shape.num_kv_heads * shape.head_width, bias=shape.qkv_bias)
+        self.value = nn.Linear(shape.width, shape.num_kv_heads * shape.head_width, bias=shape.qkv_bias)
+        self.query_norm = nn.RMSNorm(shape.head_width, shape.norm_eps) if shape.qk_norm else nn.Identity()
+        self.key_norm = nn.RMSNorm(shape.head_width, shape.norm_eps) if shape.qk_norm else nn.Identity()
+        self.output = nn.Linear(shape.num_heads * shape.head_width, shape.width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (B, T, C) to (B, T, C)."""
         heads = [linear(x).unflatten(2, (-1, self.head_width)) for linear in (self.query, self.key, self.value)]
-        query, key, value = (part.transpose(1, 2) for part in heads)  # (B, heads, T, D)
-        query, key = rotate(query, self.rope_base), rotate(key, self.rope_base)
+        query, key = self.query_norm(heads[0]), self.key_norm(heads[1])  # (B, T, heads, D)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, heads[2]))  # (B, heads, T, D)
+        query = rotate(query, self.rope_base, self.rope_scaling)
+        key = rotate(key, self.rope_base, self.rope_scaling)
         grouped = query.shape[1] != key.shape[1]
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         return self.output(mixed.transpose(1, 2).flatten(2))
@@ -146,10 +231,31 @@ class GPT(nn.Module):
         logits = F.linear(self.norm(x), output.weight)
         return logits if targets is None else sequence_losses(logits, targets)
 
+    def names_in(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """Our names of the tensors in a Hugging Face folder, by theirs.
+
+        Args:
+            config: what its config.json holds.
+
+        Raises:
+            UserError: that model computes something else than this one; names the flags that would be right.
+        """
+        theirs = Shape(**gpt_names.from_config(config))
+        faults = [
+            f"--{name.replace('_', '-')} {getattr(self.shape, name)} must be {getattr(theirs, name)}"
+            for name in (*gpt_names.SIZES, *gpt_names.OPTIONS)
+            if name != "num_layers" and getattr(self.shape, name) != getattr(theirs, name)
+        ]
+        if faults:  # a model of another vocabulary or depth can take what fits
+            raise UserError(f"to be the model of its config.json, {', '.join(faults)}")
+        return {theirs: ours for ours, theirs in gpt_names.names(self.shape).items()}
+
     def initial(self, name: str, size: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Initial value of a parameter: normal, narrower if its layer adds to the stream (Radford et al. 2019)."""
+        """Initial value of a matrix: normal, narrower if its layer adds to the stream (Radford et al. 2019)."""
         if name.endswith("norm.weight"):
             return torch.ones(size)
+        if name.endswith(".bias"):
+            return torch.zeros(size)
         adds = name.endswith(("attention.output.weight", "mlp.down.weight"))
         std = INIT_STD / math.sqrt(2 * self.shape.num_layers) if adds else INIT_STD
         return torch.empty(size).normal_(0, std, generator=generator)

@@ -88,6 +88,11 @@ class Args:
     tied: bool = False  # share the embedding's weights with the output layer
     rope_base: cli.AtLeastOne = 10_000.0  # base of the rotary positions' wavelengths
     norm_eps: cli.NonNegativeFloat = 1e-5  # added to the variance in each norm
+    vocab_size: cli.NonNegativeInt = 0  # rows of the embedding; 0 for as many as the tokenizer has tokens
+    head_width: cli.NonNegativeInt = 0  # width of each head; 0 for width / num_heads
+    qkv_bias: bool = False  # add a bias to queries, keys and values
+    qk_norm: bool = False  # pass each head's query and key through a norm
+    rope_scaling: str = ""  # stretched positions: "linear:FACTOR" or "llama3:FACTOR:LOW:HIGH:CONTEXT"; "" for none
 
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
@@ -100,9 +105,8 @@ def make_data(args: Args) -> tuple[text.Text, text.Text]:
 
 def make_model(args: Args, train: text.Text) -> nn.Module:
     """The plain model on the meta device: names and shapes, no weights yet, whatever its size."""
-    sizes = (args.num_layers, args.num_heads, args.width, args.num_kv_heads, args.mlp_width, args.tied)
     with torch.device("meta"):
-        return gpt.GPT(gpt.Shape(train.vocab_size, *sizes, args.rope_base, args.norm_eps))
+        return gpt.GPT(gpt.Shape.of(args, train.vocab_size))
 
 
 def make_optimizer(args: Args, model: nn.Module) -> Optimizer:

@@ -90,6 +90,11 @@ class Args:
     tied: bool = False  # share the embedding's weights with the output layer
     rope_base: cli.AtLeastOne = 10_000.0  # base of the rotary positions' wavelengths
     norm_eps: cli.NonNegativeFloat = 1e-5  # added to the variance in each norm
+    vocab_size: cli.NonNegativeInt = 0  # rows of the embedding; 0 for as many as the tokenizer has tokens
+    head_width: cli.NonNegativeInt = 0  # width of each head; 0 for width / num_heads
+    qkv_bias: bool = False  # add a bias to queries, keys and values
+    qk_norm: bool = False  # pass each head's query and key through a norm
+    rope_scaling: str = ""  # stretched positions: "linear:FACTOR" or "llama3:FACTOR:LOW:HIGH:CONTEXT"; "" for none
     tp: cli.PositiveInt = 2  # ranks of each group, which split every matrix
     reshard_after_forward: bool = True  # free gathered parameters until the backward pass, which saves memory
     recompute: bool = False  # recompute each block in the backward pass instead of keeping its activations
@@ -105,9 +110,8 @@ def make_data(args: Args) -> tuple[text.Text, text.Text]:
 
 def make_model(args: Args, train: text.Text) -> nn.Module:
     """The plain model on the meta device: names and shapes, no weights yet, whatever its size."""
-    sizes = (args.num_layers, args.num_heads, args.width, args.num_kv_heads, args.mlp_width, args.tied)
     with torch.device("meta"):
-        return gpt.GPT(gpt.Shape(train.vocab_size, *sizes, args.rope_base, args.norm_eps))
+        return gpt.GPT(gpt.Shape.of(args, train.vocab_size))
 
 
 def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
@@ -133,7 +137,7 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
 
 def make_mesh(args: Args, world: World) -> DeviceMesh:
     """The ranks and their axes: dp ranks, between which FSDP splits slices, and tp ranks, which slice matrices."""
-    shape = gpt.Shape(1, args.num_layers, args.num_heads, args.width, args.num_kv_heads, args.mlp_width)
+    shape = gpt.Shape.of(args, vocab_size=1)
     sizes = {"--num-heads": args.num_heads, "--num-kv-heads": shape.num_kv_heads, "--mlp-width": shape.mlp_width}
     cli.check_divides("--tp", args.tp, {"the number of ranks": world.size, "--seq-len": args.seq_len} | sizes)
     mesh = init_device_mesh(world.device.type, (world.size // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
@@ -155,7 +159,7 @@ def slice_matrices(model: Any, tp: DeviceMesh) -> None:
     colwise = parallel.ColwiseParallel()
     rowwise = parallel.RowwiseParallel(output_layouts=Shard(1))
     gather = parallel.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())  # (B, T, C)
-    plan = {
+    plan: dict[str, parallel.ParallelStyle] = {
         "embed": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "blocks.*.*_norm": parallel.SequenceParallel(),
         "blocks.*.attention": gather,
@@ -169,6 +173,8 @@ def slice_matrices(model: Any, tp: DeviceMesh) -> None:
         "blocks.*.mlp.down": rowwise,
         "norm": parallel.SequenceParallel(),
     }
+    if model.shape.qk_norm:  # of this rank's heads, (B, T, heads, D): its gradient is summed over the group
+        plan["blocks.*.attention.*_norm"] = parallel.SequenceParallel(sequence_dim=2, use_local_output=True)
     parallel.parallelize_module(model, tp, plan if model.head is None else plan | {"head": colwise})
     # The loss takes logits of the whole sequence, sliced over the vocabulary.
     model.norm.register_forward_hook(lambda module, inputs, output: output.redistribute(placements=[Replicate()]))

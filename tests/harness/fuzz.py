@@ -118,8 +118,8 @@ WORDS = (
 PLANNED = (
     *("global_batch_size", "micro_batch_size", "max_steps", "epochs", "warmup_steps", "lr", "lr_reference_batch"),
     *("seed", "num_layers", "num_heads", "width", "num_kv_heads", "mlp_width", "num_envs", "rollout_steps"),
+    *("vocab_size", "head_width", "rope_scaling"),
 )
-SIZES = ("num_layers", "num_heads", "width", "num_kv_heads", "mlp_width")
 
 
 def _value(choose: random.Random, hint: Any) -> list[str]:
@@ -200,7 +200,7 @@ def _plan(args: Any, choose: random.Random, recipe: Any) -> None:
         environments.share(args.num_envs, args.rollout_steps, args.global_batch_size, 0, dp_size)
         return
     if hasattr(args, "num_layers"):
-        gpt.Shape(256, *(getattr(args, name) for name in SIZES))
+        gpt.Shape.of(args, 256)
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
     progress = choose.choice(({}, {"step": 3, "samples": 384}, {"step": 2**62, "samples": 2**62}))
     lengths = {"run_seed": args.seed, "epochs": args.epochs, "max_steps": args.max_steps}
