@@ -271,6 +271,44 @@ def test_reading_leaves_the_set_as_it_was(digits: tuple[images.Images, images.Im
         assert split.digest() == before
 
 
+# --- another size ---
+
+
+@pytest.mark.parametrize("source", ["digits", "photos"])
+@pytest.mark.parametrize("size", [6, 20, 96])
+def test_image_size(source: str, size: int, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Smaller and larger than the images, in memory and not; each sample alone and in a batch."""
+    name = "digits" if source == "digits" else str(photos)
+    plain = images.load(name, 1, flip=True)
+    capsys.readouterr()
+    sized = images.load(name, 1, flip=True, image_size=size)
+    said = capsys.readouterr().out
+    for split, other in zip(sized, plain, strict=True):
+        assert split.size == size
+        assert split.digest() != other.digest(), "a resume with another size is noted"
+        epochs, indices = np.arange(4), np.arange(4)
+        together, labels = split.read(epochs, indices)
+        assert together.shape == (4, split.channels, size, size)
+        assert torch.equal(labels, split.labels[:4])
+        for i in range(4):
+            assert torch.equal(split.read(epochs[i : i + 1], indices[i : i + 1])[0][0], together[i])
+    if source == "digits":
+        assert f"data     digits: 1 x 8 x 8, resized to {size} x {size}\n" in said
+        assert torch.equal(together, augment.resize(plain[1].pixels[:4], size))
+    else:
+        enlarged = " (16 of 16 were smaller: enlarged)" if size == 96 else ""
+        assert f"3 x {size} x {size}, cropped{enlarged}, 2 classes" in said
+        assert torch.equal(together[0], augment.crop_center(images.decode(split.rows, 0), size))
+
+
+def test_image_size_of_small_images(small_digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They stay in memory as they are; a size of 0 and their own give the same images."""
+    train, _ = images.load(str(small_digits), 0, False, image_size=8)
+    assert "1 x 8 x 8, resized to 8 x 8, 10 classes" in capsys.readouterr().out
+    plain, _ = images.load(str(small_digits), 0, False)
+    assert torch.equal(train.read(np.zeros(9, int), np.arange(9))[0], plain.read(np.zeros(9, int), np.arange(9))[0])
+
+
 # --- other sets ---
 
 
