@@ -472,6 +472,77 @@ def test_metadata_csv(tmp_path: Path) -> None:
     assert train.labels.tolist() == [0, 1, 0]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets leaves the file open
+@pytest.mark.parametrize("where", ["metadata.csv", "path column"])
+def test_csv_with_paths_and_numbers(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kaggle's way: one folder of images, and a table for each split, with integers for classes."""
+    from PIL import Image
+
+    pixels = random_images(6, 1, 8, 8)[:, 0].numpy()
+    labels = [7, 3, 7, 9, 3, 3]
+    for split, own in (("train", range(4)), ("validation", range(4, 6))):
+        folder, place = (tmp_path / split, "") if where == "metadata.csv" else (tmp_path / "images", "images/")
+        folder.mkdir(exist_ok=True)
+        for i in own:
+            Image.fromarray(pixels[i]).save(folder / f"{i}.png")
+        table = folder / "metadata.csv" if where == "metadata.csv" else tmp_path / f"{split}.csv"
+        first = "file_name" if where == "metadata.csv" else "picture"
+        table.write_text(f"{first},label\n" + "".join(f"{place}{i}.png,{labels[i]}\n" for i in own))
+    for split, own in zip(images.load(str(tmp_path), 0, False), (range(4), range(4, 6)), strict=True):
+        assert split.class_names == ["3", "7", "9"]
+        assert split.labels.tolist() == [["3", "7", "9"].index(str(labels[i])) for i in own]
+        assert split.pixels is not None
+        np.testing.assert_array_equal(split.pixels[:, 0].numpy(), pixels[list(own)])
+    column = "image" if where == "metadata.csv" else "picture"
+    assert f"3 classes; columns {column!r} and 'label'" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets leaves the file open
+def test_path_that_leads_nowhere(tmp_path: Path) -> None:
+    """The first one decides whether a column holds paths; another one is named when its turn comes."""
+    from PIL import Image
+
+    Image.fromarray(random_images(1, 1, 8, 8)[0, 0].numpy()).save(tmp_path / "0.png")
+    rows = ["0.png,1", "0.png,2", "gone.png,1"]
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.csv").write_text("\n".join(["file,label", *rows]) + "\n")
+    with pytest.raises(UserError, match=r"gone\.png is not a readable image: .*No such file"):
+        images.load(str(tmp_path), 0, False)
+    (tmp_path / "0.png").unlink()
+    with pytest.raises(
+        UserError, match=r"has no column of images.* file \(.*string\).* or their paths within the folder"
+    ):
+        images.load(str(tmp_path), 0, False)
+
+
+@pytest.mark.parametrize("kind", ["Dataset", "DatasetDict"])
+def test_saved_to_disk(kind: str, small_digits: Path, tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.load_dataset(str(small_digits))
+    (rows["train"] if kind == "Dataset" else rows).save_to_disk(tmp_path / "saved")
+    found, wanted = images.load(str(tmp_path / "saved"), 0, False), images.load(str(small_digits), 0, False)
+    if kind == "Dataset":
+        assert [len(split) for split in found] == [469 - 47, 47], "a tenth is held out"
+        assert set(fingerprints(found[0])) | set(fingerprints(found[1])) == set(fingerprints(wanted[0]))
+    else:
+        assert [split.digest() for split in found] == [split.digest() for split in wanted]
+
+
+def test_test_split_validates_and_is_named(
+    small_digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "no validation split, so its test split is used as one"
+    for name in ("train", "validation"):
+        shutil.copy(small_digits / f"{name}.parquet", tmp_path / f"{name.replace('validation', 'test')}.parquet")
+    _, validation = images.load(str(tmp_path), 0, False)
+    assert len(validation) == 30
+    assert f"data     {tmp_path}: {line}\n" in capsys.readouterr().out
+    shutil.copy(small_digits / "validation.parquet", tmp_path)
+    images.load(str(tmp_path), 0, False)
+    assert line not in capsys.readouterr().out
+
+
 def test_refusals(tmp_path: Path) -> None:
     import datasets
     from PIL import Image

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from common import UserError, manifest, ranks, seed
-from common.workloads import augment, splits
+from common.workloads import augment, image_folder, splits
 from common.workloads.unreadable import Unreadable, UnreadableImageError, image_name
 
 if TYPE_CHECKING:
@@ -179,19 +179,10 @@ def _load_rows(name: str, image_size: int, skip_unreadable: bool) -> tuple[Image
     if validation is None:
         train, validation = splits.hold_out(name, train)
         held_out = "; no validation split, so a tenth was held out"
+    if not any(isinstance(kind, datasets.Image) for kind in train.features.values()):
+        train, validation = (image_folder.with_images(split, splits.folder_of(name)) for split in (train, validation))
     columns = train.features
-    images = [key for key, kind in columns.items() if isinstance(kind, datasets.Image)]
-    labels = [key for key, kind in columns.items() if isinstance(kind, datasets.ClassLabel)] or _plain_labels(columns)
-    if not images or not labels:
-        found = ", ".join(
-            f"{key} ({getattr(kind, 'dtype', '') or type(kind).__name__})" for key, kind in columns.items()
-        )
-        raise UserError(
-            f"--data {name} has no column of images, or none of class labels: {found}. In a folder, put each class in "
-            f"a subfolder, train/<class>/*.png; in a table, call the column of labels {LABELS[0]!r}"
-        )
-    # Of several, the one with the most classes.
-    label = max(labels, key=lambda key: getattr(columns[key], "num_classes", 0))
+    image, label = _columns(name, columns)
     values = [split[label][:] for split in (train, validation)]
     class_names = getattr(columns[label], "names", None)
     if class_names is None:  # plain numbers or names; -1 is one that the training split lacks
@@ -199,8 +190,7 @@ def _load_rows(name: str, image_size: int, skip_unreadable: bool) -> tuple[Image
         values = [[present.get(value, -1) for value in split] for split in values]
         class_names = [str(value) for value in present]
     rows = [
-        split.select_columns(images[0]).cast_column(images[0], datasets.Image(decode=False))
-        for split in (train, validation)
+        split.select_columns(image).cast_column(image, datasets.Image(decode=False)) for split in (train, validation)
     ]
     skipped = [
         Unreadable(part, name, split) if skip_unreadable else None
@@ -248,9 +238,32 @@ def _load_rows(name: str, image_size: int, skip_unreadable: bool) -> tuple[Image
         without += f" ({', '.join(unseen[:3])}{', ...' * (len(unseen) > 3)})"
     ranks.print0(
         f"data     {name}: {len(train):,} training and {len(validation):,} validation images, {channels} x {kind}, "
-        f"{len(class_names)} classes{without}; columns {images[0]!r} and {label!r}{held_out}"
+        f"{len(class_names)} classes{without}; columns {image!r} and {label!r}{held_out}"
     )
     return loaded[0], dataclasses.replace(loaded[1], reported=tuple(one for one in skipped if one))
+
+
+def _columns(name: str, columns: "Features") -> tuple[str, str]:
+    """The columns of images and of labels.
+
+    Raises:
+        UserError: one of them is missing.
+    """
+    import datasets
+
+    images = [key for key, kind in columns.items() if isinstance(kind, datasets.Image)]
+    labels = [key for key, kind in columns.items() if isinstance(kind, datasets.ClassLabel)] or _plain_labels(columns)
+    if not images or not labels:
+        found = ", ".join(
+            f"{key} ({getattr(kind, 'dtype', '') or type(kind).__name__})" for key, kind in columns.items()
+        )
+        raise UserError(
+            f"--data {name} has no column of images, or none of class labels: {found}. In a folder, put each class in "
+            f"a subfolder, train/<class>/*.png; in a table, call the column of labels {LABELS[0]!r}; images may be in "
+            "the table, or their paths within the folder"
+        )
+    # Of several columns of labels, the one with the most classes.
+    return images[0], max(labels, key=lambda key: getattr(columns[key], "num_classes", 0))
 
 
 def _plain_labels(columns: "Features") -> list[str]:
