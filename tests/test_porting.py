@@ -25,11 +25,14 @@ PORTS = list(
         for recipe in recipes.split()
     )
 )
-IN_DEFAULT_RUN = {("llama", "fsdp_gpt"), ("optimizer", "fsdp_gpt"), ("average", "ddp_resnet")}  # the others are slow
+# The others are slow.
+IN_DEFAULT_RUN = {("stream", "ddp_resnet"), ("llama", "fsdp_gpt"), ("optimizer", "fsdp_gpt"), ("average", "ddp_resnet")}
+BUILDS_ON = {"stream": "curves"}  # examples that change another one
 IMAGES = ("--global-batch-size", "8", "--lr", "0.01", "--sync-bn")
 TEXT = ("--global-batch-size", "8", *runner.SMALL["gpt"])
 FLAGS = {
     "curves": ("--global-batch-size", "32", "--lr", "3e-3", "--lr-reference-batch", "32", "--warmup-steps", "0"),
+    "stream": ("--global-batch-size", "32", "--lr", "3e-3", "--lr-reference-batch", "32", "--warmup-steps", "0"),
     "vit": ("--global-batch-size", "8", "--lr", "0.01"),
     "segmentation": IMAGES,
     "llama": (*TEXT, "--tied"),
@@ -50,12 +53,14 @@ def flags_for(name: str, recipe: str) -> list[str]:
 def port(name: str, recipe: str, folder: Path) -> Path:
     """Do to a copy of a recipe what the page says; returns its train.py."""
     text = runner.source(recipe)
-    if name == "curves":
+    names = [one for one in (BUILDS_ON.get(name), name) if one]
+    if "curves" in names:
         text = insert(text, script().partition("def main()")[0])
-    for title, block in EXAMPLES:
-        mine, _, recipes = title.partition(": ")
-        if mine == name and recipe in recipes.split():
-            text = insert(text, block)
+    for one in names:
+        for title, block in EXAMPLES:
+            mine, _, recipes = title.partition(": ")
+            if mine == one and recipe in recipes.split():
+                text = insert(text, block)
     path = folder / recipe / "train.py"
     path.parent.mkdir(parents=True)
     path.write_text(text)
