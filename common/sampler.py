@@ -83,7 +83,7 @@ class Plan:
     """Which samples of the stream each remaining step consumes.
 
     Attributes:
-        num_samples: size of the training set; 0 if samples are generated, as by an environment.
+        num_samples: size of the training set; 0 for a stream, or if samples are generated, as by an environment.
         run_seed: decides, with the epoch, the order of the samples.
         first_step: steps done before this process began.
         max_steps: the last step of the training.
@@ -106,6 +106,8 @@ class Plan:
             return f"training is complete: step {self.first_step} of {self.max_steps} is done"
         steps = f"steps {self.first_step + 1} to {self.max_steps}"
         samples = f"; {self.num_samples:,} training samples" if self.num_samples else ""
+        if 0 < self.num_samples < self.division.global_batch_size:
+            samples += ", fewer than a step reads: it reads some of them several times"
         return f"{steps}, {self.division.global_batch_size:,} samples per step ({self.division}){samples}"
 
     @property
@@ -120,7 +122,12 @@ class Plan:
         return min(self.start + (step - self.first_step) * self.division.global_batch_size, self.end)
 
     def samples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Epoch and index in the data set of the positions [start, stop), both (stop - start,)."""
+        """Epoch and index in the data set of the positions [start, stop), both (stop - start,).
+
+        In a stream, the position is the index.
+        """
+        if not self.num_samples:
+            return np.zeros(stop - start, int), np.arange(start, stop)
         epochs, offsets = np.divmod(np.arange(start, stop), self.num_samples)
         indices = np.empty_like(offsets)
         for epoch in np.unique(epochs):
@@ -136,12 +143,17 @@ def make_plan(
 
     Args:
         division: how each step's samples are divided.
-        num_samples: size of the training set; 0 if samples are generated.
+        num_samples: size of the training set; 0 for a stream, or if samples are generated.
         run_seed: decides the order of the samples.
         epochs: length of the training if `max_steps` is 0.
         max_steps: length of the training in steps, or 0.
         progress: "step" and "samples" of the checkpoint, whose steps may have had another size; empty for a new run.
+
+    Raises:
+        UserError: neither the number of steps nor that of samples is known.
     """
+    if not num_samples and not max_steps:
+        raise UserError("--max-steps 0 is for --epochs, and nobody knows how long a stream is: set --max-steps")
     step = progress.get("step", 0)
     start = progress.get("samples", 0)
     if max_steps:
@@ -216,7 +228,16 @@ def training_requests(plan: Plan, dp_rank: int) -> Iterator[Request]:
 
 
 def evaluation_requests(plan: Plan, num_samples: int, dp_rank: int) -> Iterator[Request]:
-    """Requests of this rank that, over all ranks, read a held-out set once, in the training's micro-batch size."""
+    """Requests of this rank that, over all ranks, read a held-out set once, in the training's micro-batch size.
+
+    Raises:
+        UserError: the set is a stream, which may never end.
+    """
+    if not num_samples:
+        raise UserError(
+            "make_data gives a stream to validate on, which may never end: give the same samples for each evaluation, "
+            "such as data.MapStyle([*itertools.islice(stream, 1000)], args.seed)"
+        )
     bounds = list(micro_batches(0, num_samples, plan.division, dp_rank))
     for i, (first, end) in enumerate(bounds):
         yield Request(np.zeros(end - first, int), np.arange(first, end), num_samples, i == len(bounds) - 1)

@@ -271,6 +271,44 @@ def test_reading_leaves_the_set_as_it_was(digits: tuple[images.Images, images.Im
         assert split.digest() == before
 
 
+# --- another size ---
+
+
+@pytest.mark.parametrize("source", ["digits", "photos"])
+@pytest.mark.parametrize("size", [6, 20, 96])
+def test_image_size(source: str, size: int, photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Smaller and larger than the images, in memory and not; each sample alone and in a batch."""
+    name = "digits" if source == "digits" else str(photos)
+    plain = images.load(name, 1, flip=True)
+    capsys.readouterr()
+    sized = images.load(name, 1, flip=True, image_size=size)
+    said = capsys.readouterr().out
+    for split, other in zip(sized, plain, strict=True):
+        assert split.size == size
+        assert split.digest() != other.digest(), "a resume with another size is noted"
+        epochs, indices = np.arange(4), np.arange(4)
+        together, labels = split.read(epochs, indices)
+        assert together.shape == (4, split.channels, size, size)
+        assert torch.equal(labels, split.labels[:4])
+        for i in range(4):
+            assert torch.equal(split.read(epochs[i : i + 1], indices[i : i + 1])[0][0], together[i])
+    if source == "digits":
+        assert f"data     digits: 1 x 8 x 8, resized to {size} x {size}\n" in said
+        assert torch.equal(together, augment.resize(plain[1].pixels[:4], size))
+    else:
+        enlarged = " (16 of 16 were smaller: enlarged)" if size == 96 else ""
+        assert f"3 x {size} x {size}, cropped{enlarged}, 2 classes" in said
+        assert torch.equal(together[0], augment.crop_center(images.decode(split.rows, 0), size))
+
+
+def test_image_size_of_small_images(small_digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They stay in memory as they are; a size of 0 and their own give the same images."""
+    train, _ = images.load(str(small_digits), 0, False, image_size=8)
+    assert "1 x 8 x 8, resized to 8 x 8, 10 classes" in capsys.readouterr().out
+    plain, _ = images.load(str(small_digits), 0, False)
+    assert torch.equal(train.read(np.zeros(9, int), np.arange(9))[0], plain.read(np.zeros(9, int), np.arange(9))[0])
+
+
 # --- other sets ---
 
 
@@ -432,6 +470,77 @@ def test_metadata_csv(tmp_path: Path) -> None:
     train, validation = images.load(str(tmp_path), 0, False)
     assert train.class_names == validation.class_names == ["cat", "dog"]
     assert train.labels.tolist() == [0, 1, 0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets leaves the file open
+@pytest.mark.parametrize("where", ["metadata.csv", "path column"])
+def test_csv_with_paths_and_numbers(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kaggle's way: one folder of images, and a table for each split, with integers for classes."""
+    from PIL import Image
+
+    pixels = random_images(6, 1, 8, 8)[:, 0].numpy()
+    labels = [7, 3, 7, 9, 3, 3]
+    for split, own in (("train", range(4)), ("validation", range(4, 6))):
+        folder, place = (tmp_path / split, "") if where == "metadata.csv" else (tmp_path / "images", "images/")
+        folder.mkdir(exist_ok=True)
+        for i in own:
+            Image.fromarray(pixels[i]).save(folder / f"{i}.png")
+        table = folder / "metadata.csv" if where == "metadata.csv" else tmp_path / f"{split}.csv"
+        first = "file_name" if where == "metadata.csv" else "picture"
+        table.write_text(f"{first},label\n" + "".join(f"{place}{i}.png,{labels[i]}\n" for i in own))
+    for split, own in zip(images.load(str(tmp_path), 0, False), (range(4), range(4, 6)), strict=True):
+        assert split.class_names == ["3", "7", "9"]
+        assert split.labels.tolist() == [["3", "7", "9"].index(str(labels[i])) for i in own]
+        assert split.pixels is not None
+        np.testing.assert_array_equal(split.pixels[:, 0].numpy(), pixels[list(own)])
+    column = "image" if where == "metadata.csv" else "picture"
+    assert f"3 classes; columns {column!r} and 'label'" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets leaves the file open
+def test_path_that_leads_nowhere(tmp_path: Path) -> None:
+    """The first one decides whether a column holds paths; another one is named when its turn comes."""
+    from PIL import Image
+
+    Image.fromarray(random_images(1, 1, 8, 8)[0, 0].numpy()).save(tmp_path / "0.png")
+    rows = ["0.png,1", "0.png,2", "gone.png,1"]
+    for split in ("train", "validation"):
+        (tmp_path / f"{split}.csv").write_text("\n".join(["file,label", *rows]) + "\n")
+    with pytest.raises(UserError, match=r"gone\.png is not a readable image: .*No such file"):
+        images.load(str(tmp_path), 0, False)
+    (tmp_path / "0.png").unlink()
+    with pytest.raises(
+        UserError, match=r"has no column of images.* file \(.*string\).* or their paths within the folder"
+    ):
+        images.load(str(tmp_path), 0, False)
+
+
+@pytest.mark.parametrize("kind", ["Dataset", "DatasetDict"])
+def test_saved_to_disk(kind: str, small_digits: Path, tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.load_dataset(str(small_digits))
+    (rows["train"] if kind == "Dataset" else rows).save_to_disk(tmp_path / "saved")
+    found, wanted = images.load(str(tmp_path / "saved"), 0, False), images.load(str(small_digits), 0, False)
+    if kind == "Dataset":
+        assert [len(split) for split in found] == [469 - 47, 47], "a tenth is held out"
+        assert set(fingerprints(found[0])) | set(fingerprints(found[1])) == set(fingerprints(wanted[0]))
+    else:
+        assert [split.digest() for split in found] == [split.digest() for split in wanted]
+
+
+def test_test_split_validates_and_is_named(
+    small_digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "no validation split, so its test split is used as one"
+    for name in ("train", "validation"):
+        shutil.copy(small_digits / f"{name}.parquet", tmp_path / f"{name.replace('validation', 'test')}.parquet")
+    _, validation = images.load(str(tmp_path), 0, False)
+    assert len(validation) == 30
+    assert f"data     {tmp_path}: {line}\n" in capsys.readouterr().out
+    shutil.copy(small_digits / "validation.parquet", tmp_path)
+    images.load(str(tmp_path), 0, False)
+    assert line not in capsys.readouterr().out
 
 
 def test_refusals(tmp_path: Path) -> None:

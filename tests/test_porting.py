@@ -28,11 +28,14 @@ PORTS = list(
         for recipe in recipes.split()
     )
 )
-IN_DEFAULT_RUN = {("llama", "fsdp_gpt"), ("optimizer", "fsdp_gpt"), ("average", "ddp_resnet")}  # the others are slow
+# The others are slow.
+IN_DEFAULT_RUN = {("stream", "ddp_resnet"), ("llama", "fsdp_gpt"), ("optimizer", "fsdp_gpt"), ("average", "ddp_resnet")}
+BUILDS_ON = {"stream": "curves"}  # examples that change another one
 IMAGES = ("--global-batch-size", "8", "--lr", "0.01", "--sync-bn")
 TEXT = ("--global-batch-size", "8", *runner.SMALL["gpt"])
 FLAGS = {
     "curves": ("--global-batch-size", "32", "--lr", "3e-3", "--lr-reference-batch", "32", "--warmup-steps", "0"),
+    "stream": ("--global-batch-size", "32", "--lr", "3e-3", "--lr-reference-batch", "32", "--warmup-steps", "0"),
     "vit": ("--global-batch-size", "8", "--lr", "0.01"),
     "segmentation": IMAGES,
     "timm": IMAGES,
@@ -58,12 +61,14 @@ def flags_for(name: str, recipe: str) -> list[str]:
 def port(name: str, recipe: str, folder: Path) -> Path:
     """Do to a copy of a recipe what the page says; returns its train.py."""
     text = runner.source(recipe)
-    if name == "curves":
+    names = [one for one in (BUILDS_ON.get(name), name) if one]
+    if "curves" in names:
         text = insert(text, script().partition("def main()")[0])
-    for title, block in EXAMPLES:
-        mine, _, recipes = title.partition(": ")
-        if mine == name and recipe in recipes.split():
-            text = insert(text, block)
+    for one in names:
+        for title, block in EXAMPLES:
+            mine, _, recipes = title.partition(": ")
+            if mine == one and recipe in recipes.split():
+                text = insert(text, block)
     path = folder / recipe / "train.py"
     path.parent.mkdir(parents=True)
     path.write_text(text)
@@ -208,13 +213,14 @@ def losses_of_plain_loop(path: Path, flags: list[str]) -> list[float]:
             optimizer,
             functools.partial(schedule.warmup_cosine, warmup_steps=args.warmup_steps, max_steps=args.max_steps),
         )
-        steps_per_epoch = len(train) // args.global_batch_size
         losses = []
         for step in range(args.max_steps):
-            epoch, place = divmod(step, steps_per_epoch)
-            order = sampler.permutation(len(train), args.seed, epoch)
-            indices = order[place * args.global_batch_size :][: args.global_batch_size]
-            batch = data.Batch(*train.read(np.full_like(indices, epoch), indices), len(indices), True)
+            indices = step * args.global_batch_size + np.arange(args.global_batch_size)
+            epoch = 0
+            if len(train):  # no stream
+                epoch, first = divmod(indices[0], len(train))
+                indices = sampler.permutation(len(train), args.seed, epoch)[first : first + args.global_batch_size]
+            batch = data.Batch(*train.read(np.full_like(indices, epoch), indices), args.global_batch_size, True)
             sums = port["forward"](args, model, batch)
             loss = sums["loss"] / sums["count"]
             loss.backward()

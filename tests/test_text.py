@@ -178,6 +178,19 @@ def test_folder_as_bytes(kind: str, tmp_path: Path) -> None:
     assert train.digest() != validation.digest()
 
 
+@pytest.mark.parametrize("kind", ["Dataset", "DatasetDict"])
+def test_saved_to_disk(kind: str, tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.load_dataset(str(write_folder(tmp_path / "txt")))
+    (rows["train"] if kind == "Dataset" else rows).save_to_disk(tmp_path / "saved")
+    found, wanted = (text.load(str(tmp_path / name), 32) for name in ("saved", "txt"))
+    if kind == "Dataset":
+        assert sum(len(split.tokens) for split in found) == len(wanted[0].tokens), "a tenth is held out"
+    else:
+        assert [split.digest() for split in found] == [split.digest() for split in wanted]
+
+
 def test_same_text_has_the_same_digest_wherever_it_lies(tmp_path: Path) -> None:
     one, other = (text.load(str(write_folder(tmp_path / kind, kind=kind)), 64) for kind in ("txt", "parquet"))
     assert one[0].digest() == other[0].digest()

@@ -65,6 +65,13 @@ def crop_center(image: torch.Tensor, size: int) -> torch.Tensor:
     return tv.center_crop(tv.resize(image, [round(size * 8 / 7)], antialias=True), [size, size])
 
 
+def resize(images: torch.Tensor, size: int) -> torch.Tensor:
+    """Resize whole images (b, C, H, W) uint8 to (b, C, size, size)."""
+    from torchvision.transforms.v2 import functional as tv
+
+    return tv.resize(images, [size, size], antialias=True)
+
+
 def mirror(images: torch.Tensor, draws: np.ndarray) -> torch.Tensor:
     """Mirror, in place, the images (b, C, H, W) whose draw (b,) in [0, 1) is below 0.5."""
     from torchvision.transforms.v2 import functional as tv

@@ -77,6 +77,25 @@ def load(root: Path) -> dict[str, "Dataset"] | None:
         ) from error
 
 
+def with_images(rows: "Dataset", root: Path) -> "Dataset":
+    """The rows with the images that a column of paths names, such as that of a CSV; as they are if none does.
+
+    Args:
+        rows: a table.
+        root: the folder to which the paths are relative, unless they are absolute.
+    """
+    import datasets
+
+    for key, kind in rows.features.items():
+        if str(getattr(kind, "dtype", "")).endswith("string"):
+            paths = rows[key]
+            first = next((path for path in paths if path), "")
+            if Path(first).suffix.lower() in SUFFIXES and (root / first).is_file():
+                whole = [path and str(root / path) for path in paths]
+                return rows.remove_columns(key).add_column(key, whole).cast_column(key, datasets.Image())
+    return rows
+
+
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         yield from (entry for entry in entries if not entry.name.startswith(".") and entry.name not in IGNORED)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from common import UserError, manifest, ranks, seed
-from common.workloads import augment, splits
+from common.workloads import augment, image_folder, splits
+from common.workloads.unreadable import Unreadable, UnreadableImageError, image_name
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 DIGITS = Path(__file__).parent / "digits.parquet"
 SMALL = 64  # pixels; images up to this side are decoded once and kept in memory
 MEMORY_BYTES = 2**30  # unless the set takes more memory than this
-CROP = 224  # pixels; larger images are cropped to this side
+CROP = 224  # pixels; larger images are cropped to this side, unless --image-size says another
 # Images that stand for a set which is not in memory, in its digest: their bytes are read, of more only the sizes.
 SAMPLED_BYTES = 64
 SAMPLED_SIZES = 1024
@@ -43,6 +44,9 @@ class Images:
         train: whether samples are augmented, differently in each epoch.
         flip: whether half of the training images are mirrored.
         run_seed: decides the augmentation, with the epoch and the index of a sample.
+        resize: whether `read` resizes `pixels` to `size`.
+        unreadable: the images of `rows` that others replace, with --skip-unreadable.
+        reported: those of all splits, which an evaluation reports.
     """
 
     labels: torch.Tensor
@@ -54,6 +58,9 @@ class Images:
     train: bool = False
     flip: bool = False
     run_seed: int = 0
+    resize: bool = False
+    unreadable: Unreadable | None = None
+    reported: tuple[Unreadable, ...] = ()
 
     def __len__(self) -> int:
         """Samples in the split."""
@@ -81,19 +88,27 @@ class Images:
         return digest.hexdigest()[:16]
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """Metrics of an evaluation to show: its means."""
+        """Metrics of an evaluation to show: its means. With --skip-unreadable, report what was skipped (all ranks)."""
+        for one in self.reported:
+            one.report()
         return means
 
     def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images (b, C, H, W) uint8 and labels (b,) int64 of the samples at `indices`, augmented as in `epochs`."""
+        """Images (b, C, H, W) uint8 and labels (b,) int64 of the samples at `indices`, augmented as in `epochs`.
+
+        Raises:
+            UserError: an image cannot be read, or too many if some may be skipped.
+        """
         draws = seed.uniform(self.run_seed, seed.AUGMENT, epochs[:, None], indices[:, None], np.arange(5))
         if self.pixels is not None:
             images = self.pixels.index_select(0, torch.from_numpy(indices))
             images = augment.crop_padded(images, draws[:, :2]) if self.train else images
+            images = augment.resize(images, self.size) if self.resize else images
         else:
             images = torch.empty(len(indices), self.channels, self.size, self.size, dtype=torch.uint8)
+            indices = indices.copy()
             for i, index in enumerate(indices):
-                image = decode(self.rows, int(index), self.channels)
+                image, indices[i] = _decode_or_next(self.rows, int(index), self.unreadable, self.channels)
                 images[i] = (
                     augment.crop_resized(image, self.size, draws[i, :4])
                     if self.train
@@ -103,7 +118,9 @@ class Images:
         return images, self.labels[indices]
 
 
-def load(name: str, run_seed: int, flip: bool) -> tuple[Images, Images]:
+def load(
+    name: str, run_seed: int, flip: bool, image_size: int = 0, skip_unreadable: bool = False
+) -> tuple[Images, Images]:
     """Read a training and a validation split.
 
     Args:
@@ -111,11 +128,14 @@ def load(name: str, run_seed: int, flip: bool) -> tuple[Images, Images]:
             are found by type.
         run_seed: seed of the augmentation.
         flip: mirror half of the training images.
+        image_size: side of the images that `read` returns, in pixels: images in memory are resized to it, others are
+            cropped and resized. 0 for small images as they are, and for the others `CROP`, or their side if it is less.
+        skip_unreadable: let others take the places of images that cannot be decoded; see `Unreadable`.
 
     Raises:
         UserError: the set is missing, has no labelled images, or has an image that cannot be read.
     """
-    train, validation = _load_digits() if name == "digits" else _load_rows(name)
+    train, validation = _load_digits(image_size) if name == "digits" else _load_rows(name, image_size, skip_unreadable)
     for split, rows in (("training", train), ("validation", validation)):
         if (rows.labels < 0).any():
             raise UserError(
@@ -134,7 +154,7 @@ def load(name: str, run_seed: int, flip: bool) -> tuple[Images, Images]:
     return dataclasses.replace(train, train=True, flip=flip, run_seed=run_seed), validation
 
 
-def _load_digits() -> tuple[Images, Images]:
+def _load_digits(image_size: int) -> tuple[Images, Images]:
     from pyarrow import parquet
 
     table = parquet.read_table(DIGITS)
@@ -142,11 +162,16 @@ def _load_digits() -> tuple[Images, Images]:
     labels = torch.tensor(table["label"].to_numpy(), dtype=torch.int64)
     held_out = torch.tensor(table["validation"].to_numpy())
     names = [str(digit) for digit in range(10)]
-    train, validation = (Images(labels[own], names, 1, 8, pixels=pixels[own]) for own in (~held_out, held_out))
+    size = image_size or 8
+    train, validation = (
+        Images(labels[own], names, 1, size, pixels=pixels[own], resize=size != 8) for own in (~held_out, held_out)
+    )
+    if train.resize:
+        ranks.print0(f"data     digits: 1 x 8 x 8, resized to {size} x {size}")
     return train, validation
 
 
-def _load_rows(name: str) -> tuple[Images, Images]:
+def _load_rows(name: str, image_size: int, skip_unreadable: bool) -> tuple[Images, Images]:
     import datasets  # 3 s of import, which the built-in set does not need
 
     train, validation = splits.load(name)
@@ -154,7 +179,78 @@ def _load_rows(name: str) -> tuple[Images, Images]:
     if validation is None:
         train, validation = splits.hold_out(name, train)
         held_out = "; no validation split, so a tenth was held out"
+    if not any(isinstance(kind, datasets.Image) for kind in train.features.values()):
+        train, validation = (image_folder.with_images(split, splits.folder_of(name)) for split in (train, validation))
     columns = train.features
+    image, label = _columns(name, columns)
+    values = [split[label][:] for split in (train, validation)]
+    class_names = getattr(columns[label], "names", None)
+    if class_names is None:  # plain numbers or names; -1 is one that the training split lacks
+        present = {value: i for i, value in enumerate(sorted({*values[0]} - {None}))}
+        values = [[present.get(value, -1) for value in split] for split in values]
+        class_names = [str(value) for value in present]
+    rows = [
+        split.select_columns(image).cast_column(image, datasets.Image(decode=False)) for split in (train, validation)
+    ]
+    skipped = [
+        Unreadable(part, name, split) if skip_unreadable else None
+        for part, split in zip(rows, ("training", "validation"), strict=True)
+    ]
+    # Decide by 16 images from all over the set: the first one may be unusual.
+    looked_at = np.linspace(0, len(rows[0]) - 1, num=16)
+    shapes = [_decode_or_next(rows[0], int(i), skipped[0])[0].shape for i in looked_at]
+    channels, height, width = (max(sides) for sides in zip(*shapes, strict=True))
+    small = max(height, width) <= SMALL and sum(map(len, rows)) * channels * height * width <= MEMORY_BYTES
+    if small:
+        size = image_size or height
+        kind = f"{height} x {width}" + f", resized to {size} x {size}" * bool(image_size)
+    else:
+        size = image_size or min(CROP, height, width)
+        enlarged = sum(min(sides[1:]) < size for sides in shapes)
+        kind = f"{size} x {size}, cropped" + f" ({enlarged} of {len(shapes)} were smaller: enlarged)" * bool(enlarged)
+    loaded = []
+    for split, part, unreadable in zip(values, rows, skipped, strict=True):
+        numbers = torch.tensor([-1 if value is None else value for value in split])
+        pixels = None
+        if small:
+            decoded = [_decode_or_next(part, i, unreadable, channels, (height, width)) for i in range(len(part))]
+            pixels = torch.stack([image for image, _ in decoded])
+            numbers = numbers[[i for _, i in decoded]]
+        if unreadable:
+            unreadable.all_ranks_read = False
+        loaded.append(
+            Images(
+                numbers,
+                class_names,
+                channels,
+                size,
+                pixels=pixels,
+                rows=None if small else part,
+                resize=small and bool(image_size),
+                unreadable=unreadable,
+            )
+        )
+    seen = set(loaded[0].labels.tolist())
+    unseen = [repr(class_name) for i, class_name in enumerate(class_names) if i not in seen]
+    without = ""
+    if unseen:
+        without = f", of which {len(unseen)} {'has' if len(unseen) == 1 else 'have'} no training image"
+        without += f" ({', '.join(unseen[:3])}{', ...' * (len(unseen) > 3)})"
+    ranks.print0(
+        f"data     {name}: {len(train):,} training and {len(validation):,} validation images, {channels} x {kind}, "
+        f"{len(class_names)} classes{without}; columns {image!r} and {label!r}{held_out}"
+    )
+    return loaded[0], dataclasses.replace(loaded[1], reported=tuple(one for one in skipped if one))
+
+
+def _columns(name: str, columns: "Features") -> tuple[str, str]:
+    """The columns of images and of labels.
+
+    Raises:
+        UserError: one of them is missing.
+    """
+    import datasets
+
     images = [key for key, kind in columns.items() if isinstance(kind, datasets.Image)]
     labels = [key for key, kind in columns.items() if isinstance(kind, datasets.ClassLabel)] or _plain_labels(columns)
     if not images or not labels:
@@ -163,49 +259,11 @@ def _load_rows(name: str) -> tuple[Images, Images]:
         )
         raise UserError(
             f"--data {name} has no column of images, or none of class labels: {found}. In a folder, put each class in "
-            f"a subfolder, train/<class>/*.png; in a table, call the column of labels {LABELS[0]!r}"
+            f"a subfolder, train/<class>/*.png; in a table, call the column of labels {LABELS[0]!r}; images may be in "
+            "the table, or their paths within the folder"
         )
-    # Of several, the one with the most classes.
-    label = max(labels, key=lambda key: getattr(columns[key], "num_classes", 0))
-    values = [split[label][:] for split in (train, validation)]
-    class_names = getattr(columns[label], "names", None)
-    if class_names is None:  # plain numbers or names; -1 is one that the training split lacks
-        present = {value: i for i, value in enumerate(sorted({*values[0]} - {None}))}
-        values = [[present.get(value, -1) for value in split] for split in values]
-        class_names = [str(value) for value in present]
-    rows = [
-        split.select_columns(images[0]).cast_column(images[0], datasets.Image(decode=False))
-        for split in (train, validation)
-    ]
-    # Decide by 16 images from all over the set: the first one may be unusual.
-    shapes = [decode(rows[0], int(i)).shape for i in np.linspace(0, len(rows[0]) - 1, num=16)]
-    channels, height, width = (max(sides) for sides in zip(*shapes, strict=True))
-    small = max(height, width) <= SMALL and sum(map(len, rows)) * channels * height * width <= MEMORY_BYTES
-    loaded = [
-        Images(
-            torch.tensor([-1 if value is None else value for value in split]),
-            class_names,
-            channels,
-            size=height if small else min(CROP, height, width),
-            pixels=torch.stack([decode(part, i, channels, (height, width)) for i in range(len(part))])
-            if small
-            else None,
-            rows=None if small else part,
-        )
-        for split, part in zip(values, rows, strict=True)
-    ]
-    seen = set(loaded[0].labels.tolist())
-    unseen = [repr(class_name) for i, class_name in enumerate(class_names) if i not in seen]
-    without = ""
-    if unseen:
-        without = f", of which {len(unseen)} {'has' if len(unseen) == 1 else 'have'} no training image"
-        without += f" ({', '.join(unseen[:3])}{', ...' * (len(unseen) > 3)})"
-    size = f"{height} x {width}" if small else f"{loaded[0].size} x {loaded[0].size}, cropped"
-    ranks.print0(
-        f"data     {name}: {len(train):,} training and {len(validation):,} validation images, {channels} x {size}, "
-        f"{len(class_names)} classes{without}; columns {images[0]!r} and {label!r}{held_out}"
-    )
-    return loaded[0], loaded[1]
+    # Of several columns of labels, the one with the most classes.
+    return images[0], max(labels, key=lambda key: getattr(columns[key], "num_classes", 0))
 
 
 def _plain_labels(columns: "Features") -> list[str]:
@@ -213,6 +271,29 @@ def _plain_labels(columns: "Features") -> list[str]:
     kinds = {key: str(getattr(kind, "dtype", "")) for key, kind in columns.items()}
     plain = [key for key, kind in kinds.items() if "int" in kind or kind.endswith("string")]
     return [key for key in plain if key.lower() in LABELS] or (plain if len(plain) == 1 else [])
+
+
+def _decode_or_next(
+    rows: "Dataset",
+    index: int,
+    unreadable: Unreadable | None,
+    channels: int = 0,
+    size: tuple[int, int] | None = None,
+) -> tuple[torch.Tensor, int]:
+    """An image and its index: that at `index`, or the next one after those that cannot be decoded and may be skipped.
+
+    Raises:
+        UserError: the image cannot be read, or too many if some may be skipped.
+    """
+    while True:
+        if unreadable is None or index not in unreadable:
+            try:
+                return decode(rows, index, channels, size), index
+            except UnreadableImageError as error:
+                if unreadable is None:
+                    raise UserError(f"{error} (with --skip-unreadable, the next image takes its place)") from error
+                unreadable.add(index, error)
+        index = (index + 1) % len(rows)
 
 
 def decode(rows: "Dataset", index: int, channels: int = 0, size: tuple[int, int] | None = None) -> torch.Tensor:
@@ -225,17 +306,24 @@ def decode(rows: "Dataset", index: int, channels: int = 0, size: tuple[int, int]
         size: height and width to resize to.
 
     Raises:
-        UserError: the file or row is not a readable image, or its pixels have no known range; names it.
+        UnreadableImageError: the row is empty, or what is in it or in its file is not a readable image; names it.
+        UserError: the file cannot be read, or its pixels have no known range; names it.
     """
     from PIL import Image, ImageOps
 
     cell = rows[index][rows.column_names[0]]
     if cell is None:
-        raise UserError(f"--data: row {index} has no image: remove the row")
-    name = cell["path"] or f"row {index}"
+        raise UnreadableImageError(f"--data: row {index} has no image: remove the row")
+    name = image_name(cell, index)
+    content = cell["bytes"] or b""
+    try:
+        if not content and cell["path"]:
+            content = manifest.read_bytes(Path(cell["path"]))
+    except OSError as error:
+        raise UserError(f"--data: {name} is not a readable image: {error}") from error
     try:
         # By its name, Pillow would map a TIFF file into memory, and scramble one whose orientation is 5 to 8.
-        with Image.open(io.BytesIO(cell["bytes"] or manifest.read_bytes(Path(cell["path"])))) as file:
+        with Image.open(io.BytesIO(content)) as file:
             file.load()  # of several frames or pages, the first
             with contextlib.suppress(Exception):  # a damaged EXIF block: the pixels are whole
                 ImageOps.exif_transpose(file, in_place=True)
@@ -247,7 +335,7 @@ def decode(rows: "Dataset", index: int, channels: int = 0, size: tuple[int, int]
     except UserError:
         raise
     except Exception as error:  # of many types, by format and by what is damaged
-        raise UserError(f"--data: {name} is not a readable image: {error}") from error
+        raise UnreadableImageError(f"--data: {name} is not a readable image: {error}") from error
     return torch.tensor(np.atleast_3d(np.array(image))).permute(2, 0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Training and validation splits of any set that `datasets.load_dataset` reads: a local folder, or a set of the hub."""
+"""Training and validation splits of any set that `datasets` reads: a local folder, or a set of the hub."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common import UserError, private_api, seed
+from common import UserError, private_api, ranks, seed
 from common.workloads import image_folder
 
 if TYPE_CHECKING:
@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 
 HOLD_OUT = 0.1  # share of a set without a validation split that is held out as one
 HUB_TIMEOUT_S = 3.0
+SAVED = ("dataset_dict.json", "state.json")  # files that save_to_disk writes: a DatasetDict's, and a Dataset's
 
 
 def load(name: str) -> tuple["Dataset", "Dataset | None"]:
     """Training and validation rows of a folder or a hub id; None for a set without a validation split.
 
+    A folder may be one that save_to_disk has written. A test split validates where there is no validation split.
     After a colon, either may have the name of one of its configurations: "Salesforce/wikitext:wikitext-2-v1".
 
     Raises:
@@ -27,9 +29,8 @@ def load(name: str) -> tuple["Dataset", "Dataset | None"]:
     import datasets  # 3 s of import, which the built-in sets do not need
     import huggingface_hub
 
-    # launch/torchrun.sh has copied the folder to this machine's own disk.
     place, _, config = name.partition(":") if not Path(name).expanduser().exists() else (name, "", "")
-    path = Path(os.environ.get("STAGED_DATA") or place).expanduser()
+    path = folder_of(place)
     folder = path.is_dir()
     if not folder and (path.is_absolute() or place.startswith((".", "~")) or place.count("/") > 1):
         raise UserError(f"--data {name}: there is no such folder")
@@ -38,8 +39,12 @@ def load(name: str) -> tuple["Dataset", "Dataset | None"]:
         huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     datasets.disable_progress_bars()
     try:
-        listed = image_folder.load(path) if folder and not config else None
-        found = listed or datasets.load_dataset(str(path) if folder else place, config or None)
+        if folder and not config and any((path / file).is_file() for file in SAVED):
+            saved = datasets.load_from_disk(path)
+            found = saved if isinstance(saved, dict) else {"train": saved}
+        else:
+            listed = image_folder.load(path) if folder and not config else None
+            found = listed or datasets.load_dataset(str(path) if folder else place, config or None)
     except UserError:
         raise
     except Exception as error:
@@ -48,7 +53,14 @@ def load(name: str) -> tuple["Dataset", "Dataset | None"]:
     if "train" not in found:
         raise UserError(f"--data {name} has no split named train, only {', '.join(found)}")
     keys = [key for key in ("validation", "val", "test") if key in found]
+    if keys == ["test"]:
+        ranks.print0(f"data     {name}: no validation split, so its test split is used as one")
     return found["train"], found[keys[0]] if keys else None
+
+
+def folder_of(name: str) -> Path:
+    """Where --data is, if it is a folder: launch/torchrun.sh may have copied it to this machine's own disk."""
+    return Path(os.environ.get("STAGED_DATA") or name).expanduser()
 
 
 def hold_out(name: str, train: "Dataset") -> tuple["Dataset", "Dataset"]:

@@ -83,6 +83,8 @@ class Args:
     momentum: cli.Fraction = 0.9  # momentum of SGD
     label_smoothing: cli.Fraction = 0.1  # share of the target probability that is spread over all classes
     flip: bool = False  # mirror half of the training images; for photographs, not for digits
+    image_size: cli.NonNegativeInt = 0  # side of the images in pixels; 0 for small ones as they are, others at most 224
+    skip_unreadable: bool = False  # let the next image take the place of one that cannot be decoded; up to 5 %
     sync_bn: bool = False  # compute BatchNorm's statistics over the samples of all ranks
     compress: Literal["none", "bf16", "powersgd"] = "none"  # compression of the gradients that are sent
     powersgd_rank: cli.PositiveInt = 4  # rank of powersgd's approximation of a gradient
@@ -93,7 +95,7 @@ class Args:
 
 def make_data(args: Args) -> tuple[images.Images, images.Images]:
     """The training and the validation split, the same on every rank."""
-    return images.load(args.data, args.seed, args.flip)
+    return images.load(args.data, args.seed, args.flip, args.image_size, args.skip_unreadable)
 
 
 def make_model(args: Args, train: images.Images) -> nn.Module:
