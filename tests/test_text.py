@@ -1,7 +1,7 @@
 """Windows that shift by one, a fixed validation split, and files that are packed once and never read half."""
 
+import contextlib
 import dataclasses
-import fcntl
 import json
 import math
 import multiprocessing
@@ -10,16 +10,16 @@ import signal
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import filelock
 import numpy as np
 import pytest
 import torch
 from common import UserError, seed
-from common.workloads import packed, splits, text
+from common.workloads import documents, packed, splits, text
 
 from tests.harness import runner  # noqa: F401  # sets up the fork server
 from tests.harness.bigram import bigram_loss
@@ -245,17 +245,18 @@ def test_tokenizer_round_trip(tmp_path: Path) -> None:
 # --- several processes ---
 
 
-def prepare(folder: Path, log: Path, pause_s: float) -> None:
+def prepare(folder: Path, log: Path, pause_s: float, part_rows: int) -> None:
     """Load in a process of its own, slowly; say who packs, batch by batch, and what was loaded."""
-    encode = text._encode
+    encode = documents.Encoder.encode
 
-    def slow(*args: object) -> np.ndarray:
+    def slow(*args: Any) -> tuple[np.ndarray, int]:
         with log.open("a") as file:
             file.write(f"packs {os.getpid()}\n")
         time.sleep(pause_s)
-        return encode(*args)  # type: ignore[arg-type]
+        return encode(*args)
 
-    text._encode = slow
+    documents.Encoder.encode = slow  # type: ignore[method-assign]
+    packed.PART_ROWS = part_rows
     train, validation = text.load(str(folder), 64)
     found = [train.digest(), validation.digest()]
     with log.open("a") as file:
@@ -281,61 +282,64 @@ def token_files() -> set[Path]:
     return set((datasets.config.HF_DATASETS_CACHE / "packed").glob("*"))
 
 
-def test_one_process_packs_and_all_agree(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part_rows", [100, 10_000])
+def test_processes_pack_together_and_agree(part_rows: int, tmp_path: Path) -> None:
+    """Each row once; a set of one part by one of them."""
     folder, log, before = write_folder(tmp_path / "data"), tmp_path / "log", token_files()
-    processes = [start(folder, log, 0.1) for _ in range(2)]
+    processes = [start(folder, log, 0.1, part_rows) for _ in range(2)]
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
     lines = log.read_text().splitlines()
-    num_batches = -(-600 // text.BATCH_ROWS) + 1
-    assert len([line for line in lines if line.startswith("packs")]) == num_batches
+    packs = [line for line in lines if line.startswith("packs")]
+    num_parts = 7 if part_rows == 100 else -(-600 // packed.BATCH_ROWS) + 1
+    assert len(packs) == num_parts
+    assert len(set(packs)) == 2 if part_rows == 100 else len(set(packs)) <= 2
     loaded = [line for line in lines if line.startswith("loaded")]
     assert len(loaded) == 2
     assert len(set(loaded)) == 1
-    assert sorted(path.suffix for path in token_files() - before) == [".lock", ".lock", ".tokens", ".tokens"]
+    assert sorted(path.suffix for path in token_files() - before) == [".tokens", ".tokens"]
+    alone = [split.digest() for split in text.load(str(write_folder(tmp_path / "again")), 64)]
+    assert loaded[0] == f"loaded {json.dumps(alone)}"
 
 
-def test_killed_while_it_packs(tmp_path: Path) -> None:
+def test_killed_while_it_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it leaves is not read, and its lock not waited for."""
     folder, log, before = write_folder(tmp_path / "data"), tmp_path / "log", token_files()
-    process = start(folder, log, 1.0)
+    process = start(folder, log, 1.0, 100)
     wait_for(log, "packs")
     log.unlink()
     wait_for(log, "packs")  # the second batch: the first one is written
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join(60)
-    assert sorted(path.suffix for path in token_files() - before) == [".lock", ".partial"]
+    (parts,) = token_files() - before
+    assert sorted(path.suffix for path in parts.iterdir()) == [".lock", ".lock", ".part", ".partial"]
+    monkeypatch.setattr(packed, "PART_ROWS", 100)
     train, validation = text.load(str(folder), 64)
     assert bytes(train.tokens.astype(np.uint8)).decode() == "".join(f"{line}\n" for line in LINES)
     assert len(validation.tokens) == len("".join(f"{line}\n" for line in LINES[:100]).encode())
-    assert not [path for path in token_files() - before if path.suffix == ".partial"]
+    assert sorted(path.suffix for path in token_files() - before) == [".tokens", ".tokens"]
 
 
 def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "WAIT_S", 0.2)
-    monkeypatch.setattr(text, "_write", lambda stem, *_: pytest.fail(f"{stem} is written in spite of the lock"))
-    folder, began, before = write_folder(tmp_path / "data"), time.time(), token_files()
-    real = filelock.FileLock.acquire
+    """Only while something of the set grows, in whatever part."""
+    monkeypatch.setattr(packed, "WAIT_S", 0.5)
+    monkeypatch.setattr(packed, "_write_part", lambda *_: pytest.fail("it is written in spite of the lock"))
+    folder, began, before = write_folder(tmp_path / "data"), time.monotonic(), token_files()
+    grown_until = began + 1.0
 
-    def held(lock: filelock.FileLock, *args: Any, **kwargs: Any) -> Any:
-        if "packed" not in lock.lock_file:  # datasets has locks of its own
-            return real(lock, *args, **kwargs)
-        descriptor = os.open(lock.lock_file, os.O_RDWR | os.O_CREAT)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        try:
-            return real(lock, *args, **kwargs)
-        finally:
-            os.close(descriptor)
+    @contextlib.contextmanager
+    def held(path: Path) -> Iterator[bool]:
+        if time.monotonic() < grown_until:
+            (path.parent / "0.other.1.partial").write_bytes(bytes(int(1000 * (time.monotonic() - began))))
+        yield False
 
-    monkeypatch.setattr(filelock.FileLock, "acquire", held)
-    with pytest.raises(
-        UserError, match=r"--data: another process has held .*\.lock for 0 s while tokenizing: stop it, or wait"
-    ):
+    monkeypatch.setattr(packed, "_locked", held)
+    with pytest.raises(UserError, match=r"--data: another process has a lock in .*\.parts and has tokenized nothing"):
         text.load(str(folder), 64)
-    assert time.time() - began > 0.2
-    assert {path.suffix for path in token_files() - before} <= {".lock"}
+    assert time.monotonic() > grown_until + 0.4
+    assert {path.suffix for path in token_files() - before} == {".parts"}
 
 
 # --- token files that have changed ---
@@ -392,12 +396,12 @@ def test_mutant_that_trusts_its_token_file(tmp_path: Path, monkeypatch: pytest.M
 def test_large_token_file_is_checked_where_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that nobody reads are not compared; the one that has changed is named when its turn comes."""
     monkeypatch.setattr(packed, "CHECKED_AT_ONCE", 0)
-    monkeypatch.setattr(packed, "BLOCK_BYTES", 256)  # of 128 tokens: two sequences
+    monkeypatch.setattr(packed, "BLOCK_BYTES", 128)  # of 128 bytes: two sequences
     folder = write_folder(tmp_path)
     split, _ = text.load(str(folder), 64)
     path = token_file(split)
     wanted = read(split, np.array([0, 1]))
-    spoil(path, 5 * 256 + 7, b"\xff\xff")
+    spoil(path, 5 * 128 + 7, b"\xff\xff")
     split, _ = text.load(str(folder), 64)
     assert read(split, np.array([0, 1])) == wanted
     split.read(np.zeros(2), np.array([6, 8]))  # tokens 384 to 448 and 512 to 576
@@ -417,7 +421,7 @@ def test_large_token_file_is_checked_where_it_is_read(tmp_path: Path, monkeypatc
 def test_every_block_that_is_read_is_checked(seq_len: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a slow loop over the tokens of each sequence."""
     monkeypatch.setattr(packed, "CHECKED_AT_ONCE", 0)
-    monkeypatch.setattr(packed, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(packed, "BLOCK_BYTES", 128)
     split, _ = text.load(str(write_folder(tmp_path)), seq_len)
     assert split.file is not None
     for indices in ([0], [len(split) - 1], [0, 2, 1], [len(split) // 2, 0]):
@@ -546,7 +550,10 @@ def test_tokens_of_large_vocabularies(largest: int, tmp_path: Path, capsys: pyte
         assert inputs.tolist() == [[0, largest, largest, 0]]
         assert targets.tolist() == [[largest, largest, 0, 0]]
         assert len(train.tokens) + len(validation.tokens) == 400_000
-    assert f"vocabulary {largest + 1:,}; column 'text'; no validation split" in capsys.readouterr().out
+    assert (
+        f"vocabulary {largest + 1:,}; column 'text'; rows are lines, without an end; no validation split"
+        in capsys.readouterr().out
+    )
 
 
 def test_configurations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

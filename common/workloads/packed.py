@@ -1,12 +1,32 @@
-"""A file of packed tokens, which ends with a checksum of each of its blocks: a changed file is found, not read."""
+"""Token files, which the processes of a machine pack together: text as one row of tokens.
 
+A file ends with a checksum of each of its blocks: a changed file is found, not read.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import sys
+import time
 import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
+import filelock
 import numpy as np
 
-from common import UserError, manifest
+from common import UserError, manifest, private_api, ranks
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+BATCH_ROWS = 256  # that are tokenized at a time
+PART_ROWS = 2**16  # that a process packs before it looks for more
+WAIT_S = 600.0  # for other processes that pack the same set, while nothing of it grows
+POLL_S = 0.1
+SHOW_S = 30.0  # between lines on how far the packing is
 BLOCK_BYTES = 2**20  # small, because the first batches read a few tokens from each of many blocks
 CHECKED_AT_ONCE = 2**28  # bytes, read in 0.1 s; a larger file is checked block by block, when each is first read
 
@@ -64,9 +84,138 @@ class Packed:
         )
 
 
+class Encoder(Protocol):
+    """Makes tokens of rows."""
+
+    dtype: type[np.unsignedinteger]
+    digest: str  # of all that decides the tokens of a row
+
+    def encode(self, batch: Mapping[str, Sequence[Any]]) -> tuple[np.ndarray, int]:
+        """Tokens of some rows, (n,), and the bytes of their texts."""
+
+
 def token_type(vocab_size: int) -> type[np.unsignedinteger]:
     """The type that tokens of a vocabulary are stored in."""
-    return np.uint16 if vocab_size <= 2**16 else np.uint32
+    return np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.uint32
+
+
+def pack(rows: "Dataset", encoder: Encoder) -> Path:
+    """Token file of a set: `<key>.<bytes of text>.<tokens>.<digest>.tokens`, in the cache of `datasets`.
+
+    All processes of a machine that ask for it share the work, part by part. The tokens are the same for any number of
+    them, because each row is encoded separately. A process that is killed is not waited for.
+
+    Raises:
+        UserError: another process has a part, and has packed nothing for WAIT_S.
+    """
+    import datasets
+
+    key = hashlib.sha256(repr((private_api.fingerprint(rows), rows.column_names, encoder.digest)).encode())
+    stem = datasets.config.HF_DATASETS_CACHE / "packed" / key.hexdigest()[:16]
+    parts = stem.with_suffix(f".{PART_ROWS}.parts")
+    numbers = range(max(1, -(-len(rows) // PART_ROWS)))
+    began = shown = changed = time.monotonic()
+    state: object = None
+    while True:
+        if found := _packed(stem, encoder.dtype):
+            shutil.rmtree(parts, ignore_errors=True)
+            return found
+        parts.mkdir(parents=True, exist_ok=True)
+        missing = [number for number in numbers if not _part(parts, number)]
+        for number in missing or [-1]:
+            with _locked(parts / f"{number}.lock") as mine:
+                # Looked at again: its last owner may have completed it, or all of them.
+                if not mine or _packed(stem, encoder.dtype) or (missing and _part(parts, number)):
+                    continue
+                if not missing:
+                    _join(stem, [_part(parts, number) for number in numbers])
+                    break
+                _write_part(parts, number, rows, encoder)
+            break
+        else:
+            time.sleep(POLL_S)
+        now = time.monotonic()
+        if (new := [(path.name, path.stat().st_size) for path in _existing(parts)]) != state:
+            state, changed = new, now
+        if now - shown > SHOW_S:
+            shown = now
+            done = 1 - len(missing) / len(numbers)
+            ranks.print0(f"data     tokenizing: {done:.0%} after {(now - began) / 60:.1f} min; kept for later starts")
+        if now - changed > WAIT_S:
+            raise UserError(
+                f"--data: another process has a lock in {parts} and has tokenized nothing for {WAIT_S:.0f} s: stop it"
+            )
+
+
+def _packed(stem: Path, dtype: type[np.unsignedinteger]) -> Path | None:
+    """The whole file, if it is there and has not changed since it was written."""
+    # Older versions wrote files without checksums, and left one number out of their names.
+    for path in stem.parent.glob(f"{stem.name}.*.*.*.tokens"):
+        try:
+            Packed(path, int(path.name.split(".")[2]), dtype)
+            return path
+        except (UserError, OSError) as error:
+            sys.stderr.write(f"note: {error}\n")
+    return None
+
+
+def _part(parts: Path, number: int) -> Path | None:
+    """A part that is complete: `<number>.<bytes of text>.<tokens>.part`."""
+    return next(parts.glob(f"{number}.*.*.part"), None)
+
+
+def _existing(parts: Path) -> Iterator[Path]:
+    """Files that grow while their processes work; another process may delete them meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        yield from (path for path in sorted(parts.iterdir()) if path.suffix != ".lock")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Whether this process has got a lock, which the system releases if the process dies."""
+    lock = filelock.FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except (filelock.Timeout, FileNotFoundError):  # the folder goes when all parts are joined
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def _write_part(parts: Path, number: int, rows: "Dataset", encoder: Encoder) -> None:
+    """Write the tokens of a part under a temporary name, then rename."""
+    # If locks do not work across machines, each writes the same file, and the last rename wins.
+    partial = parts / f"{number}.{os.uname().nodename}.{os.getpid()}.partial"
+    num_bytes = 0
+    num_tokens = 0
+    own = range(number * PART_ROWS, min(len(rows), (number + 1) * PART_ROWS))
+    with partial.open("wb") as file:
+        for start in own[::BATCH_ROWS]:
+            tokens, some = encoder.encode(rows[start : min(start + BATCH_ROWS, own.stop)])
+            file.write(tokens.data)
+            num_bytes += some
+            num_tokens += len(tokens)
+    partial.rename(parts / f"{number}.{num_bytes}.{num_tokens}.part")
+
+
+def _join(stem: Path, parts: list[Path | None]) -> None:
+    """Make one file of all parts."""
+    found = [path for path in parts if path]
+    numbers = np.array([[int(number) for number in path.name.split(".")[1:3]] for path in found])
+    num_bytes, num_tokens = numbers.sum(0).tolist()
+    partial = stem.with_suffix(f".{os.uname().nodename}.partial")
+    sha256 = hashlib.sha256()
+    with partial.open("wb") as file:
+        for path in found:
+            with path.open("rb") as part:
+                while block := part.read(BLOCK_BYTES):
+                    file.write(block)
+                    sha256.update(block)
+    seal(partial)
+    partial.replace(stem.with_suffix(f".{num_bytes}.{num_tokens}.{sha256.hexdigest()[:16]}.tokens"))
 
 
 def seal(path: Path) -> None:

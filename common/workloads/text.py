@@ -5,27 +5,24 @@ import math
 import os
 import sys
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data import topics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import filelock
 import numpy as np
 import torch
 
-from common import UserError, private_api, ranks, seed
-from common.workloads import packed, splits
+from common import UserError, ranks, seed
+from common.workloads import documents, packed, splits, token_files
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from tokenizers import Tokenizer
 
 EXCERPT = 2048  # bytes of each held-out document that the built-in validation split reads
 # Packages of the standard library that are not read: tables, and packages that some distributions lack.
 SKIPPED = {"distutils", "encodings", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo", "venv"}
-BATCH_ROWS = 256  # rows that are tokenized at a time
-WAIT_S = 3600.0  # for another process that tokenizes the same set; a large one takes a while
 
 
 @dataclass(frozen=True)
@@ -33,15 +30,16 @@ class Text:
     """One split: one row of tokens, cut into sequences.
 
     Attributes:
-        tokens: (num_tokens,) uint16 or uint32, in memory or a memory map.
+        tokens: (num_tokens,) of an unsigned type, in memory, a memory map, or several of them.
         seq_len: tokens of a sequence.
         vocab_size: every token is below it.
-        tokens_per_byte: tokens per byte of UTF-8; bits per byte = loss in nats / ln 2 * tokens_per_byte.
+        tokens_per_byte: tokens per byte of UTF-8; bits per byte = loss in nats / ln 2 * tokens_per_byte. 0 if the bytes
+            are not known.
         packed_digest: hash of a token file, computed while it was written: reading GBs again would take minutes.
         file: the token file, which compares its tokens with checksums before they are read for the first time.
     """
 
-    tokens: np.ndarray
+    tokens: np.ndarray | token_files.Tokens
     seq_len: int
     vocab_size: int
     tokens_per_byte: float
@@ -59,12 +57,14 @@ class Text:
 
     def digest(self) -> str:
         """Hash of the tokens and of how they are cut: ranks compare it before they train together."""
-        tokens = self.packed_digest or hashlib.sha256(self.tokens.data).hexdigest()
+        tokens = self.packed_digest or hashlib.sha256(np.asarray(self.tokens).data).hexdigest()
         about = (tokens, self.seq_len, self.vocab_size, self.tokens_per_byte)
         return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
-        """Metrics of an evaluation to show: the loss in nats per token, and bits per byte of text."""
+        """Metrics of an evaluation to show: the loss in nats per token, and bits per byte of text, if that is known."""
+        if not self.tokens_per_byte:
+            return means
         return means | {"bits_per_byte": means["loss"] / math.log(2) * self.tokens_per_byte}
 
     def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,23 +82,24 @@ class Text:
         return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
 
 
-def load(name: str, seq_len: int, tokenizer: str = "") -> tuple[Text, Text]:
+def load(name: str, seq_len: int, tokenizer: str = "", columns: str = "") -> tuple[Text, Text]:
     """Read a training and a validation split.
 
     Args:
-        name: "stdlib" (built in), or a folder of .txt or .parquet files or a hub id for `datasets.load_dataset`;
-            the column of texts is found by type. A row of a .txt file is a line.
+        name: "stdlib" (built in), a folder of packed tokens (see `token_files`), or a folder of .txt, .jsonl or
+            .parquet files or a hub id for `datasets.load_dataset`. A row of a .txt file is a line, any other row a
+            document, which ends with the tokenizer's token for that.
         seq_len: tokens of a sequence.
         tokenizer: path of a Hugging Face tokenizer.json; "" makes each byte of UTF-8 a token.
+        columns: names of the columns to read, with commas between; "" for the column of strings with the most text.
 
     Raises:
-        UserError: there is no text, too little text, or the tokenizer cannot be used.
+        UserError: there is no text, too little text, or the tokenizer or the columns cannot be used.
     """
-    if name == "stdlib" and tokenizer:
-        raise UserError(
-            f"--tokenizer {tokenizer} cannot be used with --data stdlib, which is read as bytes: drop --tokenizer"
-        )
-    train, validation = _load_stdlib(seq_len) if name == "stdlib" else _load_rows(name, seq_len, tokenizer)
+    for flag, value in (("--tokenizer", tokenizer), ("--text-columns", columns)):
+        if name == "stdlib" and value:
+            raise UserError(f"{flag} {value} cannot be used with --data stdlib, which is read as bytes: drop {flag}")
+    train, validation = _load_stdlib(seq_len) if name == "stdlib" else _load(name, seq_len, tokenizer, columns)
     for split, found in (("training", len(train.tokens)), ("validation", len(validation.tokens))):
         if found <= seq_len:
             raise UserError(
@@ -118,7 +119,10 @@ def _load_stdlib(seq_len: int) -> tuple[Text, Text]:
             validation.append(text[middle : middle + EXCERPT])
         else:
             train.append(text)
-    first, second = (Text(_encode([b"\n".join(part)], np.uint16), seq_len, 256, 1.0) for part in (train, validation))
+    first, second = (
+        Text(np.frombuffer(b"\n".join(part), np.uint8).astype(np.uint16), seq_len, 256, 1.0)
+        for part in (train, validation)
+    )
     return first, second
 
 
@@ -136,112 +140,64 @@ def stdlib_documents() -> dict[str, bytes]:
     return dict(sorted(documents.items()))
 
 
-def _load_tokenizer(path: str) -> tuple["Tokenizer", int, str]:
-    try:
-        from tokenizers import Tokenizer
-
-        content = Path(path).expanduser().read_bytes()
-        model = Tokenizer.from_buffer(content)
-    except Exception as error:  # tokenizers raises no more specific type
-        reason = f"{type(error).__name__}: {error}"
+def _load(name: str, seq_len: int, tokenizer: str, columns: str) -> tuple[Text, Text]:
+    vocabulary = documents.load_tokenizer(tokenizer) if tokenizer else None
+    found = token_files.load(splits.folder_of(name))
+    if not found:
+        return _load_rows(name, seq_len, vocabulary, columns)
+    if columns:
         raise UserError(
-            f"--tokenizer {path} cannot be read ({reason}): it must be a tokenizer.json, and needs pip install "
-            "tokenizers"
-        ) from error
-    vocab_size = max(model.get_vocab().values(), default=-1) + 1  # ids may have gaps
-    model.no_truncation()  # the file's own settings are meant for single sentences
-    model.no_padding()
-    # Otherwise each forked worker warns of threads, which are idle by then.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    return model, vocab_size, hashlib.sha256(content).hexdigest()
+            f"--text-columns {columns}: --data {name} has packed tokens, and no columns: drop --text-columns"
+        )
+    layout, tokens = found
+    held_out = ""
+    if "validation" not in tokens:
+        held_out = "; no validation split, so the last tenth of the last file was held out"
+        tokens["train"], tokens["validation"] = tokens["train"].cut(1 - splits.HOLD_OUT)
+    parts = [tokens["train"], tokens["validation"]]
+    vocab_size = vocabulary.size if vocabulary else token_files.vocab_size(parts)
+    _say(name, parts, "tokens", vocab_size, f"; {layout}'s files{held_out}")
+    first, second = (Text(part, seq_len, vocab_size, 0.0, part.digest) for part in parts)
+    return first, second
 
 
-def _encode(texts: list[bytes], dtype: type[np.unsignedinteger], model: "Tokenizer | None" = None) -> np.ndarray:
-    if model is None:
-        return np.frombuffer(b"".join(texts), np.uint8).astype(dtype)
-    found = model.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
-    return np.fromiter((token for one in found for token in one.ids), dtype)
-
-
-def _load_rows(name: str, seq_len: int, tokenizer: str) -> tuple[Text, Text]:
-    model, vocab_size, digest = _load_tokenizer(tokenizer) if tokenizer else (None, 256, "")
+def _load_rows(name: str, seq_len: int, vocabulary: documents.Vocabulary | None, columns: str) -> tuple[Text, Text]:
     train, validation = splits.load(name)
-    kinds = {key: getattr(kind, "dtype", type(kind).__name__) for key, kind in train.features.items()}
-    columns = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
-    if not columns:
-        raise UserError(f"--data {name} has no column of strings: {kinds}. In a folder, use .txt or .parquet files")
-    some = train.select_columns(columns)[:: max(1, len(train) // 16)]  # rows from all over the set
-    # Of several columns, the one with the most text.
-    column = max(columns, key=lambda key: sum(len(text or "") for text in some[key]))
+    encoder = documents.Encoder(name, train, vocabulary, columns)
     held_out = ""
     if validation is None:
-        train, validation = _cut(train, column) if len(train) == 1 else splits.hold_out(name, train)
+        train, validation = _cut(train, encoder) if len(train) == 1 else splits.hold_out(name, train)
         held_out = "; no validation split, so a tenth was held out"
     loaded = []
-    dtype = packed.token_type(vocab_size)
-    for path in [_pack(rows.select_columns(column), dtype, model, digest) for rows in (train, validation)]:
+    for path in [packed.pack(rows.select_columns(encoder.columns), encoder) for rows in (train, validation)]:
         _, num_bytes, num_tokens, packed_digest, _ = path.name.split(".")
-        file = packed.Packed(path, int(num_tokens), dtype)
+        file = packed.Packed(path, int(num_tokens), encoder.dtype)
         rate = int(num_tokens) / max(1, int(num_bytes))
-        loaded.append(Text(file.tokens, seq_len, vocab_size, rate, packed_digest, file))
-    sizes = [f"{len(part.tokens):,}" for part in loaded]
-    others = f" (not {', '.join(repr(key) for key in columns if key != column)})" if len(columns) > 1 else ""
-    ranks.print0(
-        f"data     {name}: {sizes[0]} training and {sizes[1]} validation {'tokens' if model else 'bytes'}, vocabulary "
-        f"{vocab_size:,}; column {column!r}{others}{held_out}"
-    )
+        loaded.append(Text(file.tokens, seq_len, encoder.vocab_size, rate, packed_digest, file))
+    others = [repr(key) for key in train.features if key not in encoder.columns]
+    columns = f"column{'s' * (len(encoder.columns) > 1)} {', '.join(map(repr, encoder.columns))}"
+    columns += f" (not {', '.join(others)})" if others else ""
+    end = f"; each row ends with {encoder.end}" if encoder.end else ""
+    if vocabulary and not encoder.end:
+        end = "; rows are lines, without an end" if train.info.builder_name == "text" else "; no token ends a document"
+    kind = "tokens" if vocabulary else "bytes"
+    _say(name, [part.tokens for part in loaded], kind, encoder.vocab_size, f"; {columns}{end}{held_out}")
     return loaded[0], loaded[1]
 
 
-def _cut(rows: "Dataset", column: str) -> tuple["Dataset", "Dataset"]:
+def _say(name: str, parts: Sequence[Any], kind: str, vocab_size: int, more: str) -> None:
+    train, validation = (f"{len(part):,}" for part in parts)
+    ranks.print0(
+        f"data     {name}: {train} training and {validation} validation {kind}, vocabulary {vocab_size:,}{more}"
+    )
+
+
+def _cut(rows: "Dataset", encoder: documents.Encoder) -> tuple["Dataset", "Dataset"]:
     """Hold out the last tenth of a set's only row, such as a text file without line ends."""
     import datasets
 
+    column = encoder.columns[0]
     content = rows[0][column] or ""
     middle = round((1 - splits.HOLD_OUT) * len(content))
     first, second = (datasets.Dataset.from_dict({column: [part]}) for part in (content[:middle], content[middle:]))
     return first, second
-
-
-def _pack(rows: "Dataset", dtype: type[np.unsignedinteger], model: "Tokenizer | None", digest: str) -> Path:
-    """Token file of a column; the first process that needs it writes it, and the others wait."""
-    import datasets
-
-    about = repr((private_api.fingerprint(rows), rows.column_names, digest))
-    stem = datasets.config.HF_DATASETS_CACHE / "packed" / hashlib.sha256(about.encode()).hexdigest()[:16]
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(stem.with_suffix(".lock"), timeout=WAIT_S)  # the system releases it if its holder dies
-    try:
-        with lock:
-            # Older versions wrote files without checksums, and left one number out of their names.
-            for path in stem.parent.glob(f"{stem.name}.*.*.*.tokens"):
-                try:
-                    packed.Packed(path, int(path.name.split(".")[2]), dtype)
-                    return path
-                except (UserError, OSError) as error:
-                    sys.stderr.write(f"note: {error}\n")
-            return _write(stem, rows, dtype, model)
-    except filelock.Timeout as error:
-        raise UserError(
-            f"--data: another process has held {error.lock_file} for {WAIT_S:.0f} s while tokenizing: stop it, or wait"
-        ) from error
-
-
-def _write(stem: Path, rows: "Dataset", dtype: type[np.unsignedinteger], model: "Tokenizer | None") -> Path:
-    """Write the tokens under a temporary name, then rename: the final name has the numbers of both, and the hash."""
-    # If the lock does not work across machines, each writes the same file, and the last rename wins.
-    partial = stem.with_suffix(f".{os.uname().nodename}.partial")
-    sha256 = hashlib.sha256()
-    num_bytes = 0
-    num_tokens = 0
-    with partial.open("wb") as file:
-        for batch in rows.iter(BATCH_ROWS):
-            # Each row as a line, tokenized separately, so that tokens do not depend on how rows are grouped.
-            texts = [f"{text}\n".encode() for text in batch[rows.column_names[0]] if text is not None]
-            tokens = _encode(texts, dtype, model)
-            file.write(tokens.data)
-            sha256.update(tokens.data)
-            num_bytes += sum(map(len, texts))
-            num_tokens += len(tokens)
-    packed.seal(partial)
-    return partial.replace(stem.with_suffix(f".{num_bytes}.{num_tokens}.{sha256.hexdigest()[:16]}.tokens"))

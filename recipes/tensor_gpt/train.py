@@ -82,6 +82,7 @@ class Args:
     compile: bool = False  # torch.compile the model
     seq_len: cli.PositiveInt = 128  # tokens in a sequence
     tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
+    text_columns: str = ""  # columns to read, such as "title,body"; "" for the one with the most text
     num_layers: cli.PositiveInt = 4  # transformer blocks
     num_heads: cli.PositiveInt = 4  # query heads
     num_kv_heads: cli.NonNegativeInt = 0  # key and value heads; 0 for num_heads
@@ -105,7 +106,7 @@ class Args:
 
 def make_data(args: Args) -> tuple[text.Text, text.Text]:
     """The training and the validation split, the same on every rank."""
-    return text.load(args.data, args.seq_len, args.tokenizer)
+    return text.load(args.data, args.seq_len, args.tokenizer, args.text_columns)
 
 
 def make_model(args: Args, train: text.Text) -> nn.Module:

@@ -1,0 +1,179 @@
+"""Folders of tokens that another program has packed: nanoGPT's, llm.c's and Megatron's files, as memory maps."""
+
+import hashlib
+import re
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import filelock
+import numpy as np
+
+from common import UserError, ranks, run_dir
+
+# llm.c: 256 int32, of which the first three are a magic number, the version, and the number of tokens.
+LLMC_TYPES: dict[tuple[int, int], type[np.unsignedinteger]] = {(20240520, 1): np.uint16, (20240801, 7): np.uint32}
+LLMC_HEADER = 1024
+# Megatron's index: magic, version, type of the tokens, numbers of sequences and documents, then their sizes.
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+# Its types by code; tokens are never negative, so that the types without a sign read the same numbers.
+MEGATRON_TYPES: dict[int, type[np.unsignedinteger]] = {
+    1: np.uint8,
+    2: np.uint8,
+    3: np.uint16,
+    4: np.uint32,
+    5: np.uint64,
+    8: np.uint16,
+}
+SPLITS = {"train": re.compile(r"train"), "validation": re.compile(r"val|dev|test")}  # in a file's name
+SAMPLE_BYTES = 2**16
+SAMPLES = 64
+SCAN_TOKENS = 2**24
+WAIT_S = 600.0
+
+
+class Tokens:
+    """The tokens of several files, one after the other, as one row.
+
+    Attributes:
+        digest: hash of the files' names and sizes, and of pieces of them: reading GBs would take minutes.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Path, np.ndarray]]) -> None:
+        """Join memory maps of tokens, (n,) each."""
+        self._files = parts
+        self._parts = [tokens for _, tokens in parts]
+        self._ends = np.cumsum([len(tokens) for tokens in self._parts])
+        found = hashlib.sha256()
+        for path, tokens in parts:
+            found.update(repr((path.name, len(tokens), tokens.dtype.str)).encode())
+            content = tokens.view(np.uint8)
+            for start in np.linspace(0, max(0, len(content) - SAMPLE_BYTES), SAMPLES).astype(int):
+                found.update(content[start : start + SAMPLE_BYTES].tobytes())
+        self.digest = found.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
+        """Tokens at these positions of the row, of the same shape."""
+        if len(self._parts) == 1:
+            return self._parts[0][positions]
+        rows = np.empty(positions.shape, np.int64)
+        which = np.searchsorted(self._ends, positions, side="right")
+        for i in np.unique(which):
+            here = which == i
+            start = self._ends[i] - len(self._parts[i])
+            rows[here] = self._parts[i][positions[here] - start]
+        return rows
+
+    def cut(self, share: float) -> tuple["Tokens", "Tokens"]:
+        """All but the end of the last file, and this end: `share` of the file stays."""
+        path, tokens = self._files[-1]
+        middle = round(share * len(tokens))
+        return Tokens([*self._files[:-1], (path, tokens[:middle])]), Tokens([(path, tokens[middle:])])
+
+    def largest(self) -> int:
+        """The largest token, from all of the files."""
+        return max(
+            int(tokens[start : start + SCAN_TOKENS].max())
+            for tokens in self._parts
+            for start in range(0, len(tokens), SCAN_TOKENS)
+        )
+
+
+def load(folder: Path) -> tuple[str, dict[str, Tokens]] | None:
+    """The layout of a folder and the tokens of its splits, "train" and perhaps "validation"; None if it has no .bin.
+
+    A file belongs to the split that its name has in it; a lone file without one is for training.
+
+    Raises:
+        UserError: a file is cut off, or no tokens; or it is not clear what it is for.
+    """
+    files = sorted(folder.glob("*.bin"))
+    if not files:
+        return None
+    layouts = set()
+    parts: dict[str, list[tuple[Path, np.ndarray]]] = {}
+    for path in files:
+        splits = [split for split, pattern in SPLITS.items() if pattern.search(path.stem)]
+        if len(splits) != 1 and len(files) > 1:
+            raise UserError(f"--data {folder}: {path.name} must have either train or val in its name")
+        layout, tokens = _open(path)
+        if not len(tokens):
+            raise UserError(f"--data {folder}: {path.name} has no tokens")
+        layouts.add(layout)
+        parts.setdefault(splits[0] if len(splits) == 1 else "train", []).append((path, tokens))
+    if len(layouts) > 1:
+        raise UserError(f"--data {folder} has files of several layouts: {', '.join(sorted(layouts))}")
+    if "train" not in parts:
+        raise UserError(
+            f"--data {folder}: no file has train in its name, only {', '.join(path.name for path in files)}"
+        )
+    return layouts.pop(), {split: Tokens(found) for split, found in parts.items()}
+
+
+def vocab_size(splits: Sequence[Tokens]) -> int:
+    """One more than the largest token. The first process that asks reads all tokens, and keeps the answer."""
+    import datasets
+
+    name = hashlib.sha256(" ".join(split.digest for split in splits).encode()).hexdigest()[:16]
+    file = datasets.config.HF_DATASETS_CACHE / "packed" / f"{name}.vocabulary"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(file.with_suffix(".lock"), timeout=WAIT_S)  # the system releases it if its holder dies
+    try:
+        with lock:
+            if not file.exists():
+                ranks.print0("data     looking for the largest token, once; --tokenizer would tell it")
+                run_dir.replace(file, str(1 + max(split.largest() for split in splits)))
+            return int(file.read_text())
+    except filelock.Timeout as error:
+        raise UserError(
+            f"--data: another process has held {error.lock_file} for {WAIT_S:.0f} s: stop it, or give --tokenizer"
+        ) from error
+
+
+def _open(path: Path) -> tuple[str, np.ndarray]:
+    """The layout of a file, and its tokens (n,), a memory map."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = file.read(12)
+    index = path.with_suffix(".idx")
+    if index.exists():
+        dtype, count = _read_index(index)
+        return "Megatron", _map(path, dtype, 0, count)
+    if len(header) == 12:
+        magic, version, count = np.frombuffer(header, np.int32).tolist()
+        if (magic, version) in LLMC_TYPES:
+            return "llm.c", _map(path, LLMC_TYPES[magic, version], LLMC_HEADER, count)
+    if size % 2:
+        raise UserError(
+            f"{path} has {size} bytes: without a header or an .idx file, it must be nanoGPT's 16-bit tokens"
+        )
+    return "nanoGPT", _map(path, np.uint16, 0, size // 2)
+
+
+def _read_index(path: Path) -> tuple[type[np.unsignedinteger], int]:
+    """The type and the number of the tokens that a file of Megatron has."""
+    with path.open("rb") as file:
+        header = file.read(MEGATRON_HEADER.size)
+        if len(header) < MEGATRON_HEADER.size or header[:9] != MEGATRON_MAGIC:
+            raise UserError(f"{path} is no index of Megatron")
+        _, version, code, sequences, _ = MEGATRON_HEADER.unpack(header)
+        if version != 1 or code not in MEGATRON_TYPES:
+            raise UserError(f"{path} has version {version} and type {code} of Megatron's layout, which are unknown")
+        sizes = np.frombuffer(file.read(4 * sequences), np.int32)
+    if len(sizes) != sequences:
+        raise UserError(f"{path} is cut off: it has the sizes of {len(sizes)} of {sequences} sequences")
+    return MEGATRON_TYPES[code], int(sizes.sum(dtype=np.int64))
+
+
+def _map(path: Path, dtype: type[np.unsignedinteger], offset: int, count: int) -> np.ndarray:
+    found = path.stat().st_size
+    wanted = offset + count * dtype().itemsize
+    if found != wanted:
+        raise UserError(f"{path} has {found} bytes instead of {wanted}: it is cut off, or not what its header says")
+    if not count:
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype, "r", offset, (count,))
