@@ -10,6 +10,7 @@ from common import UserError, ranks
 if TYPE_CHECKING:
     from datasets import Dataset
 
+Cell = dict[str, Any] | None  # an encoded image as `datasets` has it, "bytes" and "path"
 MOST = 0.05  # share of a split; if more cannot be decoded, the set is damaged
 NAMED = 3  # images that each rank names when it finds them, and rank 0 when it counts them
 
@@ -91,6 +92,6 @@ class Unreadable:
             )
 
 
-def image_name(cell: dict[str, Any] | None, index: int) -> str:
+def image_name(cell: Cell, index: int) -> str:
     """The path of an encoded image, or the number of its row."""
     return (cell and cell["path"]) or f"row {index}"
