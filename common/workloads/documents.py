@@ -195,7 +195,7 @@ def _chat_template(name: str, column: str, vocabulary: Vocabulary | None) -> Cal
     def render(messages: Any) -> str:
         try:
             return template.render(messages=messages)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise UserError(
                 f"--text-columns {column}: the chat template fails on a chat of --data {name}: {error}"
             ) from error

@@ -136,7 +136,8 @@ def pack(rows: "Dataset", encoder: Encoder) -> Path:
             time.sleep(POLL_S)
         now = time.monotonic()
         if (new := [(path.name, path.stat().st_size) for path in _existing(parts)]) != state:
-            state, changed = new, now
+            state = new
+            changed = now
         if now - shown > SHOW_S:
             shown = now
             done = 1 - len(missing) / len(numbers)

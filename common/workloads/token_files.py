@@ -89,7 +89,7 @@ def load(folder: Path) -> tuple[str, dict[str, Tokens]] | None:
     A file belongs to the split that its name has in it; a lone file without one is for training.
 
     Raises:
-        UserError: a file is cut off, or no tokens; or it is not clear what it is for.
+        UserError: a file is cut off, or no tokens; or its name tells no split.
     """
     files = sorted(folder.glob("*.bin"))
     if not files:
