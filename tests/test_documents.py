@@ -145,5 +145,5 @@ def test_refused_chats(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=reason):
             text.load(folder, 8, str(tokenizer), "conversation")
     (tokenizer.parent / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match="a file beside it cannot be read"):
+    with pytest.raises(UserError, match="mend that file, or remove it"):
         text.load(folder, 8, str(tokenizer), "conversation")
