@@ -1,6 +1,7 @@
 """The parts of docs/ that commands write, and what every page promises: links that lead somewhere, flags that exist."""
 
 import ast
+import dataclasses
 import json
 import re
 import subprocess
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tools import evaluate
 
 from tests.faults import table
 from tests.harness import pages, runner
@@ -24,6 +26,7 @@ OTHER_FLAGS = {
     "config_file",
     "cpus-per-gpu",
     "array",
+    *(field.name for field in dataclasses.fields(evaluate.Args)),
 }  # of other programs as well
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w-]*)")
 

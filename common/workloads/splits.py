@@ -1,6 +1,8 @@
 """Training and validation splits of any set that `datasets` reads: a local folder, or a set of the hub."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 HOLD_OUT = 0.1  # share of a set without a validation split that is held out as one
 HUB_TIMEOUT_S = 3.0
 SAVED = ("dataset_dict.json", "state.json")  # files that save_to_disk writes: a DatasetDict's, and a Dataset's
+_instead: tuple[str, list[str]] | None = None  # another split to read, and the sets that it has been read of
 
 
 def load(name: str) -> tuple["Dataset", "Dataset | None"]:
@@ -52,10 +55,28 @@ def load(name: str) -> tuple["Dataset", "Dataset | None"]:
         raise UserError(f"--data {name}: {problem} ({_reason(error, path)})") from error
     if "train" not in found:
         raise UserError(f"--data {name} has no split named train, only {', '.join(found)}")
+    if _instead:
+        split, read = _instead
+        if split not in found:
+            raise UserError(f"--data {name} has no split named {split}, only {', '.join(found)}")
+        read.append(name)
+        return found["train"], found[split]
     keys = [key for key in ("validation", "val", "test") if key in found]
     if keys == ["test"]:
         ranks.print0(f"data     {name}: no validation split, so its test split is used as one")
     return found["train"], found[keys[0]] if keys else None
+
+
+@contextlib.contextmanager
+def instead_of_validation(split: str) -> Iterator[list[str]]:
+    """Let `load` return another split in the validation split's place; yields a list that gets each set's name."""
+    global _instead  # noqa: PLW0603 (make_data calls `load`, and has no way to hand it on)
+    read: list[str] = []
+    _instead = split, read
+    try:
+        yield read
+    finally:
+        _instead = None
 
 
 def folder_of(name: str) -> Path:

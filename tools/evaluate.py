@@ -1,0 +1,231 @@
+"""Evaluate a run's checkpoint on one device: `python -m tools.evaluate RUN`.
+
+It calls make_data, make_model and forward of the recipe's section 2, and nothing else of the recipe.
+"""
+
+import dataclasses
+import importlib.util
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+
+from common import (
+    UserError,
+    checkpoint,
+    cli,
+    data,
+    initial,
+    keymap,
+    manifest,
+    metrics,
+    precision,
+    process_group,
+    ranks,
+    sampler,
+)
+from common.workloads import splits
+from tools.checkpoint import beside
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+CALLED = ("Args", "make_data", "make_model", "forward")  # of a train.py
+Rows = list[dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Evaluate a run's checkpoint on one device, a GPU if there is one, in one process without a strategy."""
+
+    run: tyro.conf.Positional[Path]  # the run's folder
+    checkpoint: str = ""  # a step, or "best" for the one that --keep-best has kept; "" for the newest undamaged one
+    data: str = ""  # another data set, as for the recipe's --data; "" for the run's own
+    split: Literal["validation", "test"] = "validation"  # which split of the data set to evaluate
+    recipe: str = ""  # the train.py to take section 2 from; "" for recipes/<the run's recipe>/train.py
+    out: str = ""  # also write a row for each sample to this .parquet file; samples then pass the model one by one
+
+
+def load_recipe(args: Args, name: object) -> Any:
+    """Import a train.py as a module.
+
+    Never the copy in the run's folder unless the user names it: a run may be somebody else's, and its code would run.
+
+    Args:
+        args: the flags.
+        name: the recipe that config.json names.
+
+    Raises:
+        UserError: there is no such file, or it lacks a part of section 2.
+    """
+    copy = args.run / "train.py"
+    if not args.recipe and (not isinstance(name, str) or name != Path(name).name):
+        raise UserError(f"{args.run / 'config.json'} names the recipe {name!r:.80}, which is not a folder of recipes/")
+    path = Path(args.recipe).expanduser() if args.recipe else RECIPES / str(name) / "train.py"
+    if not path.is_file():
+        raise UserError(
+            f"there is no {path}: add --recipe with the train.py that trained this run; {copy} is a copy, whose code "
+            "will run"
+        )
+    if copy.is_file() and manifest.read_bytes(copy) != path.read_bytes():
+        ranks.print0(f"note: {path} is not what trained this run; {copy} is a copy of that")
+    spec = importlib.util.spec_from_file_location("train", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train"] = module  # where the types of a dataclass's fields are looked up
+    sys.path.insert(0, str(path.resolve().parent))  # as for `python train.py`: modules beside it
+    spec.loader.exec_module(module)
+    if missing := [part for part in CALLED if not hasattr(module, part)]:
+        raise UserError(f"{path} has no {missing[0]}, which an evaluation calls: {', '.join(CALLED)}")
+    return module
+
+
+def choose(args: Args) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint to evaluate, verified, and its manifest.
+
+    Raises:
+        UserError: there is none, it is damaged, or --checkpoint names none.
+    """
+    if not args.checkpoint:
+        return checkpoint.choose(args.run)
+    steps = [checkpoint.step_of(path) for path in checkpoint.committed(args.run)]
+    name = args.checkpoint
+    if name == "best":
+        pointer = args.run / "checkpoints" / checkpoint.BEST
+        if not pointer.is_file():
+            raise UserError(f"--checkpoint best: {args.run} keeps no best checkpoint; train with --keep-best METRIC")
+        name = pointer.read_text().removeprefix("step_")
+    if not name.isdecimal() or int(name) not in steps:
+        kept = ", ".join(map(str, sorted(steps))) or "none"
+        raise UserError(f'--checkpoint {args.checkpoint}: use "best" or one of the steps that {args.run} has: {kept}')
+    return checkpoint.choose(checkpoint.folder(args.run, int(name)))
+
+
+def read_data(args: Args, recipe: Any, flags: Any) -> tuple[data.BatchReader, data.BatchReader]:
+    """The training split, which the model's sizes depend on, and the split to evaluate.
+
+    Raises:
+        UserError: there is no such split.
+    """
+    if args.split == "validation":
+        return recipe.make_data(flags)
+    with splits.instead_of_validation(args.split) as read:
+        found = recipe.make_data(flags)
+    if not read:
+        raise UserError(f"--split {args.split}: --data {vars(flags).get('data', '')} has no split of that name")
+    return found
+
+
+def scores(outputs: list[Any], targets: Any) -> dict[str, float]:
+    """Label, prediction and its probability of one sample, if the model's output is a score for each class."""
+    output = outputs[-1] if outputs else None
+    if not isinstance(output, torch.Tensor) or not isinstance(targets, torch.Tensor):
+        return {}
+    if output.ndim != 2 or output.shape[1] < 2 or targets.shape != (1,) or targets.is_floating_point():
+        return {}
+    probability, prediction = output.double().softmax(1).max(1)
+    return {"label": targets.item(), "prediction": prediction.item(), "probability": probability.item()}
+
+
+@torch.no_grad()
+def evaluate(recipe: Any, flags: Any, model: torch.nn.Module, batches: data.Loader, rows: Rows | None) -> metrics.Sums:
+    """Sums over a split.
+
+    Args:
+        recipe: its module.
+        flags: its Args.
+        model: the plain model.
+        batches: of the split; of one sample each, if `rows` are wanted.
+        rows: gets a row for each sample; None for no rows.
+    """
+    model.eval()
+    outputs: list[Any] = []
+    if rows is not None:
+        model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    sums: metrics.Sums = {}
+    for index, batch in enumerate(batches):
+        batch_sums = recipe.forward(flags, model, batch)
+        sums = metrics.add(sums, batch_sums)
+        if rows is not None:
+            means = metrics.means(batch_sums) if batch_sums["count"] else {}
+            rows.append({"index": index} | scores(outputs, batch.targets) | means)
+            outputs.clear()
+    return sums
+
+
+def run(args: Args, rows: Rows | None) -> None:
+    """Evaluate, print the metrics as the training does, and fill `rows`."""
+    config = args.run / "config.json"
+    try:
+        facts = manifest.read_json(config)
+        name = facts["recipe"]
+        world_size = int(facts["world_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{args.run} is not a run's folder: {config} cannot be read ({error!r})") from error
+    folder, progress = choose(args)
+    recipe = load_recipe(args, name)
+    flags = cli.parse(recipe.Args, ["--config", str(config), *(["--data", args.data] if args.data else [])])
+    world = process_group.start("auto", flags.dtype)
+    if world.size > 1:
+        raise UserError(f"tools.evaluate is one process, not {world.size}: start it with python, without torchrun")
+    train, held_out = read_data(args, recipe, flags)
+    if not len(held_out):
+        raise UserError("make_data gives no samples to evaluate, or a stream, whose length is not known")
+    digest = train.digest()
+    if progress.get("data", digest) != digest:
+        ranks.print0(
+            f"note: the run was trained on data {progress['data']}, and this is data {digest}: a label or a token "
+            "must mean the same in both"
+        )
+    model = recipe.make_model(flags, train)
+    checkpoint.check_fits(folder, model)
+    dtype = precision.compute_dtype(flags.dtype, world.device)
+    model = initial.materialize(model, flags.seed, world.device, precision.param_dtype(dtype))
+    checkpoint.load(folder, keymap.model_tensors(model))
+    # As many samples a forward pass as a rank of the training had, in one micro-batch, at most.
+    size = flags.micro_batch_size or sampler.ceil_div(flags.global_batch_size, world_size)
+    division = sampler.divide_batch(flags.global_batch_size, size if rows is None else 1, 1)
+    plan = sampler.make_plan(division, len(held_out), run_seed=flags.seed, epochs=1, max_steps=0, progress={})
+    batches = data.Loader(held_out, sampler.evaluation_requests(plan, len(held_out), 0), flags.workers, world.device)
+    print(
+        f"step {progress['step']} of {folder}: {len(held_out):,} {args.split} samples on {world.device.type}, "
+        f"{str(dtype).removeprefix('torch.')}"
+    )
+    for metric, value in held_out.metrics(metrics.means(evaluate(recipe, flags, model, batches, rows))).items():
+        print(f"{'test' if args.split == 'test' else 'val'}/{metric} {value:.12g}")
+    process_group.finish()
+
+
+def write(rows: Rows, path: Path) -> None:
+    """Write the rows as parquet; a sample without a value has null."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    parquet.write_table(pa.table({key: [row.get(key) for row in rows] for key in columns}), path)
+
+
+def main() -> None:
+    """Parse the flags and evaluate."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `evaluate | head`
+    args = tyro.cli(Args, prog="python -m tools.evaluate")
+    args = dataclasses.replace(args, run=args.run.expanduser())
+    try:
+        if not args.out:
+            run(args, None)
+            return
+        rows: Rows = []
+        with beside(Path(args.out).expanduser()) as partial:
+            run(args, rows)
+            write(rows, partial)
+        print(f"{args.out}: {len(rows):,} rows of {', '.join(rows[0])}")
+    except (UserError, OSError) as error:  # the second: a full disk
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
