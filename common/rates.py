@@ -24,7 +24,7 @@ def parse(rates: str) -> dict[str, float]:
         except ValueError:
             found[part] = math.nan
         if not (part and 0 <= found[part] < math.inf):
-            raise UserError(f'--rates "{rates}": "{one}" must be PART=FACTOR, such as fc=10, or embed=0 to freeze it')
+            raise UserError(f"--rates {rates!r}: {one!r} must be PART=FACTOR, such as fc=10, or embed=0 to freeze it")
     return found
 
 
@@ -48,10 +48,10 @@ def freeze(model: nn.Module, rates: str) -> nn.Module:
     named = dict(model.named_parameters())
     for part in factors:
         if part != ALL and not any(f"{name}.".startswith(f"{part}.") for name in named):
-            raise UserError(f'--rates "{rates}": the model has no part {part}; its parts are {_parts(named)}')
+            raise UserError(f"--rates {rates!r}: the model has no part {part!r}; its parts are {_parts(named)}")
     frozen = [name for name in named if factor(name, factors) == 0]
     if len(frozen) == len(named):
-        raise UserError(f'--rates "{rates}" freezes the whole model: one factor must be above 0')
+        raise UserError(f"--rates {rates!r} freezes the whole model: one factor must be above 0")
     for name in frozen:
         named[name].requires_grad_(False)
     if factors:

@@ -69,13 +69,13 @@ def test_groups() -> None:
 @pytest.mark.parametrize(
     ("spec", "refusal"),
     [
-        ("fc", r'--rates "fc": "fc" must be PART=FACTOR, such as fc=10, or embed=0 to freeze it'),
-        ("fc=x", '"fc=x" must be PART=FACTOR'),
-        ("fc=-1", '"fc=-1" must be PART=FACTOR'),
-        ("fc=inf", '"fc=inf" must be PART=FACTOR'),
-        ("=1", '"=1" must be PART=FACTOR'),
-        ("head=0", r'--rates "head=0": the model has no part head; its parts are stem, blocks, fc'),
-        ("all=0", r'--rates "all=0" freezes the whole model: one factor must be above 0'),
+        ("fc", "--rates 'fc': 'fc' must be PART=FACTOR, such as fc=10, or embed=0 to freeze it"),
+        ("fc=x", "'fc=x' must be PART=FACTOR"),
+        ("fc=-1", "'fc=-1' must be PART=FACTOR"),
+        ("fc=inf", "'fc=inf' must be PART=FACTOR"),
+        ("=1", "'=1' must be PART=FACTOR"),
+        ("head=0", "--rates 'head=0': the model has no part 'head'; its parts are stem, blocks, fc"),
+        ("all=0", "--rates 'all=0' freezes the whole model: one factor must be above 0"),
     ],
 )
 def test_refusals(spec: str, refusal: str) -> None:
