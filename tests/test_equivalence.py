@@ -78,7 +78,11 @@ def plain_resnet_loop(folder: str, dtype: torch.dtype, name: str = "resnet6", st
 
 
 def plain_gpt_loop(
-    folder: str, dtype: torch.dtype, sizes: tuple[tuple[str, Any], ...] = (), tied: bool = False
+    folder: str,
+    dtype: torch.dtype,
+    sizes: tuple[tuple[str, Any], ...] = (),
+    tied: bool = False,
+    parts: tuple[tuple[str, float], ...] = (),
 ) -> Curve:
     """The same for a language model."""
     train, validation = text.load(folder, 16)
@@ -89,6 +93,11 @@ def plain_gpt_loop(
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    for part, of_part in parts:
+        for parameter in model.get_submodule(part).parameters():
+            groups = [group | {"params": [p for p in group["params"] if p is not parameter]} for group in groups]
+            groups.append({"params": [parameter], "weight_decay": DECAY * (parameter.ndim > 1), "factor": of_part})
+            parameter.requires_grad_(of_part > 0)
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     order = sampler.permutation(len(train), 0, 0)
     every = np.arange(len(validation))
@@ -109,14 +118,15 @@ def plain_gpt_loop(
 
 def clip_and_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, rate: float) -> float:
     """Clip, set the rate and update; returns the gradient norm."""
-    norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
-    for parameter in model.parameters():
+    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack([parameter.grad.norm() for parameter in trained]))
+    for parameter in trained:
         parameter.grad *= min(1.0, CLIP / (norm.item() + 1e-6))
     factor = (step + 1) / (WARMUP + 1)
     if step >= WARMUP:
         factor = 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
     for group in optimizer.param_groups:
-        group["lr"] = rate * factor
+        group["lr"] = rate * factor * group.get("factor", 1.0)
     optimizer.step()
     return norm.item()
 
@@ -250,6 +260,22 @@ def test_options(recipe: str, plain: dict, small_data: dict[str, Path], tmp_path
     assert found[2] == pytest.approx(wanted.held_out, rel=1e-9)
 
 
+# A first stage of a pipeline that learns nothing, and a head that learns faster.
+PARTS = (("embed", 0.0), ("blocks.0", 0.0), ("blocks.1", 0.0), ("head", 3.0))
+
+
+@pytest.mark.parametrize("recipe", each_recipe([name for name in runner.SUPERVISED if runner.workload(name) == "gpt"]))
+def test_rates_of_parts(recipe: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
+    layout = runner.layout(recipe, 2)
+    layout = dataclasses.replace(layout, flags=layout.strategy)
+    wanted = plain_curve(plain, recipe, "float64", small_data["gpt"], (), False, PARTS)
+    rates = ",".join(f"{part}={factor}" for part, factor in PARTS)
+    found = curves(layout, tmp_path, "--data", str(small_data["gpt"]), "--dtype", "float64", "--rates", rates)
+    assert worst(found[0], wanted.losses) < 1e-9
+    assert worst(found[1], wanted.norms) < 1e-9
+    assert found[2] == pytest.approx(wanted.held_out, rel=1e-9)
+
+
 def pairs() -> Iterator[Any]:
     """The layouts on two ranks, or on the most that there can be; a plain `pytest` has one of each workload."""
     for layout in (layout for recipe in runner.SUPERVISED for layout in runner.layouts(recipe)):
@@ -336,11 +362,7 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
     ),
     "a tied embedding counts twice in the norm": (
         *("pipeline_gpt", 2, ("--pp", "2", "--tied")),
-        {
-            "clip_gradients": {
-                "[p.grad for p in model.parameters() if p is not copied]": "[p.grad for p in model.parameters()]"
-            }
-        },
+        {"clip_gradients": {"[p.grad for p in trained(model) if p is not copied]": "[p.grad for p in trained(model)]"}},
     ),
     "an evaluation leaves its gradients": (
         *("pipeline_gpt", 2, ("--pp", "2", "--schedule", "ZBVZeroBubble", "--num-layers", "5", "--eval-every", "2")),

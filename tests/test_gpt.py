@@ -276,14 +276,14 @@ def test_shape_of_flags() -> None:
         ({"num_heads": 4, "width": 16, "num_kv_heads": 3}, "--num-heads 4 must be a multiple of --num-kv-heads 3"),
         ({"num_heads": 4, "width": 16, "num_kv_heads": 8}, "--num-heads 4 must be a multiple of --num-kv-heads 8"),
         ({"num_heads": 4, "width": 16, "head_width": 5}, "--head-width 5 must be even"),
-        ({"num_heads": 4, "width": 16, "rope_scaling": "yarn:4"}, '--rope-scaling "yarn:4" must be "linear:FACTOR" or'),
+        ({"num_heads": 4, "width": 16, "rope_scaling": "yarn:4"}, "--rope-scaling 'yarn:4' must be .linear:FACTOR. or"),
         (
             {"num_heads": 4, "width": 16, "rope_scaling": "linear:x"},
-            '--rope-scaling "linear:x" must be .* with numbers',
+            "--rope-scaling 'linear:x' must be .* with numbers",
         ),
         (
             {"num_heads": 4, "width": 16, "rope_scaling": "llama3:8"},
-            '--rope-scaling "llama3:8" must be "linear:FACTOR"',
+            "--rope-scaling 'llama3:8' must be .linear:FACTOR.",
         ),
         ({"num_heads": 4, "width": 16, "rope_scaling": "linear:0"}, "must have numbers above 0"),
         ({"num_heads": 4, "width": 16, "rope_scaling": "llama3:8:4:4:64"}, "must have LOW 4 below HIGH 4"),

@@ -77,8 +77,8 @@ class Shape:
             raise UserError(f"--num-layers {self.num_layers} must be at most {MOST_LAYERS}")
         if self.width * max(self.num_heads * self.head_width, self.mlp_width, self.vocab_size) > MOST_ELEMENTS:
             raise UserError(
-                f"--width {self.width} with --mlp-width {self.mlp_width} and --num-heads {self.num_heads} makes a "
-                f"matrix of more than {MOST_ELEMENTS} elements: lower one of them"
+                f"--width {self.width} with --mlp-width {self.mlp_width}, --num-heads {self.num_heads} and a vocabulary "
+                f"of {self.vocab_size} makes a matrix of more than {MOST_ELEMENTS} elements: lower one of them"
             )
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"--num-heads {self.num_heads} must be a multiple of --num-kv-heads {self.num_kv_heads}")
@@ -94,13 +94,13 @@ def parse_scaling(text: str) -> list[float]:
     try:
         numbers = [float(part) for part in parts]
     except ValueError:
-        raise UserError(f'--rope-scaling "{text}" must be {SCALINGS}, with numbers, or ""') from None
+        raise UserError(f'--rope-scaling {text!r} must be {SCALINGS}, with numbers, or ""') from None
     if len(numbers) != {"": 0, "linear": 1, "llama3": 4}.get(kind):
-        raise UserError(f'--rope-scaling "{text}" must be {SCALINGS}, or ""')
+        raise UserError(f'--rope-scaling {text!r} must be {SCALINGS}, or ""')
     if not all(0 < number < math.inf for number in numbers):
-        raise UserError(f'--rope-scaling "{text}" must have numbers above 0')
+        raise UserError(f"--rope-scaling {text!r} must have numbers above 0")
     if len(numbers) == 4 and numbers[1] >= numbers[2]:
-        raise UserError(f'--rope-scaling "{text}" must have LOW {numbers[1]:g} below HIGH {numbers[2]:g}')
+        raise UserError(f"--rope-scaling {text!r} must have LOW {numbers[1]:g} below HIGH {numbers[2]:g}")
     return numbers
 
 

@@ -36,8 +36,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from common import checkpoint, cli, data, exits, flops, guard, initial, metrics, precision, process_group
-from common import run_dir, sampler, schedule, session, start
+from common import checkpoint, cli, data, exits, flops, guard, initial, metrics, precision
+from common import process_group, rates, run_dir, sampler, schedule, session, start
 from common.process_group import World
 from common.workloads import gpt, text
 
@@ -76,6 +76,7 @@ class Args:
     lr: cli.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
     lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr was chosen for
     weight_decay: cli.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
+    rates: str = ""  # factors on the rate of parts, 0 to freeze them: "all=0,PART=1"; "" for 1 everywhere
     warmup_steps: cli.NonNegativeInt = 20  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
     dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16, float16 or float64
@@ -112,16 +113,13 @@ def make_data(args: Args) -> tuple[text.Text, text.Text]:
 def make_model(args: Args, train: text.Text) -> nn.Module:
     """The plain model on the meta device: names and shapes, no weights yet, whatever its size."""
     with torch.device("meta"):
-        return gpt.GPT(gpt.Shape.of(args, train.vocab_size))
+        return rates.freeze(gpt.GPT(gpt.Shape.of(args, train.vocab_size)), args.rates)
 
 
 def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
     """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101); no weight decay on norms."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": args.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
     lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
+    groups = rates.groups(model, args.rates, lr, args.weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 

@@ -35,8 +35,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import checkpoint, cli, data, exits, flops, guard, initial, metrics, precision, process_group
-from common import run_dir, sampler, schedule, seed, session, start, sync_batchnorm
+from common import checkpoint, cli, data, exits, flops, guard, initial, metrics, precision
+from common import process_group, rates, run_dir, sampler, schedule, seed, session, start, sync_batchnorm
 from common.process_group import World
 from common.workloads import images, resnet
 
@@ -75,6 +75,7 @@ class Args:
     lr: cli.NonNegativeFloat = 0.2  # peak learning rate at lr_reference_batch samples per step, scaled linearly
     lr_reference_batch: cli.PositiveInt = 256  # samples per step that lr was chosen for
     weight_decay: cli.NonNegativeFloat = 5e-4  # weight decay of weights; none on norms and biases
+    rates: str = ""  # factors on the rate of parts, 0 to freeze them: "all=0,PART=1"; "" for 1 everywhere
     warmup_steps: cli.NonNegativeInt = 30  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 0.0  # clip the global gradient norm to this; 0 for never
     dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16, float16 or float64
@@ -104,16 +105,13 @@ def make_model(args: Args, train: images.Images) -> nn.Module:
     model = resnet.make_resnet(args.model, train.channels, len(train.class_names), train.size)
     # The layout that fast convolutions read, and that forward gives the pixels. Your own model needs this line too:
     # without it, DDP warns of strides and copies gradients.
-    return model.to(memory_format=torch.channels_last)
+    return rates.freeze(model.to(memory_format=torch.channels_last), args.rates)
 
 
 def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
     """SGD with momentum; no weight decay on norms and biases (Jia et al. 2018, https://arxiv.org/abs/1807.11205)."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": args.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
     lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
+    groups = rates.groups(model, args.rates, lr, args.weight_decay)
     return torch.optim.SGD(groups, lr=lr, momentum=args.momentum, fused=True)
 
 

@@ -35,8 +35,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.optim import Optimizer
 
 from common import UserError, private_api
-from common import checkpoint, cli, data, exits, flops, guard, initial, metrics, precision, process_group
-from common import run_dir, sampler, schedule, session, start
+from common import checkpoint, cli, data, exits, flops, guard, initial, metrics, precision
+from common import process_group, rates, run_dir, sampler, schedule, session, start
 from common.process_group import World
 from common.workloads import gpt, text
 
@@ -75,6 +75,7 @@ class Args:
     lr: cli.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
     lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr was chosen for
     weight_decay: cli.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
+    rates: str = ""  # factors on the rate of parts, 0 to freeze them: "all=0,PART=1"; "" for 1 everywhere
     warmup_steps: cli.NonNegativeInt = 20  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
     dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16, float16 or float64
@@ -113,16 +114,13 @@ def make_data(args: Args) -> tuple[text.Text, text.Text]:
 def make_model(args: Args, train: text.Text) -> nn.Module:
     """The plain model on the meta device: names and shapes, no weights yet, whatever its size."""
     with torch.device("meta"):
-        return gpt.GPT(gpt.Shape.of(args, train.vocab_size))
+        return rates.freeze(gpt.GPT(gpt.Shape.of(args, train.vocab_size)), args.rates)
 
 
 def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
     """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101); no weight decay on norms."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": args.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
     lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
+    groups = rates.groups(model, args.rates, lr, args.weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
 
 
@@ -137,6 +135,7 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
 # --- 3 Strategy -------------------------------------------------------------------------------------------
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+ZERO_BUBBLE = ("InterleavedZeroBubble", *V_SHAPED)
 
 
 def stage_numbers(args: Args, rank: int) -> list[int]:
@@ -201,6 +200,8 @@ def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
 
 def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) -> nn.Module:
     """Put this rank's layers of the plain model on its device and under the strategy."""
+    if args.schedule in ZERO_BUBBLE and len(trained(model)) < len(list(model.parameters())):  # torch 2.15 loses some
+        raise UserError(f"--schedule {args.schedule} has wrong gradients beside frozen parts: use 1F1B or GPipe")
     dtype = precision.compute_dtype(args.dtype, device)
     group = mesh.get_group("pp")
     numbers = stage_numbers(args, group.rank())
@@ -228,7 +229,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     pipeline.tied_group = None
     if args.tied and all(pipeline.ends):  # on one rank: it is one parameter
         pipeline.ends[1].embed = pipeline.ends[0].embed
-    if args.tied and args.pp > 1 and args.schedule not in V_SHAPED:
+    if args.tied and args.pp > 1 and args.schedule not in V_SHAPED and model.embed.weight.requires_grad:
         # The first and the last rank of each pipeline.
         pipeline.tied_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh[:, [0, -1]].tolist())
     parts = [PipelineStage(stage, i, num_stages, device, group=group) for i, stage in stages.items()]
@@ -258,6 +259,11 @@ def run_schedule(model: Any, batches: list[data.Batch], run: Callable[..., Any])
     return {"loss": loss, "count": torch.full((), len(inputs) * bool(losses), device=loss.device)}
 
 
+def trained(model: Any) -> list[Any]:
+    """This rank's parameters that are not frozen."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scale: Any) -> metrics.Sums:
     """Forward and backward passes of a step's micro-batches; then adds up the gradients over the pipelines."""
     step = list(batches)
@@ -266,7 +272,7 @@ def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scal
     sums = run_schedule(model, step, model.schedule.step)
     if model.tied_group:  # the embedding has a gradient at both ends of the pipeline
         dist.all_reduce((model.ends[0] or model.ends[1]).embed.weight.grad, group=model.tied_group)
-    for p in model.parameters():
+    for p in trained(model):
         dist.all_reduce(p.grad, group=model.mesh.get_group("dp"))
     return sums
 
@@ -289,7 +295,9 @@ def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metri
 def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     """Clip to the global gradient norm, (), and return it; it is over all stages, and counts a tied embedding once."""
     copied = model.ends[1].embed.weight if model.tied_group and model.ends[1] else None
-    square = nn.utils.get_total_norm([p.grad for p in model.parameters() if p is not copied]).square()
+    grads = [p.grad for p in trained(model) if p is not copied]
+    norm = nn.utils.get_total_norm(grads) if grads else next(model.parameters()).new_zeros(())
+    square = norm.square()
     # Over the stages only: the pipelines have equal gradients by now.
     dist.all_reduce(square, group=model.mesh.get_group("pp"))
     nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm or float("inf"), square.sqrt())

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import UserError, checkpoint, cli, manifest, sampler, schedule
+from common import UserError, checkpoint, cli, manifest, rates, sampler, schedule
 from common.workloads import environments, gpt, images, packed, text
 
 from tests.harness import damage, module, runner, states
@@ -118,7 +118,6 @@ WORDS = (
 PLANNED = (
     *("global_batch_size", "micro_batch_size", "max_steps", "epochs", "warmup_steps", "lr", "lr_reference_batch"),
     *("seed", "num_layers", "num_heads", "width", "num_kv_heads", "mlp_width", "num_envs", "rollout_steps"),
-    *("vocab_size", "head_width", "rope_scaling"),
 )
 
 
@@ -201,6 +200,7 @@ def _plan(args: Any, choose: random.Random, recipe: Any) -> None:
         return
     if hasattr(args, "num_layers"):
         gpt.Shape.of(args, 256)
+    rates.parse(args.rates)
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
     progress = choose.choice(({}, {"step": 3, "samples": 384}, {"step": 2**62, "samples": 2**62}))
     lengths = {"run_seed": args.seed, "epochs": args.epochs, "max_steps": args.max_steps}

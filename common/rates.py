@@ -1,0 +1,93 @@
+"""Rates of a model's parts: frozen backbones, and parts that learn at another rate than the rest."""
+
+import math
+from typing import Any
+
+from torch import nn
+
+from common import UserError, keymap, ranks
+
+ALL = "all"
+
+
+def parse(rates: str) -> dict[str, float]:
+    """Factors by part: {"all": 0.1, "fc": 1.0} of "all=0.1,fc=1".
+
+    Raises:
+        UserError: it is not a list of parts and factors.
+    """
+    found: dict[str, float] = {}
+    for one in rates.split(",") if rates else []:
+        part, _, number = one.partition("=")
+        try:
+            found[part] = float(number)
+        except ValueError:
+            found[part] = math.nan
+        if not (part and 0 <= found[part] < math.inf):
+            raise UserError(f"--rates {rates!r}: {one!r} must be PART=FACTOR, such as fc=10, or embed=0 to freeze it")
+    return found
+
+
+def factor(name: str, factors: dict[str, float]) -> float:
+    """Factor of a parameter's rate: that of the longest part that its name begins with."""
+    parts = [part for part in factors if f"{name}.".startswith(f"{part}.")]
+    return factors[max(parts, key=len)] if parts else factors.get(ALL, 1.0)
+
+
+def freeze(model: nn.Module, rates: str) -> nn.Module:
+    """Freeze the parameters whose factor is 0, before a strategy looks at them; returns the model.
+
+    Args:
+        model: the plain model, with or without weights.
+        rates: the flag, such as "all=0,fc=1".
+
+    Raises:
+        UserError: the model has no such part, or nothing is left to train.
+    """
+    factors = parse(rates)
+    named = dict(model.named_parameters())
+    for part in factors:
+        if part != ALL and not any(f"{name}.".startswith(f"{part}.") for name in named):
+            raise UserError(f"--rates {rates!r}: the model has no part {part!r}; its parts are {_parts(named)}")
+    frozen = [name for name in named if factor(name, factors) == 0]
+    if len(frozen) == len(named):
+        raise UserError(f"--rates {rates!r} freezes the whole model: one factor must be above 0")
+    for name in frozen:
+        named[name].requires_grad_(False)
+    if factors:
+        averages = [name for name, _ in model.named_buffers() if name.endswith("running_mean")]
+        still = any(factor(name, factors) == 0 for name in averages)
+        ranks.print0(
+            f"rates    {rates}: {len(frozen)} of {len(named)} tensors are frozen"
+            f"{'; averages of their BatchNorms still follow the data' if still else ''}"
+        )
+    return model
+
+
+def _parts(names: dict[str, Any]) -> str:
+    """The outermost parts of a model, in words."""
+    return ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
+
+
+def groups(model: nn.Module, rates: str, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    """An optimizer's groups: one for each factor, and in it one with weight decay, for matrices, and one without.
+
+    Args:
+        model: the model under its strategy.
+        rates: the flag; see `freeze`.
+        lr: the rate of the parts whose factor is 1.
+        weight_decay: of parameters of two dims and more.
+    """
+    factors = parse(rates)
+    named = {keymap.canonical(name): parameter for name, parameter in model.named_parameters()}
+    found = []
+    # The same groups on every rank, whatever parts it has; the highest rate first, which the log shows.
+    for one in sorted({factors.get(ALL, 1.0), *factors.values()} - {0.0}, reverse=True):
+        mine = [parameter for name, parameter in named.items() if factor(name, factors) == one]
+        matrices = [parameter for parameter in mine if parameter.ndim > 1]
+        others = [parameter for parameter in mine if parameter.ndim <= 1]
+        found += [
+            {"params": matrices, "lr": one * lr, "weight_decay": weight_decay},
+            {"params": others, "lr": one * lr, "weight_decay": 0.0},
+        ]
+    return found
