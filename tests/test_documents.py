@@ -110,6 +110,8 @@ def test_missing_texts(tmp_path: Path) -> None:
     folder = write_rows(tmp_path / "data", title=[None, "a", None, ""] * 9, body=["b", None, None, ""] * 9)
     split, _ = text.load(str(folder), 8, columns="title,body")
     assert bytes(split.tokens).decode() == "b\na\n\n\n" * 9
+    split, _ = text.load(str(folder), 8, columns="body")
+    assert bytes(split.tokens).decode() == "b\n\n" * 9
 
 
 @pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
@@ -145,5 +147,5 @@ def test_refused_chats(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=reason):
             text.load(folder, 8, str(tokenizer), "conversation")
     (tokenizer.parent / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match="mend that file, or remove it"):
+    with pytest.raises(UserError, match="a file beside it cannot be read"):
         text.load(folder, 8, str(tokenizer), "conversation")

@@ -96,11 +96,9 @@ class Encoder:
 
     def encode(self, batch: Mapping[str, Sequence[Any]]) -> tuple[np.ndarray, int]:
         """Tokens of some rows, one after the other, (n,), and the bytes of their texts."""
-        texts = [
-            text for row in zip(*(batch[column] for column in self.columns), strict=True) if (text := self._text(row))
-        ]
-        if not self.end:
-            texts = [text + BETWEEN for text in texts]
+        rows = zip(*(batch[column] for column in self.columns), strict=True)
+        ending = "" if self.end else BETWEEN
+        texts = [text + ending for text in map(self._text, rows) if text is not None]
         encoded = [text.encode() for text in texts]
         num_bytes = sum(map(len, encoded))
         if self._model is None:
@@ -154,7 +152,7 @@ def _facts(tokenizer: Path) -> dict[str, Any]:
         return facts | ({"chat_template": template.read_text()} if template.is_file() else {})
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"--tokenizer {tokenizer}: {error} in {tokenizer.parent}: mend that file, or remove it"
+            f"--tokenizer {tokenizer}: a file beside it cannot be read: {error}; mend or remove it"
         ) from error
 
 
