@@ -31,16 +31,17 @@ def test_like_float32_and_resumes_exactly(recipe: str, small_text: Path, tmp_pat
         assert result.ok, str(result)
         return tmp_path / name
 
-    half, single = (
-        runner.records(train(dtype, "--dtype", dtype), "train/grad_norm") for dtype in ("float16", "float32")
-    )
-    assert half == pytest.approx(single, rel=0.05)
-    assert half != pytest.approx(single, rel=1e-6)
+    half, single = (runner.records(train(dtype, "--dtype", dtype), "train/loss") for dtype in ("float16", "float32"))
+    assert half == pytest.approx(single, rel=0.01)
+    assert half != pytest.approx(single, rel=1e-7)
     train("parts", "--dtype", "float16", "--stop-after", "2")
-    parts = train("parts", "--dtype", "float16")
-    assert same_tensors(parts / LAST, tmp_path / "float16" / LAST)
-    manifest = json.loads((parts / LAST / "MANIFEST.json").read_text())
-    assert manifest["loss_scale"] == [precision.FIRST_SCALE, STEPS]
+    train("parts", "--dtype", "float16")
+    parts, whole = (tmp_path / name / LAST for name in ("parts", "float16"))
+    assert same_tensors(parts, whole)
+    scales = [json.loads((path / "MANIFEST.json").read_text())["loss_scale"] for path in (parts, whole)]
+    assert scales[0] == scales[1]
+    assert 1 < scales[0][0] <= precision.FIRST_SCALE
+    assert scales[0][1] > 0
 
 
 def gradient(scale: precision.LossScale) -> torch.Tensor:

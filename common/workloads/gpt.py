@@ -78,7 +78,8 @@ class Shape:
         if self.width * max(self.num_heads * self.head_width, self.mlp_width, self.vocab_size) > MOST_ELEMENTS:
             raise UserError(
                 f"--width {self.width} with --mlp-width {self.mlp_width}, --num-heads {self.num_heads} and a "
-                f"vocabulary of {self.vocab_size} makes a matrix of more than {MOST_ELEMENTS} elements: lower one of them"
+                f"vocabulary of {self.vocab_size} makes a matrix of more than {MOST_ELEMENTS} elements: "
+                "lower one of them"
             )
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"--num-heads {self.num_heads} must be a multiple of --num-kv-heads {self.num_kv_heads}")

@@ -51,9 +51,7 @@ class Args:
     out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
     name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
     resume: str = ""  # start from this run or checkpoint
-    init: str = (
-        ""  # begin with the weights that fit: a checkpoint, folder or file of safetensors, .pth, torchvision:NAME
-    )
+    init: str = ""  # begin with the weights that fit: a checkpoint, folder, .safetensors, .pth, torchvision:NAME
     env: str = "CartPole-v1"  # id of a gymnasium environment with vectors as observations, or of an ALE/ game
     seed: cli.Seed = 0  # seed of initial weights, episodes, actions and order of samples
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi

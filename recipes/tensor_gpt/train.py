@@ -51,9 +51,7 @@ class Args:
     out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
     name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
     resume: str = ""  # start from this run or checkpoint, of any recipe with the same model
-    init: str = (
-        ""  # begin with the weights that fit: a checkpoint, folder or file of safetensors, .pth, torchvision:NAME
-    )
+    init: str = ""  # begin with the weights that fit: a checkpoint, folder, .safetensors, .pth, torchvision:NAME
     data: str = "stdlib"  # "stdlib" (built in: Python's own text), a folder, or a data set of the Hugging Face hub
     seed: cli.Seed = 0  # seed of initial weights and order of samples
     workers: cli.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
