@@ -97,7 +97,7 @@ def find(run_dir: Path, resume: str, model: nn.Module | None = None, **fingerpri
     for key, value in fingerprint.items():
         if progress.get(key, value) != value:
             ranks.print0(f"note: the checkpoint was written with {key} {progress[key]}, this run has {key} {value}")
-    if model:
+    if model is not None:
         check_fits(path, model)
     return Found(run_dir, fingerprint, path, progress, newest)
 
@@ -121,6 +121,19 @@ def _newest(run_dir: Path) -> int:
     return _from_rank0(run_dir, lambda: max(map(step_of, committed(run_dir)), default=-1))
 
 
+def candidates(where: Path, flag: str = "") -> list[Path]:
+    """The checkpoint `where` itself, or those of a run, newest first.
+
+    Raises:
+        UserError: there is none; `flag` is what named the place.
+    """
+    place = where.expanduser()
+    found = [place] if (place / manifest.NAME).is_file() else committed(place)
+    if not found:
+        raise UserError(f"{flag}{where}: no checkpoint there; name a run's folder or one of its checkpoints")
+    return found
+
+
 def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
     """Choose the newest undamaged checkpoint of a run, or the checkpoint `where` itself; returns it and its manifest.
 
@@ -133,16 +146,8 @@ def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
     Raises:
         UserError: there is no checkpoint, all are damaged, or everybody can write to one.
     """
-
-    def candidates() -> list[str]:
-        place = where.expanduser()
-        found = [place] if (place / manifest.NAME).is_file() else committed(place)
-        if not found:
-            raise UserError(f"{flag}{where}: no checkpoint there; name a run's folder or one of its checkpoints")
-        return [str(path) for path in found]
-
     faults: list[str] = []
-    for path in map(Path, _from_rank0(f"{flag}{where}", candidates)):
+    for path in map(Path, _from_rank0(f"{flag}{where}", lambda: [str(one) for one in candidates(where, flag)])):
         _from_rank0(path, functools.partial(_refuse_open_folder, path))
         facts, fault = _verify(path)
         if not fault:

@@ -85,7 +85,8 @@ def let_rank0_exit() -> None:
     """Wait for the launcher to kill this rank, as it does once rank 0 has printed the refusal and exited."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
     if process_group.joined:
-        process_group.joined.store.add(REFUSED, 1)
+        with contextlib.suppress(dist.DistError):  # rank 0, which may host the store, has exited already
+            process_group.joined.store.add(REFUSED, 1)
     time.sleep(GRACE_S)
 
 

@@ -70,9 +70,8 @@ class FiniteGuard:
         self._kept = [buffer.clone() for buffer in self._buffers]
         device = next(model.parameters()).device
         self._bad = torch.zeros((), dtype=torch.bool, device=device)
-        self._in_a_row, self._total, self._first, self._tripped_at = torch.zeros(4, dtype=torch.long, device=device)
-        self._lowered = torch.zeros((), dtype=torch.long, device=device)
-        self._reported = 0
+        self._since_report: dict[int, torch.Tensor] = {}  # by step: whether its update was skipped, and to what end
+        self._in_a_row = 0
 
     @property
     def loss_scale(self) -> torch.Tensor | int:
@@ -115,15 +114,9 @@ class FiniteGuard:
         bad = self._bad
         for buffer, kept in zip(self._buffers, self._kept, strict=True):
             torch.where(bad, kept, buffer, out=buffer)
-        private_api.copy_all(self._kept, self._buffers)
+            kept.copy_(buffer)
         lowered = self._scale.update(bad)
-        self._lowered += lowered
-        bad = bad & ~lowered
-        self._first.copy_(torch.where(bad & (self._total == self._reported), step, self._first))
-        self._total += bad
-        self._in_a_row.copy_(torch.where(bad, self._in_a_row + 1, 0))
-        trips = (self._in_a_row > self._most) & (self._tripped_at == 0)
-        self._tripped_at.copy_(torch.where(trips, step, self._tripped_at))
+        self._since_report[step] = torch.stack((bad & ~lowered, lowered))
 
     def report(self) -> int:
         """Print how many updates were skipped (all ranks). Call it where the loop waits for the device anyway.
@@ -134,30 +127,35 @@ class FiniteGuard:
         Raises:
             BadStateError: more updates in a row were skipped than allowed; names their steps and samples.
         """
-        figures = torch.stack((self._total, self._first, self._tripped_at, self._lowered))
+        if not self._since_report:
+            return 0
+        figures = torch.stack([*self._since_report.values()]).int()  # (steps, 2)
         if dist.is_initialized():  # a rank whose norm alone was wrong must not act alone
             dist.all_reduce(figures, dist.ReduceOp.MAX)
-        total, first, tripped_at, lowered = figures.tolist()
-        self._total.fill_(total)
-        self._lowered.zero_()
-        if lowered:
+        found = dict(zip(self._since_report, figures.tolist(), strict=True))
+        self._since_report.clear()
+        if lowered := sum(lowered for _, lowered in found.values()):
             updates = f"{lowered} update{'s' * (lowered > 1)}"
             ranks.print0(f"note: skipped {updates} to lower float16's loss scale to {float(self.loss_scale):g}")
-        if tripped_at:
-            steps = range(tripped_at - self._most, tripped_at + 1)
-            message = f"the gradient was not finite in steps {steps[0]} to {steps[-1]}, more than --max-skips "
-            message += f"{self._most} allows: lower --lr, set --max-grad-norm"
-            plan = self._plan
-            if plan.num_samples:  # otherwise samples are generated, and have no indices
-                ends = [(plan.position(step - 1), plan.position(step)) for step in steps]
-                read = "; ".join(str(plan.samples(start, stop)[1].tolist()) for start, stop in ends)
-                message += f", or check the samples of these steps: {read}"
-            raise BadStateError(message, tripped_at)
-        count = total - self._reported
-        self._reported = total
-        if count:
-            ranks.print0(f"warning: skipped {count} update{'s' * (count > 1)} because the gradient was not finite")
-        return first if count else 0
+        for step, (bad, _) in found.items():
+            self._in_a_row = self._in_a_row + 1 if bad else 0
+            if self._in_a_row > self._most:
+                raise self._too_many(step)
+        skipped = [step for step, (bad, _) in found.items() if bad]
+        if skipped:
+            updates = f"{len(skipped)} update{'s' * (len(skipped) > 1)}"
+            ranks.print0(f"warning: skipped {updates} because the gradient was not finite")
+        return min(skipped, default=0)
+
+    def _too_many(self, last: int) -> BadStateError:
+        steps = range(last - self._most, last + 1)
+        message = f"the gradient was not finite in steps {steps[0]} to {last}, more than --max-skips "
+        message += f"{self._most} allows: lower --lr, set --max-grad-norm"
+        if self._plan.num_samples:  # otherwise samples are generated, and have no indices
+            ends = [(self._plan.position(step - 1), self._plan.position(step)) for step in steps]
+            read = "; ".join(str(self._plan.samples(start, stop)[1].tolist()) for start, stop in ends)
+            message += f", or check the samples of these steps: {read}"
+        return BadStateError(message, last)
 
 
 class StateCheck:

@@ -109,7 +109,6 @@ def _counters(optimizer: torch.optim.Optimizer) -> set[str]:
 
     All others are the user's: a flag that has changed since the checkpoint must hold.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper
     if optimizer.defaults.get("fused"):  # torch's, which have none
         return set()
     if optimizer not in _counters_of:

@@ -61,10 +61,8 @@ class Run:
         # Seconds that a sample would take on one rank at the device's peak.
         self._ideal_s = sample.flops and sample.flops / flops.peak_flops(world.device, dtype)
         self._began = self._since = time.perf_counter()
-        self._pause_began: float | None = None
-        self._paused_s = 0.0
+        self._seconds = 0.0  # of training since the last record, until `_since`
         self._trained_s = 0.0
-        self._trained_samples = 0
         self._data_wait_s = 0.0
         self._records: TextIO | None = None  # metrics.jsonl and TensorBoard's events, opened when there is room
         self._events: Any = None
@@ -107,14 +105,12 @@ class Run:
         shown = {**metrics.means(self._sums), **more}
         self._sums = {}
         now = time.perf_counter()
-        seconds = now - self._since - self._paused_s
+        seconds = self._seconds + now - self._since
         self._since = now
-        self._paused_s = 0.0
+        self._seconds = 0.0
         self._trained_s += seconds
-        samples = self._plan.position(step) - self._plan.position(self._rated_step)
+        rate = (self._plan.position(step) - self._plan.position(self._rated_step)) / seconds
         self._rated_step = step
-        self._trained_samples += samples
-        rate = samples / seconds
         tagged = self._record(step, "train", shown)
         perf = {
             "samples_per_s": rate,
@@ -128,11 +124,9 @@ class Run:
         self._show(step, shown, f"{rate:,.0f} samples/s")
         return tagged
 
-    def log_validation(self, step: int, means: Mapping[str, float]) -> dict[str, float]:
-        """Record an evaluation's global means; returns them by TensorBoard tag."""
-        tagged = self._record(step, "val", means)
-        self._show(step, {f"val/{key}": value for key, value in means.items()})
-        return tagged
+    def log_validation(self, step: int, means: Mapping[str, float]) -> None:
+        """Record an evaluation's global means."""
+        self._show(step, self._record(step, "val", means))
 
     def log_images(self, step: int, tag: str, images: Any) -> None:
         """Show images, (N, H, W, 3) uint8, in TensorBoard (rank 0)."""
@@ -141,13 +135,11 @@ class Run:
 
     def pause(self) -> None:
         """Exclude the time until `unpause` from the rate of training."""
-        self._pause_began = time.perf_counter()
+        self._seconds += time.perf_counter() - self._since
 
     def unpause(self) -> None:
         """Count time towards the rate of training again."""
-        if self._pause_began is not None:
-            self._paused_s += time.perf_counter() - self._pause_began
-            self._pause_began = None
+        self._since = time.perf_counter()
 
     def finish(self, stopped: str = "") -> None:
         """Print the result, where the files are, and the command that continues the run.
@@ -160,7 +152,7 @@ class Run:
             return
         took = f"{time.perf_counter() - self._began:.1f} s"
         if self._trained_s:
-            rate = self._trained_samples / self._trained_s
+            rate = (self._plan.position(self._rated_step) - self._plan.start) / self._trained_s
             took += f", of which {self._trained_s:.1f} s training at {rate:,.0f} samples/s"
         if stopped:
             ranks.print0(f"stopped  checkpoint saved ({stopped})")

@@ -87,6 +87,9 @@ def _check(manifest: dict[str, Any], path: Path) -> str:
     for key in ("step", "samples"):
         if type(manifest.get(key)) is not int or not 0 <= manifest[key] < 2**63:
             return f"{NAME} has {key} {manifest.get(key)!r:.40} instead of a number"
+    scale = manifest.get("loss_scale", [1.0, 0.0])
+    if not (isinstance(scale, list) and len(scale) == 2 and all(type(one) is float and one >= 0 for one in scale)):
+        return f"{NAME} has loss_scale {scale!r:.40} instead of two numbers"
     number = re.fullmatch(r"step_(\d+)", path.name, re.ASCII)
     if number and int(number[1]) != manifest["step"]:
         return f"it is of step {manifest['step']}, and the folder's number is {int(number[1])}"

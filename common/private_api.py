@@ -11,7 +11,7 @@ import json
 import pickle
 import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,20 +76,6 @@ def skip_update_if(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
     """
     flagged: Any = optimizer
     flagged.found_inf = bad.float()
-
-
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy many small tensors into others of the same shapes, in a few kernels.
-
-    Needs `torch._foreach_copy_`. The public way, one `copy_` each, takes a kernel each: this does it where torch has no
-    `_foreach_copy_`.
-    """
-    together: Any = getattr(torch, "_foreach_copy_", None)
-    if together and targets:
-        together(list(targets), list(sources))
-    else:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
 
 
 def keep_compiled_activations() -> None:

@@ -30,7 +30,6 @@ class World:
 
     rank: int
     size: int
-    local_rank: int
     local_size: int
     host: str
     device: torch.device
@@ -68,9 +67,8 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
         UserError: the backend or a GPU is missing, there are more processes than GPUs, the ranks differ, or a device
             computes wrongly.
     """
-    local_rank = ranks.env_int("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", default=0)
-    local_size = ranks.env_int("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
-    device = _pick_device(local_rank, local_size)
+    local_size = ranks.env_int("LOCAL_WORLD_SIZE", default=1)
+    device = _pick_device(ranks.env_int("LOCAL_RANK", default=0), local_size)
     backend = _pick_backend(backend, device)
     picked = {"--dtype": str(precision.compute_dtype(dtype, device)).removeprefix("torch."), "--backend": backend}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and ranks.env_int(
@@ -85,23 +83,17 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
         options["device_id"] = device  # else collectives have to guess this rank's device
     global _met, joined  # noqa: PLW0603 (`exits` needs `joined` for an error anywhere in the process)
     if not again:
-        # MPI connects the ranks itself, and has no store that they share.
-        place = (dist.HashStore(), 0, 1) if backend == "mpi" else _rendezvous()
-        _met = (*place, os.environ.pop("RUN_KEY", ""))
+        _met = (*_rendezvous(), os.environ.pop("RUN_KEY", ""))
     met, rank, size, run_key = _met
     store = dist.PrefixStore(f"start {again}", met) if again else met  # without what is there of an earlier start
-    if backend != "mpi":
-        options |= {"store": store, "rank": rank, "world_size": size}
     dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors then name parameters, such as one without a gradient
-    dist.init_process_group(**options)
-    rank = dist.get_rank()
-    size = dist.get_world_size()
+    dist.init_process_group(**options, store=store, rank=rank, world_size=size)
     # A key of this start, so that nothing of an earlier one counts. The launcher hands down RUN_KEY. Without it, only
     # those who come to the store after the ranks have joined do not know this key.
     start_key = seal.derive(run_key, ranks.from_rank0(lambda: secrets.token_hex(16)))
     sealed = seal.SealedStore(store, start_key)
     background.enter_context(private_api.sealed_objects(start_key))
-    world = World(rank, size, local_rank, local_size, socket.gethostname(), device, backend, sealed)
+    world = World(rank, size, local_size, socket.gethostname(), device, backend, sealed)
     joined = world
     # First, because ranks with another backend would wait in `_check_devices` and the barrier for ever.
     ranks.check_same(picked=picked)
@@ -122,25 +114,16 @@ def _rendezvous() -> tuple[dist.Store, int, int]:
     if "RANK" in os.environ:
         address, port = _meeting_place()
         hosts = ranks.rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        listening = _listen(address, port) if hosts else None
-        if listening is None:
-            return next(dist.rendezvous("env://", timeout=timeout))
         # multi_tenant: a process that joins again at the same port, as tests do, shares the server that it has.
-        store = dist.TCPStore(
-            address,
-            port,
-            ranks.size(),
-            is_master=True,
-            timeout=timeout,
-            multi_tenant=True,
-            master_listen_fd=listening.detach(),
-        )
-        return store, 0, ranks.size()
-    num_tasks = max(ranks.size(), ranks.env_int("SLURM_STEP_NUM_TASKS", "PMI_SIZE", default=1))
+        how: dict[str, Any] = {"is_master": hosts, "timeout": timeout, "multi_tenant": True}
+        if hosts and (listening := _listen(address, port)):
+            how["master_listen_fd"] = listening.detach()
+        return dist.TCPStore(address, port, ranks.size(), **how), ranks.rank(), ranks.size()
+    num_tasks = max(ranks.size(), ranks.env_int("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", default=1))
     if num_tasks > 1:
         raise UserError(
             f"srun or mpirun started {num_tasks} processes without torchrun, and each would train alone. Use "
-            "launch/slurm.sh or --backend mpi; to train alone on purpose, unset SLURM_STEP_NUM_TASKS and PMI_SIZE"
+            "launch/slurm.sh; to train alone on purpose, unset SLURM_STEP_NUM_TASKS, PMI_SIZE, OMPI_COMM_WORLD_SIZE"
         )
     return dist.HashStore(), 0, 1
 
@@ -202,14 +185,10 @@ def _pick_backend(backend: str, device: torch.device) -> str:
     if backend == "auto":
         # gloo beside NCCL carries data that is on the CPU: names, digests, plans of checkpoints.
         return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if backend not in ("gloo", "nccl", "mpi"):
-        raise UserError(f"--backend {backend} is unknown: use auto, gloo, nccl or mpi")
+    if backend not in ("gloo", "nccl"):
+        raise UserError(f"--backend {backend} is unknown: use auto, gloo or nccl")
     if not dist.is_backend_available(backend):
-        built = [name for name in ("gloo", "nccl", "mpi") if dist.is_backend_available(name)]
-        why = " (MPI needs a torch built from source beside an MPI library)" if backend == "mpi" else ""
-        raise UserError(
-            f"--backend {backend}: torch {torch.__version__} was built without it{why}; use {' or '.join(built)}"
-        )
+        raise UserError(f"--backend {backend}: torch {torch.__version__} was built without it")
     if backend == "nccl":
         if device.type != "cuda":
             raise UserError("--backend nccl needs GPUs, and torch sees none on this machine: use --backend gloo")

@@ -38,12 +38,12 @@ def env_int(*names: str, default: int) -> int:
 
 def rank() -> int:
     """Rank of this process; works before there is a process group."""
-    return env_int("RANK", "OMPI_COMM_WORLD_RANK", default=0)
+    return env_int("RANK", default=0)
 
 
 def size() -> int:
     """Number of processes of this run; works before there is a process group."""
-    return env_int("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", default=1)
+    return env_int("WORLD_SIZE", default=1)
 
 
 def versions() -> dict[str, str]:

@@ -1,5 +1,6 @@
 """The folder of a run: config.json, the copied train.py, metrics.jsonl, logs/."""
 
+import argparse
 import contextlib
 import dataclasses
 import errno
@@ -180,13 +181,9 @@ def write_config(path: Path, recipe: str, args: Any, world: process_group.World)
 
 def resume_command(path: Path, world_size: int) -> str:
     """The command that continues the run in `path`: this one, with the run's name and without --stop-after."""
-    flags = iter(sys.argv[1:])
-    kept = []
-    for flag in flags:
-        if flag.replace("_", "-") == "--stop-after":
-            next(flags)
-        elif not flag.replace("_", "-").startswith("--stop-after="):
-            kept.append(flag)
+    dropped = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    dropped.add_argument("--stop-after", "--stop_after")
+    _, kept = dropped.parse_known_args(sys.argv[1:])
     if not any(flag.split("=")[0] == "--name" for flag in kept):
         kept += ["--name", path.name]
     # launch/torchrun.sh sets LAUNCHED_AS, and so does a recipe that runs under another launcher.
@@ -198,8 +195,6 @@ def _launcher(world_size: int) -> str:
     """A command that starts as many processes as somebody else's launcher has."""
     if world_size == 1:
         return "python"
-    if "OMPI_COMM_WORLD_SIZE" in os.environ:
-        return f"mpirun -n {world_size} python"
     local_size = ranks.env_int("LOCAL_WORLD_SIZE", default=world_size)
     nodes = ranks.env_int("GROUP_WORLD_SIZE", default=world_size // local_size)
     # Ranks do not know where torchrun's own rendezvous is.

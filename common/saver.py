@@ -80,12 +80,8 @@ class Saver:
         self._has_one = has_one
         self._best = -1
         self._bad: guard.BadStateError | None = None
-        process_group.background.callback(self._end)
-
-    def _end(self) -> None:
-        """After an error, wait a little for a save in progress: its other ranks are exiting too."""
-        if self._pending:
-            self._pending.join(10)
+        # After an error, only a little: the other ranks are exiting too.
+        process_group.background.callback(self.wait, 10)
 
     def save(
         self, step: int, tensors: Tensors, samples: int, last: bool, best: int = -1, loss_scale: Sequence[float] = ()
@@ -119,10 +115,10 @@ class Saver:
         self._agree()
         self.drain(last)
 
-    def wait(self) -> None:
+    def wait(self, most_s: float | None = None) -> None:
         """Wait for a save in progress, whatever comes of it; `watch` notices one that never ends."""
         if self._pending:
-            self._pending.join()
+            self._pending.join(most_s)
 
     def drain(self, last: bool = False) -> None:
         """Wait for a save in progress, and warn if it failed, or raise if it was the first or last one (all ranks).

@@ -44,10 +44,8 @@ def uniform(*keys: int | np.ndarray) -> np.ndarray:
 
 def everything(*keys: int) -> None:
     """Seed Python's, NumPy's and torch's global generators (all devices) from the keys."""
-    bits = int(mix(*keys))
-    random.seed(bits)
-    np.random.seed(bits % 2**32)
-    torch.manual_seed(bits)
+    for_sample(*keys)
+    torch.manual_seed(int(mix(*keys)))
 
 
 def for_sample(*keys: int | np.ndarray) -> None:

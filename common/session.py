@@ -89,15 +89,10 @@ class Session:
         self._done = plan.first_step
         self._stops = False
         self._doubted = went_back_from[-1] if went_back_from else 0
-        # The step of the checkpoint that --keep-best keeps, and its metric; the last evaluation of a step counts.
-        self._best = (
-            ranks.from_rank0(lambda: _best_kept(found.run_dir, args.keep_best)) if args.keep_best else (-1, None)
-        )
-        # For --patience: the step and the metric of each evaluation so far.
+        # For --keep-best and --patience: the metric at each evaluation so far, and the step of the checkpoint to keep.
         self._tag = f"val/{args.keep_best or 'loss'}"
-        self._evaluations = (
-            ranks.from_rank0(lambda: _evaluations(found.run_dir, self._tag, plan.first_step)) if args.patience else []
-        )
+        self._evaluations = ranks.from_rank0(lambda: _evaluations(found.run_dir, self._tag, plan.first_step))
+        self._best_step = -1
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
         run_dir.claim(found.run_dir)
@@ -157,7 +152,7 @@ class Session:
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is due after `step`."""
-        due = step % (self._args.save_every or self._plan.epoch_steps) == 0 or step == self._best[0]
+        due = step % (self._args.save_every or self._plan.epoch_steps) == 0 or step == self._best_step
         return due or self._is_last(step)
 
     def log_train(
@@ -189,19 +184,19 @@ class Session:
         self._log.log_validation(step, means)
         if not self._args.keep_best and not self._args.patience:
             return
-        tag = self._tag
-        metric = tag.removeprefix("val/")
+        metric = self._tag.removeprefix("val/")
         if metric not in means:
-            raise UserError(f"--keep-best {metric}: an evaluation gives {', '.join(means)}")
-        if self._args.keep_best and metrics.is_better(tag, means[metric], self._best[1]):
-            self._best = (step, means[metric])
-        self._evaluations.append({"step": step, tag: means[metric]})
-        value, best_step = metrics.best(self._evaluations).get(tag, (math.nan, 0))
+            flag = f"--keep-best {metric}" if self._args.keep_best else f"--patience {self._args.patience}"
+            raise UserError(f"{flag}: an evaluation gives {', '.join(means)}; name one of them with --keep-best")
+        self._evaluations.append({"step": step, self._tag: means[metric]})
+        value, best_step = metrics.best(self._evaluations).get(self._tag, (math.nan, 0))
+        if self._args.keep_best and best_step == step:
+            self._best_step = step
         since = sum(one["step"] > best_step for one in self._evaluations)
         if since >= self._args.patience > 0 and not self._stops:
             self._stops = True
             ranks.print0(
-                f"--patience {self._args.patience}: {tag} was best at step {best_step} ({value:.4g}), {since} "
+                f"--patience {self._args.patience}: {self._tag} was best at step {best_step} ({value:.4g}), {since} "
                 f"evaluations ago: saving and stopping after step {step}"
             )
 
@@ -243,7 +238,7 @@ class Session:
         tensors = keymap.tensors(self._model, self._optimizer) | (more or {})
         with self._goes_back():
             self._saver.save(
-                step, tensors, self._plan.position(step), self._is_last(step), self._best[0], self._scale.state()
+                step, tensors, self._plan.position(step), self._is_last(step), self._best_step, self._scale.state()
             )
         if self._doubted and (step > self._doubted or self._is_last(step)):
             ranks.print0(f"step {self._doubted} was computed again, without the fault: it was a passing one")
@@ -307,13 +302,3 @@ def _evaluations(path: Path, tag: str, last_step: int) -> list[dict[str, float]]
     return [
         {"step": one["step"], tag: one[tag]} for one in run_dir.records(path) if tag in one and one["step"] <= last_step
     ]
-
-
-def _best_kept(path: Path, metric: str) -> tuple[int, float | None]:
-    """The step and the metric of the checkpoint that a run has kept as its best (rank 0)."""
-    try:
-        step = checkpoint.step_of(path / "checkpoints" / (path / "checkpoints" / checkpoint.BEST).read_text())
-        values = {record["step"]: record.get(f"val/{metric}") for record in run_dir.records(path)}
-    except (OSError, ValueError):
-        return -1, None
-    return (step, values[step]) if values.get(step) is not None else (-1, None)

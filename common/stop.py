@@ -80,8 +80,7 @@ class Stop:
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         # torchrun's own process. Without torchrun, the parent is a shell, which may end while the training runs.
         self._launcher = world.parent if "TORCHELASTIC_RUN_ID" in os.environ else 0
-        # The main thread may be waiting in the store itself.
-        self._store = world.store.clone() if world.size > 1 else world.store
+        self._store = world.store.clone()  # the main thread may be waiting in the store itself
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stop", daemon=True)
         self._thread.start()

@@ -52,12 +52,10 @@ class Watch:
         self._reported = False
         self._closing = threading.Event()
         self._exiting = threading.Lock()
-        # The main thread may be waiting in the store itself.
-        self._store = world.store.clone() if world.size > 1 else world.store
+        self._store = world.store.clone()  # the main thread may be waiting in the store itself
         self._beats = 0
         targets = [self._watch, self._tick]
-        self._connected = world.size > 1 and world.backend != "mpi"  # whose ranks have no store in common either
-        if self._connected:
+        if world.size > 1:
             self._farewell = torch.zeros(1)
             self._message: Any = dist.irecv(self._farewell, (world.rank + 1) % world.size, tag=FAREWELL_TAG)
             targets.append(self._feel_next)
@@ -97,7 +95,7 @@ class Watch:
             return
         self._closing.set()
         with contextlib.suppress(RuntimeError, ValueError):  # no connection is left, as after an error
-            if self._connected:
+            if self._world.size > 1:
                 self._sent = dist.isend(torch.ones(1), (self._world.rank - 1) % self._world.size, tag=FAREWELL_TAG)
         for thread in self._threads:
             thread.join(DEAD_S)
@@ -110,7 +108,7 @@ class Watch:
         while type(error) is RuntimeError and error.__cause__:  # torch wraps errors of a stage's backward pass so
             error = error.__cause__
         phase, stack = diagnose.phase_and_stack(traceback.walk_tb(error.__traceback__), self._heart.noted)
-        headline = f"{self._name()} failed in {phase}: {type(error).__name__}: {error}\n"
+        headline = f"{self._heart.name()} failed in {phase}: {type(error).__name__}: {error}\n"
         finding = headline + stack
         everywhere = isinstance(error, UserError) and error.everywhere
         if everywhere or (not self._logs and isinstance(error, UserError | KeyboardInterrupt)):
@@ -147,16 +145,13 @@ class Watch:
         return self._store.check([f"watch/{rank}/exits"])
 
     def _store_lost(self, error: Exception) -> str:
-        lost = f"{self._name()} has lost its connection to the store: {STORE_HOST} is dead or cut off ({error})\n"
+        lost = f"{self._heart.name()} has lost its connection to the store: {STORE_HOST} is dead or cut off ({error})\n"
         return self._heart.own_freeze() or lost
-
-    def _name(self) -> str:
-        return self._heart.name()
 
     def _report_early_exit(self) -> None:
         if self._last_words or not (self._closing.is_set() or self._reported):
             with contextlib.suppress(dist.DistError):  # the store has gone before
-                self._publish_finding(self._last_words or f"{self._name()} exited before the training was done\n")
+                self._publish_finding(self._last_words or f"{self._heart.name()} exited before the training was done\n")
 
     def _watch(self) -> None:
         patience_s = 0 if self._world.rank < DECIDERS else 2 * DEAD_S
@@ -190,7 +185,9 @@ class Watch:
             silent_s = silent_s + BEAT_S if self._beats == beats else 0.0
             beats = self._beats
             if silent_s > self._heart.limit_s():
-                self._exit(f"{self._name()} gets no answer from the store: {STORE_HOST} is frozen or cut off\n", False)
+                self._exit(
+                    f"{self._heart.name()} gets no answer from the store: {STORE_HOST} is frozen or cut off\n", False
+                )
 
     def _feel_next(self) -> None:
         """Notice at once when the next rank's process has ended: then the kernel closes its connection."""

@@ -24,7 +24,7 @@ from torch.distributed.run import parse_args, run
 from common import output
 from common.exits import PEER_FAILED, USAGE_ERROR
 from common.stop import taken_over
-from launch import private_api, rendezvous
+from launch import rendezvous
 
 requests: list[int] = []  # signals that were forwarded
 started: list[SubprocessContext] = []  # this machine's ranks, one entry for each start
@@ -33,9 +33,6 @@ started: list[SubprocessContext] = []  # this machine's ranks, one entry for eac
 def main() -> None:
     """Run the recipe; exit with the code of the rank that failed first."""
     output.protect()
-    if missing := private_api.missing():
-        print(f"error: {missing}", file=sys.stderr)
-        sys.exit(USAGE_ERROR)
     # torchrun's own log wraps its stack trace around the three lines that are printed below.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     start = PContext.start

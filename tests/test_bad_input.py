@@ -115,7 +115,6 @@ BAD_FLAGS = {
     "unknown flag": BEFORE_RANKS_MEET["unknown flag"],
     "dtype": (["--dtype", "float8"], ["--dtype", "float8", "float64"]),
     "backend": (["--backend", "smoke"], ["--backend smoke", "gloo"]),
-    "no MPI": (["--backend", "mpi"], ["--backend mpi", "built without it", "built from source"]),
     "no GPU": (["--backend", "nccl"], ["--backend nccl", "--backend gloo"]),
     "no data folder": (["--data", "./nowhere"], ["--data ./nowhere: there is no such folder"]),
     "nothing to resume": (["--resume", "runs/nowhere"], ["--resume runs/nowhere: no checkpoint there"]),

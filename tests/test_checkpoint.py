@@ -190,6 +190,7 @@ SEALED = {  # of entries that only a program can have written, and what is wrong
     "true": ({"samples": True}, "MANIFEST.json has samples True instead of a number"),
     "minus one": ({"samples": -1}, "MANIFEST.json has samples -1 instead of a number"),
     "beyond 64 bits": ({"samples": 2**63}, "MANIFEST.json has samples 9223372036854775808 instead of a number"),
+    "a loss scale in words": ({"loss_scale": ["much", 1.0]}, "MANIFEST.json has loss_scale"),
     "another step": ({"step": 5}, "it is of step 5, and the folder's number is 4"),
     "no files": ({"files": {}}, "MANIFEST.json names no files"),
     "a device": ({"files": {"/dev/zero": {"bytes": 0, "sha256": ""}}}, "MANIFEST.json names '/dev/zero', which is not"),

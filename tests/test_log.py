@@ -33,7 +33,7 @@ def one_teraflop(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_world(rank: int, size: int) -> process_group.World:
-    return process_group.World(rank, size, rank, size, "host", torch.device("cpu"), "gloo", dist.HashStore())
+    return process_group.World(rank, size, size, "host", torch.device("cpu"), "gloo", dist.HashStore())
 
 
 def make_run(

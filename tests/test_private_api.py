@@ -10,7 +10,7 @@ import runpy
 import sys
 import tomllib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import diagnose, private_api, saver
-from launch import agent, rendezvous, strategy
+from launch import strategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import _backward, schedules
@@ -153,16 +153,6 @@ def test_update_is_skipped(name: str) -> None:
     assert torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])
     assert seen[2].isfinite().all()
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_copy_all(there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not there:
-        monkeypatch.delattr(torch, "_foreach_copy_")
-    targets = [torch.zeros(3), torch.zeros((), dtype=torch.long)]
-    private_api.copy_all(targets, [torch.ones(3), torch.tensor(7)])
-    assert [target.tolist() for target in targets] == [[1, 1, 1], 7]
-    private_api.copy_all([], [])
 
 
 def test_backward_pass_of_a_compiled_graph_runs_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,38 +304,6 @@ def test_fingerprint_is_of_the_rows(tmp_path: Path) -> None:
 
 
 # --- the launcher ---
-
-
-@contextlib.contextmanager
-def without(owner: Any, name: str) -> Iterator[None]:
-    """A torch in which a class has no such function, or sets no such attribute."""
-    with pytest.MonkeyPatch.context() as patch:
-        if (owner, name) in launch.private_api.ATTRIBUTES:
-            patch.setattr(owner, "__init__", lambda self, store, run_id: None)
-        elif name == "__init__":
-            patch.setattr(owner, name, lambda self: None)
-        else:
-            patch.delattr(owner, name)
-        yield
-
-
-def test_launcher_has_all_that_it_replaces() -> None:
-    assert launch.private_api.missing() == ""
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [*launch.private_api.FUNCTIONS, *launch.private_api.ATTRIBUTES],
-    ids=lambda part: part if isinstance(part, str) else part.__name__,
-)
-def test_launcher_refuses_a_torch_without(owner: Any, name: str, capsys: pytest.CaptureFixture) -> None:
-    with without(owner, name), pytest.raises(SystemExit) as end:
-        agent.main()
-    assert end.value.code == rendezvous.USAGE_ERROR
-    message = capsys.readouterr().err
-    assert message.startswith(f"error: torch {torch.__version__} has no {owner.__name__}.{name}")
-    assert message.count("\n") == 1
-    assert "or start the recipe with torchrun" in message
 
 
 def test_accelerate_without_its_reader_of_config_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_without_a_launcher_there_is_a_group_of_one() -> None:
     world = process_group.start()
-    assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 1, 0, 1)
+    assert (world.rank, world.size, world.local_size) == (0, 1, 1)
     assert (world.device, world.backend) == (CPU, "gloo")
     total = torch.ones(1)
     dist.all_reduce(total)
@@ -171,7 +171,7 @@ def test_ranks_of_a_plain_torchrun_that_has_restarted_them_are_refused(monkeypat
 def start_on_two() -> None:
     world = process_group.start()
     assert (world.rank, world.size) == (ranks.rank(), 2)
-    assert world.rank == world.local_rank == dist.get_rank()
+    assert world.rank == dist.get_rank()
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total == 2
@@ -196,7 +196,7 @@ def test_start_joins_the_group_of_the_launcher() -> None:
     ],
 )
 def test_world_in_words(size: int, local_size: int, text: str) -> None:
-    world = process_group.World(0, size, 0, local_size, "host", CPU, "gloo", dist.HashStore())
+    world = process_group.World(0, size, local_size, "host", CPU, "gloo", dist.HashStore())
     assert str(world).startswith(text)
     assert torch.__version__ in str(world)
 
@@ -222,20 +222,13 @@ def test_pick_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process_group._pick_backend("auto", GPU) == "cpu:gloo,cuda:nccl"
     assert process_group._pick_backend("nccl", GPU) == "cpu:gloo,cuda:nccl"
     assert process_group._pick_backend("gloo", GPU) == "gloo"
-    assert process_group._pick_backend("mpi", CPU) == "mpi"
     with pytest.raises(UserError, match=r"--backend nccl needs GPUs, .* on this machine: use --backend gloo"):
         process_group._pick_backend("nccl", CPU)
-    with pytest.raises(UserError, match=r"--backend ucc is unknown: use auto, gloo, nccl or mpi"):
+    with pytest.raises(UserError, match=r"--backend ucc is unknown: use auto, gloo or nccl"):
         process_group._pick_backend("ucc", CPU)
 
 
 def test_backends_that_this_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo")
-    with pytest.raises(UserError) as refusal:
-        process_group.start("mpi")
-    assert str(refusal.value) == (
-        f"--backend mpi: torch {torch.__version__} was built without it (MPI needs a torch built from source "
-        "beside an MPI library); use gloo"
-    )
-    with pytest.raises(UserError, match=r"--backend nccl: torch \S+ was built without it; use gloo$"):
+    with pytest.raises(UserError, match=r"--backend nccl: torch \S+ was built without it$"):
         process_group._pick_backend("nccl", GPU)

@@ -167,4 +167,4 @@ def test_best_is_kept_over_a_resume(tiny: Tiny, tmp_path: Path) -> None:
         assert {path.name for path in checkpoints.glob("step_*")} == {"step_00000002", f"step_{stop:08d}"}
     result = runner.run_recipe("ddp_gpt", 2, *flags, "--name", "other", "--keep-best", "top1")
     assert not result.ok
-    assert "error: --keep-best top1: an evaluation gives loss, bits_per_byte" in str(result)
+    assert "error: --keep-best top1: an evaluation gives loss, bits_per_byte; name one of them" in str(result)

@@ -23,7 +23,7 @@ from common import UserError, cli, process_group, ranks, run_dir
 from tests.harness import runner
 
 RECIPE = "recipes/some_recipe/train.py"
-WORLD = process_group.World(0, 2, 0, 2, "host", torch.device("cpu"), "gloo", dist.HashStore())
+WORLD = process_group.World(0, 2, 2, "host", torch.device("cpu"), "gloo", dist.HashStore())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +290,6 @@ LAUNCHERS = {  # what the launcher has set, and what starts as many processes
         {"LOCAL_WORLD_SIZE": "1"},
         "torchrun --nnodes=4 --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT --nproc-per-node=1",
     ),
-    "mpirun": ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun -n 4 python"),
 }
 
 
@@ -298,7 +297,7 @@ LAUNCHERS = {  # what the launcher has set, and what starts as many processes
 def test_command_names_as_many_machines(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of somebody else's launcher the ranks know how many they are, and on how many machines."""
     environ, wanted = LAUNCHERS[launcher]
-    for name in ("LAUNCHED_AS", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
+    for name in ("LAUNCHED_AS", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)

@@ -361,7 +361,7 @@ def tell_the_time(folder: str, mutant: bool) -> None:
     now = [1000.0]
     log.time = SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[assignment]
     if mutant:
-        log.Run.pause = lambda self: None  # type: ignore[method-assign]
+        log.Run.unpause = lambda self: None  # type: ignore[method-assign]
     run, *_ = begin(folder, max_steps=4, log_every=2, check_every=0)
     steps: Iterator[int] = run.steps(dp_rank=0)
     for step in steps:
@@ -375,7 +375,7 @@ def tell_the_time(folder: str, mutant: bool) -> None:
     run.finish()
 
 
-@pytest.mark.parametrize("mutant", [False, True], ids=["", "mutant that does not pause"])
+@pytest.mark.parametrize("mutant", [False, True], ids=["", "mutant that never goes on"])
 def test_paused_time_is_not_in_the_rate(mutant: bool, tmp_path: Path) -> None:
     result = in_one_process(tell_the_time, str(tmp_path), mutant)
     rates = runner.records(tmp_path, "perf/samples_per_s")

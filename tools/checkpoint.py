@@ -39,10 +39,7 @@ def inspect(path: Source) -> None:
 
 def verify(path: Source) -> None:
     """Compare a checkpoint, or all checkpoints of a run, with the manifest; exits with 1 if one is damaged."""
-    folders = [path] if (path / manifest.NAME).exists() else checkpoint.committed(path)
-    if not folders:
-        raise UserError(f"{path}: no checkpoint there; name a run's folder or one of its checkpoints")
-    faults = {folder: manifest.verify(folder)[1] for folder in folders}
+    faults = {folder: manifest.verify(folder)[1] for folder in checkpoint.candidates(path)}
     for folder, fault in faults.items():
         print(f"{'DAMAGED' if fault else 'OK     '} {folder}  {fault}".rstrip())
     sys.exit(any(faults.values()))

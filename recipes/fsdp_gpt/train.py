@@ -55,7 +55,7 @@ class Args:
     data: str = "stdlib"  # "stdlib" (built in: Python's own text), a folder, or a data set of the Hugging Face hub
     seed: cli.Seed = 0  # seed of initial weights and order of samples
     workers: cli.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
-    backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
+    backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo or nccl
     epochs: cli.PositiveInt = 1  # length of the training in epochs, if max_steps is 0
     max_steps: cli.NonNegativeInt = 200  # length of the training in optimizer steps; 0 for epochs
     stop_after: cli.NonNegativeInt = 0  # save and stop after this step; 0 for never

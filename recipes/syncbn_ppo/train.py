@@ -54,7 +54,7 @@ class Args:
     init: str = ""  # begin with the weights that fit: a checkpoint, folder, .safetensors, .pth, torchvision:NAME
     env: str = "CartPole-v1"  # id of a gymnasium environment with vectors as observations, or of an ALE/ game
     seed: cli.Seed = 0  # seed of initial weights, episodes, actions and order of samples
-    backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo, nccl or mpi
+    backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo or nccl
     max_steps: cli.PositiveInt = 120  # length of the training in updates
     stop_after: cli.NonNegativeInt = 0  # save and stop after this update; 0 for never
     deadline: cli.NonNegativeFloat = 0.0  # save and stop after this many minutes; 0 for never
