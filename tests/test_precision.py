@@ -8,10 +8,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def test_pick_dtype() -> None:
-    for name in ("float32", "float64", "bfloat16"):
+    for name in ("float32", "float64", "bfloat16", "float16"):
         assert precision.compute_dtype(name, CPU) == getattr(torch, name)
-    with pytest.raises(UserError, match=r"--dtype float16 is unknown: use auto, float32, bfloat16, float64"):
-        precision.compute_dtype("float16", CPU)
+    with pytest.raises(UserError, match=r"--dtype float8 is unknown: use auto, float32, bfloat16, float16, float64"):
+        precision.compute_dtype("float8", CPU)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_auto_dtype_on_a_gpu(native: bool, wanted: torch.dtype, monkeypatch: pyt
 def test_autocast() -> None:
     """Matrices in bfloat16 if that is asked for, and nothing else is touched: not on meta, which computes nothing."""
     layer, x = torch.nn.Linear(4, 3), torch.ones(2, 4)
-    for dtype, wanted in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+    for dtype, wanted in ((torch.float32, torch.float32), *((half, half) for half in precision.HALVES)):
         with precision.autocast(CPU, dtype):
             assert layer(x).dtype == wanted
         assert layer(x).dtype == torch.float32, "over at the end"

@@ -11,7 +11,7 @@ DDP averages the gradients over the ranks, bucket by bucket, so every rank then 
 
 One step sends: one all-reduce of the gradients, in buckets of up to 25 MB, in the last backward pass (earlier ones
 of an accumulated step send nothing); one broadcast of BatchNorm's running statistics from rank 0 in a forward
-pass, or with --sync-bn three small all-reduces per BatchNorm layer and micro-batch.
+pass, or with --sync-bn four small all-reduces per BatchNorm layer and micro-batch.
 
     python recipes/ddp_resnet/train.py                           # one process
     bash launch/torchrun.sh recipes/ddp_resnet                   # one per GPU, else 2 on the CPU

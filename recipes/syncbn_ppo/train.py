@@ -10,7 +10,7 @@ Gradients, normalised advantages and BatchNorm's statistics are computed over al
     environments       an equal part, and their samples
 
 One step, or update, sends: two all-reduces of one number for the mean and deviation of the advantages; one all-reduce
-of the gradients per minibatch; one of an epoch's sums, by which all ranks decide whether to stop the update; three per
+of the gradients per minibatch; one of an epoch's sums, by which all ranks decide whether to stop the update; four per
 BatchNorm layer and minibatch.
 
     python recipes/syncbn_ppo/train.py                                        # one process
