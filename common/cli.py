@@ -1,8 +1,10 @@
 """Dataclass to command line, and back from a run's config.json; an error is printed once, by rank 0."""
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
+import io
 import math
 import os
 import sys
@@ -59,12 +61,17 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
         SystemExit: 2 after an error message from rank 0, 0 after --help.
         UserError: a number is out of range, --epochs and --max-steps are both given, or --config is unusable.
     """
+    printed = io.StringIO()
     try:
-        args = _parse(args_type, argv, quiet=ranks.rank() != 0)
+        with contextlib.ExitStack() as stack:
+            if ranks.rank() != 0:
+                stack.enter_context(contextlib.redirect_stdout(printed))
+                stack.enter_context(contextlib.redirect_stderr(printed))
+            args = _parse(args_type, argv)
     except SystemExit as refusal:
         if refusal.code and ranks.rank() != 0:
             exits.let_rank0_exit()
-            _parse(args_type, argv)  # only this rank's flags are wrong: raises again, and prints why
+            print(printed.getvalue(), file=sys.stderr, flush=True)  # only this rank's flags are wrong
         raise
     for name, bounds in _bounds(args_type):
         value = getattr(args, name)
@@ -108,22 +115,16 @@ def _bounds(args_type: type) -> Iterator[tuple[str, Bounds]]:
                 yield name, part
 
 
-def _parse(args_type: type[Args], argv: list[str] | None, quiet: bool = False) -> Args:
+def _parse(args_type: type[Args], argv: list[str] | None) -> Args:
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--config", type=Path)
     known, given = before.parse_known_args(argv)
     flags = [*_read_config(args_type, known.config), *given] if known.config else given
     description = f"{args_type.__doc__} --config PATH takes flags from a run's config.json; others override them."
     try:
-        args = tyro.cli(
-            args_type,
-            args=flags,
-            description=description,
-            config=(tyro.conf.OmitArgPrefixes,),
-            console_outputs=not quiet,
-        )
+        args = tyro.cli(args_type, args=flags, description=description, config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as refusal:
-        if refusal.code and known.config and not quiet:
+        if refusal.code and known.config:
             print(f"The flags come from --config {known.config} and from the command line.", file=sys.stderr)
         raise
     max_steps = getattr(args, "max_steps", 0)

@@ -129,7 +129,7 @@ class FiniteGuard:
         """
         if not self._since_report:
             return 0
-        figures = torch.stack([*self._since_report.values()]).int()  # (steps, 2)
+        figures = torch.stack([*self._since_report.values()]).long()  # (steps, 2)
         if dist.is_initialized():  # a rank whose norm alone was wrong must not act alone
             dist.all_reduce(figures, dist.ReduceOp.MAX)
         found = dict(zip(self._since_report, figures.tolist(), strict=True))
