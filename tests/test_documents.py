@@ -70,7 +70,10 @@ def test_without_an_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     """A tokenizer that has no such token, and lines, which are no documents."""
     folder = write_rows(tmp_path / "data", body=BODIES)
     assert decoded(folder, write_tokenizer(tmp_path / "none", ["<pad>"])) == "".join(f"{body}\n" for body in BODIES)
-    assert "; no token ends a document\n" in capsys.readouterr().out
+    assert "; no token ends a document: name one as eos_token in a tokenizer_config.json" in capsys.readouterr().out
+    unknown = write_tokenizer(tmp_path / "unknown", ["</s>"], {"eos_token": "<stop>"})
+    with pytest.raises(UserError, match=r"has no token '<stop>', which tokenizer_config.json beside it names"):
+        text.load(str(folder), 8, str(unknown))
     lines = tmp_path / "lines"
     lines.mkdir()
     for split in ("train", "validation"):

@@ -10,7 +10,8 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,7 @@ def test_tokenizer_round_trip(tmp_path: Path) -> None:
 # --- several processes ---
 
 
-def prepare(folder: Path, log: Path, pause_s: float, part_rows: int) -> None:
+def prepare(folder: Path, log: Path, pause_s: float, num_parts: int) -> None:
     """Load in a process of its own, slowly; say who packs, batch by batch, and what was loaded."""
     encode = documents.Encoder.encode
 
@@ -256,7 +257,8 @@ def prepare(folder: Path, log: Path, pause_s: float, part_rows: int) -> None:
         return encode(*args)
 
     documents.Encoder.encode = slow  # type: ignore[method-assign]
-    packed.PART_ROWS = part_rows
+    packed.PARTS = num_parts
+    packed.BATCH_ROWS = 100
     train, validation = text.load(str(folder), 64)
     found = [train.digest(), validation.digest()]
     with log.open("a") as file:
@@ -282,19 +284,18 @@ def token_files() -> set[Path]:
     return set((datasets.config.HF_DATASETS_CACHE / "packed").glob("*"))
 
 
-@pytest.mark.parametrize("part_rows", [100, 10_000])
-def test_processes_pack_together_and_agree(part_rows: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_parts", [6, 1])
+def test_processes_pack_together_and_agree(num_parts: int, tmp_path: Path) -> None:
     """Each row once; a set of one part by one of them."""
     folder, log, before = write_folder(tmp_path / "data"), tmp_path / "log", token_files()
-    processes = [start(folder, log, 0.1, part_rows) for _ in range(2)]
+    processes = [start(folder, log, 0.1, num_parts) for _ in range(2)]
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
     lines = log.read_text().splitlines()
     packs = [line for line in lines if line.startswith("packs")]
-    num_parts = 7 if part_rows == 100 else -(-600 // packed.BATCH_ROWS) + 1
-    assert len(packs) == num_parts
-    assert len(set(packs)) == 2 if part_rows == 100 else len(set(packs)) <= 2
+    assert len(packs) == 7, "batches: 6 of the training split, 1 of the other"
+    assert len(set(packs)) == 2 if num_parts == 6 else len(set(packs)) <= 2
     loaded = [line for line in lines if line.startswith("loaded")]
     assert len(loaded) == 2
     assert len(set(loaded)) == 1
@@ -306,7 +307,7 @@ def test_processes_pack_together_and_agree(part_rows: int, tmp_path: Path) -> No
 def test_killed_while_it_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it leaves is not read, and its lock not waited for."""
     folder, log, before = write_folder(tmp_path / "data"), tmp_path / "log", token_files()
-    process = start(folder, log, 1.0, 100)
+    process = start(folder, log, 1.0, 6)
     wait_for(log, "packs")
     log.unlink()
     wait_for(log, "packs")  # the second batch: the first one is written
@@ -315,7 +316,8 @@ def test_killed_while_it_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     process.join(60)
     (parts,) = token_files() - before
     assert sorted(path.suffix for path in parts.iterdir()) == [".lock", ".lock", ".part", ".partial"]
-    monkeypatch.setattr(packed, "PART_ROWS", 100)
+    monkeypatch.setattr(packed, "PARTS", 6)
+    monkeypatch.setattr(packed, "BATCH_ROWS", 100)
     train, validation = text.load(str(folder), 64)
     assert bytes(train.tokens.astype(np.uint8)).decode() == "".join(f"{line}\n" for line in LINES)
     assert len(validation.tokens) == len("".join(f"{line}\n" for line in LINES[:100]).encode())
@@ -340,6 +342,29 @@ def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         text.load(str(folder), 64)
     assert time.monotonic() > grown_until + 0.4
     assert {path.suffix for path in token_files() - before} == {".parts"}
+
+
+def test_joining_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large set, it takes longer than anybody waits for a process that does nothing."""
+    import datasets
+
+    blocks = packed._blocks
+
+    def slow(paths: Sequence[Path]) -> Iterator[bytes]:
+        for block in blocks(paths):
+            time.sleep(0.3)
+            yield block
+
+    for name, value in (("BLOCK_BYTES", 2**16), ("WAIT_S", 0.8), ("BATCH_ROWS", 50), ("_blocks", slow)):
+        monkeypatch.setattr(packed, name, value)
+    lines = [f"{i:04d}".ljust(2**10, "x") for i in range(400)]  # 7 blocks
+    rows = datasets.Dataset.from_dict({"text": lines})
+    encoder = documents.Encoder("lines", rows, None, "")
+    with ThreadPoolExecutor() as pool:
+        paths = {future.result(30) for future in [pool.submit(packed.pack, rows, encoder) for _ in range(2)]}
+    (path,) = paths
+    tokens = packed.Packed(path, sum(len(line) + 1 for line in lines), np.uint8).tokens
+    assert bytes(tokens).decode() == "".join(f"{line}\n" for line in lines)
 
 
 # --- token files that have changed ---

@@ -158,10 +158,15 @@ def _facts(tokenizer: Path) -> dict[str, Any]:
 
 def _end_token(vocabulary: Vocabulary) -> str:
     """The token that ends a document; "" where the tokenizer has none."""
-    given = vocabulary.facts.get("eos_token")
-    named = given.get("content") if isinstance(given, Mapping) else given
-    special = {token.content for token in vocabulary.model.get_added_tokens_decoder().values()}
-    return next((name for name in ([named] if named else END_TOKENS) if name in special), "")
+    if named := _content(vocabulary.facts.get("eos_token")):
+        if vocabulary.model.token_to_id(named) is None:
+            raise UserError(
+                f"--tokenizer {vocabulary.path} has no token {named!r}, which tokenizer_config.json beside it names "
+                "as eos_token: correct it there"
+            )
+        return named
+    added = {token.content for token in vocabulary.model.get_added_tokens_decoder().values()}
+    return next((name for name in END_TOKENS if name in added), "")
 
 
 def _chat_template(name: str, column: str, vocabulary: Vocabulary | None) -> Callable[[Any], str]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 BATCH_ROWS = 256  # that are tokenized at a time
-PART_ROWS = 2**16  # that a process packs before it looks for more
+PARTS = 256  # of a set, at most; a process packs one before it looks for more
 WAIT_S = 600.0  # for other processes that pack the same set, while nothing of it grows
 POLL_S = 0.1
 SHOW_S = 30.0  # between lines on how far the packing is
@@ -39,7 +39,7 @@ class Packed:
     """
 
     def __init__(self, path: Path, num_tokens: int, dtype: type[np.unsignedinteger]) -> None:
-        """Open a file that `seal` has completed; compare a small one with its checksums at once.
+        """Open a file that `pack` has written; compare a small one with its checksums at once.
 
         Raises:
             UserError: the file has changed since it was written.
@@ -112,8 +112,9 @@ def pack(rows: "Dataset", encoder: Encoder) -> Path:
 
     key = hashlib.sha256(repr((private_api.fingerprint(rows), rows.column_names, encoder.digest)).encode())
     stem = datasets.config.HF_DATASETS_CACHE / "packed" / key.hexdigest()[:16]
-    parts = stem.with_suffix(f".{PART_ROWS}.parts")
-    numbers = range(max(1, -(-len(rows) // PART_ROWS)))
+    part_rows = max(BATCH_ROWS, -(-len(rows) // PARTS))
+    shares = [range(start, min(len(rows), start + part_rows)) for start in range(0, len(rows), part_rows)]
+    parts = stem.with_suffix(f".{part_rows}.parts")
     began = shown = changed = time.monotonic()
     state: object = None
     while True:
@@ -121,31 +122,36 @@ def pack(rows: "Dataset", encoder: Encoder) -> Path:
             shutil.rmtree(parts, ignore_errors=True)
             return found
         parts.mkdir(parents=True, exist_ok=True)
-        missing = [number for number in numbers if not _part(parts, number)]
-        for number in missing or [-1]:
-            with _locked(parts / f"{number}.lock") as mine:
-                # Looked at again: its last owner may have completed it, or all of them.
-                if not mine or _packed(stem, encoder.dtype) or (missing and _part(parts, number)):
-                    continue
-                if not missing:
-                    _join(stem, [_part(parts, number) for number in numbers])
-                    break
-                _write_part(parts, number, rows, encoder)
-            break
-        else:
-            time.sleep(POLL_S)
+        sizes = _sizes(parts)
+        done = {int(path.name.split(".")[0]): path for path in sizes if path.suffix == ".part"}
+        missing = [number for number in range(len(shares)) if number not in done]
         now = time.monotonic()
-        if (new := [(path.name, path.stat().st_size) for path in _existing(parts)]) != state:
-            state = new
-            changed = now
         if now - shown > SHOW_S:
             shown = now
-            done = 1 - len(missing) / len(numbers)
-            ranks.print0(f"data     tokenizing: {done:.0%} after {(now - began) / 60:.1f} min; kept for later starts")
-        if now - changed > WAIT_S:
-            raise UserError(
-                f"--data: another process has a lock in {parts} and has tokenized nothing for {WAIT_S:.0f} s: stop it"
-            )
+            share = 1 - len(missing) / max(1, len(shares))
+            ranks.print0(f"data     tokenizing: {share:.0%} after {(now - began) / 60:.1f} min; kept for later starts")
+        for number in missing or [len(shares)]:
+            with _locked(parts / f"{number}.lock") as mine:
+                # Looked at again: its last owner may have completed it, or all of them.
+                if not mine or any(parts.glob(f"{number}.*.part")):
+                    continue
+                if _packed(stem, encoder.dtype):
+                    break
+                if missing:
+                    _write_part(parts, number, rows, shares[number], encoder)
+                else:
+                    _join(stem, parts, [done[number] for number in range(len(shares))])
+            break
+        else:  # other processes have all that is missing
+            if sizes != state:
+                state = sizes
+                changed = now
+            if now - changed > WAIT_S:
+                raise UserError(
+                    f"--data: another process has a lock in {parts} and has tokenized nothing for {WAIT_S:.0f} s: "
+                    "stop it"
+                )
+            time.sleep(POLL_S)
 
 
 def _packed(stem: Path, dtype: type[np.unsignedinteger]) -> Path | None:
@@ -160,15 +166,14 @@ def _packed(stem: Path, dtype: type[np.unsignedinteger]) -> Path | None:
     return None
 
 
-def _part(parts: Path, number: int) -> Path | None:
-    """A part that is complete: `<number>.<bytes of text>.<tokens>.part`."""
-    return next(parts.glob(f"{number}.*.*.part"), None)
-
-
-def _existing(parts: Path) -> Iterator[Path]:
-    """Files that grow while their processes work; another process may delete them meanwhile."""
-    with contextlib.suppress(FileNotFoundError):
-        yield from (path for path in sorted(parts.iterdir()) if path.suffix != ".lock")
+def _sizes(parts: Path) -> dict[Path, int]:
+    """Files that grow while their processes work, and parts that are complete."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):  # another process may rename a file, or delete all of them
+        for path in parts.iterdir():
+            if path.suffix != ".lock":
+                found[path] = path.stat().st_size
+    return found
 
 
 @contextlib.contextmanager
@@ -186,13 +191,12 @@ def _locked(path: Path) -> Iterator[bool]:
         lock.release()
 
 
-def _write_part(parts: Path, number: int, rows: "Dataset", encoder: Encoder) -> None:
-    """Write the tokens of a part under a temporary name, then rename."""
+def _write_part(parts: Path, number: int, rows: "Dataset", own: range, encoder: Encoder) -> None:
+    """Write the tokens of some rows under a temporary name, then rename: `<number>.<bytes of text>.<tokens>.part`."""
     # If locks do not work across machines, each writes the same file, and the last rename wins.
     partial = parts / f"{number}.{os.uname().nodename}.{os.getpid()}.partial"
     num_bytes = 0
     num_tokens = 0
-    own = range(number * PART_ROWS, min(len(rows), (number + 1) * PART_ROWS))
     with partial.open("wb") as file:
         for start in own[::BATCH_ROWS]:
             tokens, some = encoder.encode(rows[start : min(start + BATCH_ROWS, own.stop)])
@@ -202,28 +206,33 @@ def _write_part(parts: Path, number: int, rows: "Dataset", encoder: Encoder) -> 
     partial.rename(parts / f"{number}.{num_bytes}.{num_tokens}.part")
 
 
-def _join(stem: Path, parts: list[Path | None]) -> None:
-    """Make one file of all parts."""
-    found = [path for path in parts if path]
-    numbers = np.array([[int(number) for number in path.name.split(".")[1:3]] for path in found])
-    num_bytes, num_tokens = numbers.sum(0).tolist()
-    partial = stem.with_suffix(f".{os.uname().nodename}.partial")
+def _join(stem: Path, parts: Path, paths: Sequence[Path]) -> None:
+    """Make one file of all parts, with checksums of its blocks; it grows where the other processes look."""
+    numbers = [[int(number) for number in path.name.split(".")[1:3]] for path in paths]
+    num_bytes = sum(one for one, _ in numbers)
+    num_tokens = sum(one for _, one in numbers)
+    partial = parts / f"joined.{os.uname().nodename}.{os.getpid()}.partial"
     sha256 = hashlib.sha256()
+    checksums = []
     with partial.open("wb") as file:
-        for path in found:
-            with path.open("rb") as part:
-                while block := part.read(BLOCK_BYTES):
-                    file.write(block)
-                    sha256.update(block)
-    seal(partial)
+        for block in _blocks(paths):
+            file.write(block)
+            sha256.update(block)
+            checksums.append(zlib.crc32(block))
+        file.write(np.array(checksums, np.uint32).data)
+    manifest.sync(partial)
     partial.replace(stem.with_suffix(f".{num_bytes}.{num_tokens}.{sha256.hexdigest()[:16]}.tokens"))
 
 
-def seal(path: Path) -> None:
-    """Append the checksums of its blocks to a file of tokens, and flush it to the disk."""
-    checksums = []
-    with path.open("rb+") as file:
-        while block := file.read(BLOCK_BYTES):
-            checksums.append(zlib.crc32(block))
-        file.write(np.array(checksums, np.uint32).data)
-    manifest.sync(path)
+def _blocks(paths: Sequence[Path]) -> Iterator[bytes]:
+    """The contents of several files, one after the other, in blocks of BLOCK_BYTES; the last one may be shorter."""
+    block = b""
+    for path in paths:
+        with path.open("rb") as file:
+            while more := file.read(BLOCK_BYTES - len(block)):
+                block += more
+                if len(block) == BLOCK_BYTES:
+                    yield block
+                    block = b""
+    if block:
+        yield block

@@ -179,7 +179,9 @@ def _load_rows(name: str, seq_len: int, vocabulary: documents.Vocabulary | None,
     columns += f" (not {', '.join(others)})" if others else ""
     end = f"; each row ends with {encoder.end}" if encoder.end else ""
     if vocabulary and not encoder.end:
-        end = "; rows are lines, without an end" if train.info.builder_name == "text" else "; no token ends a document"
+        lines = "; rows are lines, without an end"
+        other = "; no token ends a document: name one as eos_token in a tokenizer_config.json beside --tokenizer"
+        end = lines if train.info.builder_name == "text" else other
     kind = "tokens" if vocabulary else "bytes"
     _say(name, [part.tokens for part in loaded], kind, encoder.vocab_size, f"; {columns}{end}{held_out}")
     return loaded[0], loaded[1]
