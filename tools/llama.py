@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from common import UserError, keymap, manifest
-from common.workloads import gpt, gpt_names
+from common.workloads import documents, gpt, gpt_names
 from tools.checkpoint import Source, Tensors, beside, read, run, weights, write_start
 
 # Files that belong to a tokenizer.json, and may lie beside it.
@@ -84,9 +84,14 @@ def write_tokenizer(tokenizer: Path | None, out: Path, max_length: int) -> dict[
         shutil.copyfile(tokenizer, out / "tokenizer.json")
     else:
         (out / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
-    if not (out / "tokenizer_config.json").exists():
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
-        (out / "tokenizer_config.json").write_text(json.dumps(about, indent=1))
+    config = out / "tokenizer_config.json"
+    named = manifest.read_json(config) if config.exists() else {}
+    about = named or {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
+    if tokenizer and not about.get("eos_token"):  # then the training has chosen one by its name
+        end = documents.end_token(documents.load_tokenizer(str(tokenizer)))
+        about |= {"eos_token": end} if end else {}
+    if about != named:
+        config.write_text(json.dumps(about, indent=1))
     if (out / "generation_config.json").exists():
         ids = manifest.read_json(out / "generation_config.json")
     else:

@@ -86,7 +86,7 @@ class Encoder:
         about = [*self.columns]
         if vocabulary:
             if rows.info.builder_name != "text":  # whose rows are lines, not documents
-                self.end = _end_token(vocabulary)
+                self.end = end_token(vocabulary)
             about += [vocabulary.digest, self.end]
         if chats := [column for column in self.columns if _is_chat(rows.features[column])]:
             self._render = _chat_template(name, chats[0], vocabulary)
@@ -156,8 +156,12 @@ def _facts(tokenizer: Path) -> dict[str, Any]:
         ) from error
 
 
-def _end_token(vocabulary: Vocabulary) -> str:
-    """The token that ends a document; "" where the tokenizer has none."""
+def end_token(vocabulary: Vocabulary) -> str:
+    """The token that ends a document; "" where the tokenizer has none.
+
+    Raises:
+        UserError: tokenizer_config.json names a token that the tokenizer does not have.
+    """
     if named := _content(vocabulary.facts.get("eos_token")):
         if vocabulary.model.token_to_id(named) is None:
             raise UserError(
