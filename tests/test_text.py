@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import UserError, seed
+from common import UserError, manifest, seed
 from common.workloads import documents, packed, splits, text
 
 from tests.harness import runner  # noqa: F401  # sets up the fork server
@@ -284,7 +284,7 @@ def token_files() -> set[Path]:
 
 @pytest.mark.parametrize("part_rows", [100, 10_000])
 def test_processes_pack_together_and_agree(part_rows: int, tmp_path: Path) -> None:
-    """Each row once; a set of one part by one of them."""
+    """Each row once."""
     folder, log, before = write_folder(tmp_path / "data"), tmp_path / "log", token_files()
     processes = [start(folder, log, 0.1, part_rows) for _ in range(2)]
     for process in processes:
@@ -340,6 +340,39 @@ def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         text.load(str(folder), 64)
     assert time.monotonic() > grown_until + 0.4
     assert {path.suffix for path in token_files() - before} == {".parts"}
+
+
+def test_few_rows_are_many_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long rows would else be the work of one process, which says nothing until it is done."""
+    monkeypatch.setattr(packed, "BATCH_ROWS", 4)
+    joined = []
+    join = packed._join
+
+    def counting(*args: Any) -> None:
+        joined.append(len(args[2]))
+        join(*args)
+
+    monkeypatch.setattr(packed, "_join", counting)
+    train, _ = text.load(str(write_folder(tmp_path)), 64)
+    assert joined[0] == 60  # of 10 of the 600 rows each
+    assert bytes(train.tokens).decode() == "".join(f"{line}\n" for line in LINES)
+
+
+def test_others_see_that_the_parts_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of GB take longer than WAIT_S; a file may be renamed while its size is asked for."""
+    seen = []
+    sync = manifest.sync
+    iterdir = Path.iterdir
+
+    def watched(path: Path) -> None:
+        assert path.parent.suffix == ".parts"
+        seen.append(packed._sizes(path.parent).get(path.name))
+        sync(path)
+
+    monkeypatch.setattr(Path, "iterdir", lambda folder: [folder / "renamed.partial", *iterdir(folder)])
+    monkeypatch.setattr(manifest, "sync", watched)
+    train, validation = text.load(str(write_folder(tmp_path)), 64)
+    assert seen == [token_file(split).stat().st_size for split in (train, validation)]
 
 
 # --- token files that have changed ---
@@ -433,7 +466,9 @@ def test_every_block_that_is_read_is_checked(seq_len: int, tmp_path: Path, monke
 
 def test_token_beyond_the_vocabulary_is_named() -> None:
     split = text.Text(np.array([1, 2, 300, 4, 5], np.uint16), 4, 256, 1.0)
-    with pytest.raises(UserError, match="a token is 300, and the vocabulary has only 256 tokens"):
+    with pytest.raises(
+        UserError, match="a token of --data is 300, and the vocabulary has only 256 tokens: give the --tokenizer"
+    ):
         split.read(np.zeros(1), np.array([0]))
 
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 BATCH_ROWS = 256  # that are tokenized at a time
-PART_ROWS = 2**16  # that a process packs before it looks for more
+PART_ROWS = 2**16  # at most, that a process packs before it looks for more
+PARTS = 64  # at least, of a set that has batches for them: few rows may be long ones
 WAIT_S = 600.0  # for other processes that pack the same set, while nothing of it grows
 POLL_S = 0.1
 SHOW_S = 30.0  # between lines on how far the packing is
@@ -39,7 +40,7 @@ class Packed:
     """
 
     def __init__(self, path: Path, num_tokens: int, dtype: type[np.unsignedinteger]) -> None:
-        """Open a file that `seal` has completed; compare a small one with its checksums at once.
+        """Open a file that `pack` has completed; compare a small one with its checksums at once.
 
         Raises:
             UserError: the file has changed since it was written.
@@ -112,8 +113,9 @@ def pack(rows: "Dataset", encoder: Encoder) -> Path:
 
     key = hashlib.sha256(repr((private_api.fingerprint(rows), rows.column_names, encoder.digest)).encode())
     stem = datasets.config.HF_DATASETS_CACHE / "packed" / key.hexdigest()[:16]
-    parts = stem.with_suffix(f".{PART_ROWS}.parts")
-    numbers = range(max(1, -(-len(rows) // PART_ROWS)))
+    part_rows = min(PART_ROWS, max(BATCH_ROWS, -(-len(rows) // PARTS)))
+    parts = stem.with_suffix(f".{part_rows}.parts")
+    numbers = range(max(1, -(-len(rows) // part_rows)))
     began = shown = changed = time.monotonic()
     state: object = None
     while True:
@@ -128,14 +130,15 @@ def pack(rows: "Dataset", encoder: Encoder) -> Path:
                 if not mine or _packed(stem, encoder.dtype) or (missing and _part(parts, number)):
                     continue
                 if not missing:
-                    _join(stem, [_part(parts, number) for number in numbers])
+                    _join(stem, parts, [_part(parts, number) for number in numbers])
                     break
-                _write_part(parts, number, rows, encoder)
+                own = range(number * part_rows, min(len(rows), (number + 1) * part_rows))
+                _write_part(parts, number, rows, own, encoder)
             break
         else:
             time.sleep(POLL_S)
         now = time.monotonic()
-        if (new := [(path.name, path.stat().st_size) for path in _existing(parts)]) != state:
+        if (new := _sizes(parts)) != state:
             state = new
             changed = now
         if now - shown > SHOW_S:
@@ -165,10 +168,14 @@ def _part(parts: Path, number: int) -> Path | None:
     return next(parts.glob(f"{number}.*.*.part"), None)
 
 
-def _existing(parts: Path) -> Iterator[Path]:
-    """Files that grow while their processes work; another process may delete them meanwhile."""
-    with contextlib.suppress(FileNotFoundError):
-        yield from (path for path in sorted(parts.iterdir()) if path.suffix != ".lock")
+def _sizes(parts: Path) -> dict[str, int]:
+    """Bytes of the files that grow while their processes work."""
+    sizes = {}
+    with contextlib.suppress(FileNotFoundError):  # the folder goes when all parts are joined
+        for path in [path for path in parts.iterdir() if path.suffix != ".lock"]:
+            with contextlib.suppress(FileNotFoundError):  # its process has renamed it meanwhile
+                sizes[path.name] = path.stat().st_size
+    return sizes
 
 
 @contextlib.contextmanager
@@ -186,13 +193,12 @@ def _locked(path: Path) -> Iterator[bool]:
         lock.release()
 
 
-def _write_part(parts: Path, number: int, rows: "Dataset", encoder: Encoder) -> None:
-    """Write the tokens of a part under a temporary name, then rename."""
+def _write_part(parts: Path, number: int, rows: "Dataset", own: range, encoder: Encoder) -> None:
+    """Write the tokens of a part, those of its own rows, under a temporary name, then rename."""
     # If locks do not work across machines, each writes the same file, and the last rename wins.
     partial = parts / f"{number}.{os.uname().nodename}.{os.getpid()}.partial"
     num_bytes = 0
     num_tokens = 0
-    own = range(number * PART_ROWS, min(len(rows), (number + 1) * PART_ROWS))
     with partial.open("wb") as file:
         for start in own[::BATCH_ROWS]:
             tokens, some = encoder.encode(rows[start : min(start + BATCH_ROWS, own.stop)])
@@ -202,28 +208,33 @@ def _write_part(parts: Path, number: int, rows: "Dataset", encoder: Encoder) -> 
     partial.rename(parts / f"{number}.{num_bytes}.{num_tokens}.part")
 
 
-def _join(stem: Path, parts: list[Path | None]) -> None:
-    """Make one file of all parts."""
-    found = [path for path in parts if path]
+def _join(stem: Path, parts: Path, numbered: list[Path | None]) -> None:
+    """Make one file of all parts, with the checksums of its blocks, and flush it to the disk."""
+    found = [path for path in numbered if path]
     numbers = np.array([[int(number) for number in path.name.split(".")[1:3]] for path in found])
     num_bytes, num_tokens = numbers.sum(0).tolist()
-    partial = stem.with_suffix(f".{os.uname().nodename}.partial")
+    partial = parts / f"all.{os.uname().nodename}.partial"  # it grows where the other processes look
     sha256 = hashlib.sha256()
+    checksums = []
     with partial.open("wb") as file:
-        for path in found:
-            with path.open("rb") as part:
-                while block := part.read(BLOCK_BYTES):
-                    file.write(block)
-                    sha256.update(block)
-    seal(partial)
+        for block in _blocks(found):
+            file.write(block)
+            sha256.update(block)
+            checksums.append(zlib.crc32(block))
+        file.write(np.array(checksums, np.uint32).data)
+    manifest.sync(partial)
     partial.replace(stem.with_suffix(f".{num_bytes}.{num_tokens}.{sha256.hexdigest()[:16]}.tokens"))
 
 
-def seal(path: Path) -> None:
-    """Append the checksums of its blocks to a file of tokens, and flush it to the disk."""
-    checksums = []
-    with path.open("rb+") as file:
-        while block := file.read(BLOCK_BYTES):
-            checksums.append(zlib.crc32(block))
-        file.write(np.array(checksums, np.uint32).data)
-    manifest.sync(path)
+def _blocks(paths: list[Path]) -> Iterator[bytes]:
+    """The content of several files, one after the other, in blocks of BLOCK_BYTES; only the last one may be smaller."""
+    block = b""
+    for path in paths:
+        with path.open("rb") as file:
+            while more := file.read(BLOCK_BYTES - len(block)):
+                block += more
+                if len(block) == BLOCK_BYTES:
+                    yield block
+                    block = b""
+    if block:
+        yield block
