@@ -55,6 +55,7 @@ def decoded(folder: Path, tokenizer: Path, columns: str = "") -> str:
         (["<|im_end|>", "<|endoftext|>"], None, "<|endoftext|>"),
         (["<|im_end|>", "<|endoftext|>"], {"eos_token": "<|im_end|>"}, "<|im_end|>"),
         (["<stop>"], {"eos_token": {"content": "<stop>", "special": True}}, "<stop>"),
+        (["</s>"], {"eos_token": "#"}, "#"),  # in the vocabulary, though not added to it
     ],
 )
 def test_each_document_ends(
@@ -104,6 +105,8 @@ def test_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         text.load(str(folder), 8, columns="titel")
     with pytest.raises(UserError, match="--text-columns id: 'id' is no column of strings"):
         text.load(str(folder), 8, columns="id")
+    with pytest.raises(UserError, match="--text-columns body,body has 'body' twice"):
+        text.load(str(folder), 8, columns="body,body")
     with pytest.raises(UserError, match="--text-columns body cannot be used with --data stdlib"):
         text.load("stdlib", 8, columns="body")
 
@@ -115,6 +118,36 @@ def test_missing_texts(tmp_path: Path) -> None:
     assert bytes(split.tokens).decode() == "b\na\n\n\n" * 9
     split, _ = text.load(str(folder), 8, columns="body")
     assert bytes(split.tokens).decode() == "b\n\n" * 9
+
+
+def test_lone_row_of_several_columns_is_not_cut(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    datasets.Dataset.from_dict({"title": ["t" * 90], "body": ["b" * 900]}).to_parquet(folder / "train.parquet")
+    assert len(text.load(str(folder), 8, columns="body")[1].tokens) == 91
+    with pytest.raises(UserError, match=r"has 1 row\(s\) and no validation split"):
+        text.load(str(folder), 8, columns="title,body")
+
+
+def test_column_is_missing_in_the_validation_split(tmp_path: Path) -> None:
+    rows = {"train": datasets.Dataset.from_dict({"a": BODIES}), "validation": datasets.Dataset.from_dict({"b": BODIES})}
+    datasets.DatasetDict(rows).save_to_disk(tmp_path / "data")
+    with pytest.raises(UserError, match="the validation split has no column 'a', which is read for training"):
+        text.load(str(tmp_path / "data"), 8)
+
+
+def test_chat_as_transformers_writes_it(tmp_path: Path) -> None:
+    """Its own filter for JSON, and the special tokens, which are a part of what is kept."""
+    folder = write_rows(tmp_path / "data", conversation=[[{"role": "user", "content": "<é&>"}]] * 60)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", ["<s>", "<b>"], {"bos_token": "<s>"})
+    (tokenizer.parent / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0] | tojson }}")
+    wanted = '{"content": "<é&>", "role": "user"}'
+    found = decoded(folder, tokenizer, "conversation").splitlines()[0]
+    assert found.startswith("<s>{")
+    assert json.loads(found[3:]) == json.loads(wanted)
+    assert "<é&>" in found
+    (tokenizer.parent / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<b>"}))
+    assert decoded(folder, tokenizer, "conversation").startswith("<b>{")
 
 
 @pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])

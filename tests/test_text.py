@@ -458,7 +458,9 @@ def test_every_block_that_is_read_is_checked(seq_len: int, tmp_path: Path, monke
 
 def test_token_beyond_the_vocabulary_is_named() -> None:
     split = text.Text(np.array([1, 2, 300, 4, 5], np.uint16), 4, 256, 1.0)
-    with pytest.raises(UserError, match="a token is 300, and the vocabulary has only 256 tokens"):
+    with pytest.raises(
+        UserError, match="a token of --data is 300, and the vocabulary has only 256 tokens: give the --tokenizer"
+    ):
         split.read(np.zeros(1), np.array([0]))
 
 

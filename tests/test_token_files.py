@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from common import UserError
-from common.workloads import text
+from common.workloads import splits, text, token_files
 
 from tests.test_documents import write_tokenizer
 
@@ -92,9 +92,34 @@ def test_tokenizer_tells_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFi
     assert train.vocab_size == 300
     assert "looking for" not in capsys.readouterr().out
     nanogpt(tmp_path, "train", TOKENS + 100)
-    train, _ = text.load(str(tmp_path), 10, str(tokenizer))
-    with pytest.raises(UserError, match="the vocabulary has only 300 tokens"):
-        train.read(np.zeros(80), np.arange(80))
+    with pytest.raises(UserError, match=r"has token 389, and --tokenizer .* has only 300 tokens: give the tokenizer"):
+        text.load(str(tmp_path), 10, str(tokenizer))
+
+
+def test_large_token_between_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found when it is read, before an embedding is."""
+    monkeypatch.setattr(token_files, "SAMPLE_BYTES", 2)
+    tokens = TOKENS.copy()
+    tokens[1] = 400
+    nanogpt(tmp_path, "train", tokens)
+    train, _ = text.load(str(tmp_path), 10, str(write_tokenizer(tmp_path / "tokenizer", ["</s>"])))
+    train.read(np.zeros(1), np.array([1]))
+    with pytest.raises(UserError, match="a token of --data is 400, and the vocabulary has only 300 tokens: give"):
+        train.read(np.zeros(1), np.array([0]))
+
+
+def test_test_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It validates only where nothing else does, and can be evaluated on its own."""
+    for name, tokens in (("train", TOKENS), ("val", TOKENS[:200]), ("test", TOKENS[:300])):
+        nanogpt(tmp_path, name, tokens)
+    assert len(text.load(str(tmp_path), 10)[1].tokens) == 200
+    with splits.instead_of_validation("test") as read:
+        assert len(text.load(str(tmp_path), 10)[1].tokens) == 300
+    assert read == [str(tmp_path)]
+    (tmp_path / "val.bin").unlink()
+    assert "is used as one" not in capsys.readouterr().out
+    assert len(text.load(str(tmp_path), 10)[1].tokens) == 300
+    assert "no validation split, so its test split is used as one" in capsys.readouterr().out
 
 
 def test_digest_sees_another_token_and_another_end(tmp_path: Path) -> None:
@@ -109,14 +134,38 @@ def test_digest_sees_another_token_and_another_end(tmp_path: Path) -> None:
         assert text.load(str(tmp_path), 10)[0].digest() != before
 
 
+def test_digest_of_many_files_reads_two_pieces_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand files of llm.c would be GBs at every start otherwise."""
+    monkeypatch.setattr(token_files, "SAMPLE_BYTES", 64)
+    files = [(Path(f"{i}.bin"), TOKENS.astype(np.uint16)) for i in range(100)]
+
+    def digest(file: int, position: int) -> str:
+        changed = TOKENS.astype(np.uint16)
+        changed[position] += 1
+        return token_files.Tokens([*files[:file], (files[file][0], changed), *files[file + 1 :]]).digest
+
+    before = token_files.Tokens(files).digest
+    assert digest(3, 0) != before
+    assert digest(99, -1) != before
+    assert digest(3, 500) == before, "the middle is not read"
+
+
 @pytest.mark.parametrize(
     ("write", "file", "change", "message"),
     [
+        (llmc, "corpus_train_000000.bin", lambda old: old[:4] + b"\x02" + old[5:], "has the header 20240520 version 2"),
+        (
+            megatron,
+            "train_text_document.idx",
+            lambda old: old[:25] + b"\x10" + old[26:],
+            "for 1152921504606846986 sequences: it is cut off",
+        ),
+        (megatron, "train_text_document.idx", lambda old: old[:-20], "has 222 bytes instead of 242 for 10 sequences"),
         (nanogpt, "train.bin", lambda old: old[:-1], "train.bin has 1999 bytes: .* 16-bit tokens"),
         (nanogpt, "train.bin", lambda _: b"", "train.bin has no tokens"),
         (llmc, "corpus_train_000000.bin", lambda old: old[:-2], "has 3022 bytes instead of 3024: it is cut off"),
         (megatron, "train_text_document.bin", lambda old: old[:-4], "has 3996 bytes instead of 4000: it is cut off"),
-        (megatron, "train_text_document.idx", lambda old: old[:50], "has the sizes of 4 of 10 sequences"),
+        (megatron, "train_text_document.idx", lambda old: old[:50], "has 50 bytes instead of 242 for 10 sequences"),
         (megatron, "train_text_document.idx", lambda old: b"x" + old[1:], "is no index of Megatron"),
         (megatron, "train_text_document.idx", lambda old: old[:17] + b"\x07" + old[18:], "type 7 of Megatron"),
     ],
@@ -132,10 +181,11 @@ def test_damaged(write: Any, file: str, change: Any, message: str, tmp_path: Pat
 
 def test_unclear_folders(tmp_path: Path) -> None:
     nanogpt(tmp_path, "val", TOKENS)
+    (tmp_path / "x.idx").write_bytes(b"of another program")
     with pytest.raises(UserError, match=r"no file has train in its name, only val\.bin"):
         text.load(str(tmp_path), 10)
     nanogpt(tmp_path, "more", TOKENS)
-    with pytest.raises(UserError, match=r"more\.bin must have either train or val in its name"):
+    with pytest.raises(UserError, match=r"more\.bin must have either train, val or test in its name"):
         text.load(str(tmp_path), 10)
     (tmp_path / "more.bin").unlink()
     llmc(tmp_path, "train", TOKENS)
@@ -144,3 +194,13 @@ def test_unclear_folders(tmp_path: Path) -> None:
     (tmp_path / "val.bin").unlink()
     with pytest.raises(UserError, match="has packed tokens, and no columns: drop --text-columns"):
         text.load(str(tmp_path), 10, columns="body")
+    megatron(tmp_path, "val", TOKENS)
+    (tmp_path / "val_text_document.bin").unlink()
+    with pytest.raises(UserError, match=r"has val_text_document\.idx of Megatron, but no val_text_document\.bin"):
+        text.load(str(tmp_path), 10)
+
+
+def test_lone_token(tmp_path: Path) -> None:
+    nanogpt(tmp_path, "train", TOKENS[:1])
+    with pytest.raises(UserError, match="the training split has 1 tokens"):
+        text.load(str(tmp_path), 10)

@@ -1,6 +1,7 @@
 """Rows of a table as tokens: the texts of its columns, or its chats, as bytes or by a tokenizer."""
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -90,7 +91,8 @@ class Encoder:
             about += [vocabulary.digest, self.end]
         if chats := [column for column in self.columns if _is_chat(rows.features[column])]:
             self._render = _chat_template(name, chats[0], vocabulary)
-            about.append(vocabulary.facts["chat_template"] if vocabulary else "")
+            facts = vocabulary.facts if vocabulary else {}
+            about += [facts["chat_template"], repr(_special(facts))]
         self.dtype = packed.token_type(self.vocab_size)
         self.digest = hashlib.sha256(repr(about).encode()).hexdigest()
 
@@ -127,6 +129,8 @@ def _choose(name: str, rows: "Dataset", wanted: str) -> list[str]:
                 f"--text-columns {wanted}: {wrong[0]!r} is no column of strings or chats of --data {name}, which has "
                 f"{', '.join(map(repr, strings + chats)) or 'none'}"
             )
+        if twice := [column for column in columns if columns.count(column) > 1]:
+            raise UserError(f"--text-columns {wanted} has {twice[0]!r} twice: name each column once")
         return columns
     if not strings:
         chat = f"; its chats are read with --text-columns {chats[0]}" if chats else ""
@@ -162,7 +166,7 @@ def end_token(vocabulary: Vocabulary) -> str:
     Raises:
         UserError: tokenizer_config.json names a token that the tokenizer does not have.
     """
-    if named := _content(vocabulary.facts.get("eos_token")):
+    if named := _special(vocabulary.facts)["eos_token"]:
         if vocabulary.model.token_to_id(named) is None:
             raise UserError(
                 f"--tokenizer {vocabulary.path} has no token {named!r}, which tokenizer_config.json beside it names "
@@ -192,8 +196,11 @@ def _chat_template(name: str, column: str, vocabulary: Vocabulary | None) -> Cal
     def raise_exception(message: str) -> None:
         raise UserError(f"--text-columns {column}: the chat template refuses a chat of --data {name}: {message}")
 
-    special = {key: _content(vocabulary.facts.get(key)) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    environment.globals.update(special, raise_exception=raise_exception, add_generation_prompt=False)
+    def tojson(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment.globals.update(_special(vocabulary.facts), raise_exception=raise_exception, add_generation_prompt=False)
+    environment.filters["tojson"] = tojson  # jinja's own one is for HTML: it escapes <, > and &
     try:
         template = environment.from_string(source)
     except jinja2.TemplateError as error:
@@ -210,5 +217,10 @@ def _chat_template(name: str, column: str, vocabulary: Vocabulary | None) -> Cal
     return render
 
 
-def _content(token: Any) -> str:
-    return str(token.get("content", "") if isinstance(token, Mapping) else token or "")
+def _special(facts: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens that a chat template may write."""
+    tokens = {key: facts.get(key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    return {
+        key: str(token.get("content", "") if isinstance(token, Mapping) else token or "")
+        for key, token in tokens.items()
+    }

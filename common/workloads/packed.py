@@ -170,8 +170,8 @@ def _sizes(parts: Path) -> dict[Path, int]:
     """Files that grow while their processes work, and parts that are complete."""
     found = {}
     with contextlib.suppress(FileNotFoundError):  # another process may rename a file, or delete all of them
-        for path in parts.iterdir():
-            if path.suffix != ".lock":
+        for path in [path for path in parts.iterdir() if path.suffix != ".lock"]:
+            with contextlib.suppress(FileNotFoundError):
                 found[path] = path.stat().st_size
     return found
 

@@ -2,9 +2,9 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from common.workloads import image_folder
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+Split = TypeVar("Split")
 
 HOLD_OUT = 0.1  # share of a set without a validation split that is held out as one
 HUB_TIMEOUT_S = 3.0
@@ -53,6 +55,15 @@ def load(name: str) -> tuple["Dataset", "Dataset | None"]:
     except Exception as error:
         problem = "this folder cannot be read" if folder else "no such folder, and not found on the hub"
         raise UserError(f"--data {name}: {problem} ({_reason(error, path)})") from error
+    return choose(name, found)
+
+
+def choose(name: str, found: Mapping[str, Split]) -> tuple[Split, Split | None]:
+    """The training and the validation split of those that were found; None for a set without a validation split.
+
+    Raises:
+        UserError: there is no split named train.
+    """
     if "train" not in found:
         raise UserError(f"--data {name} has no split named train, only {', '.join(found)}")
     if _instead:

@@ -77,7 +77,10 @@ class Text:
             self.file.check(indices * self.seq_len, self.seq_len + 1)
         rows = self.tokens[indices[:, None] * self.seq_len + np.arange(self.seq_len + 1)]
         if rows.size and rows.max() >= self.vocab_size:  # on a GPU, the embedding would end with an assertion
-            raise UserError(f"a token is {rows.max()}, and the vocabulary has only {self.vocab_size} tokens")
+            raise UserError(
+                f"a token of --data is {rows.max()}, and the vocabulary has only {self.vocab_size} tokens: give the "
+                "--tokenizer that packed them, or none"
+            )
         # Converted separately, so that the two do not share memory.
         return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
 
@@ -149,13 +152,21 @@ def _load(name: str, seq_len: int, tokenizer: str, columns: str) -> tuple[Text, 
         raise UserError(
             f"--text-columns {columns}: --data {name} has packed tokens, and no columns: drop --text-columns"
         )
-    layout, tokens = found
+    layout, files = found
+    train, validation = splits.choose(name, files)
     held_out = ""
-    if "validation" not in tokens:
+    if validation is None:
         held_out = "; no validation split, so the last tenth of the last file was held out"
-        tokens["train"], tokens["validation"] = tokens["train"].cut(1 - splits.HOLD_OUT)
-    parts = [tokens["train"], tokens["validation"]]
+        train, validation = train.cut(1 - splits.HOLD_OUT)
+    parts = [train, validation]
     vocab_size = vocabulary.size if vocabulary else token_files.vocab_size(parts)
+    # Not all tokens are looked at, but those of another tokenizer are found now rather than hours later.
+    sampled = max(part.sampled for part in parts)
+    if vocabulary and sampled >= vocab_size:
+        raise UserError(
+            f"--data {name} has token {sampled}, and --tokenizer {tokenizer} has only {vocab_size} tokens: give the "
+            "tokenizer that packed them, or none"
+        )
     _say(name, parts, "tokens", vocab_size, f"; {layout}'s files{held_out}")
     first, second = (Text(part, seq_len, vocab_size, 0.0, part.digest) for part in parts)
     return first, second
@@ -166,8 +177,15 @@ def _load_rows(name: str, seq_len: int, vocabulary: documents.Vocabulary | None,
     encoder = documents.Encoder(name, train, vocabulary, columns)
     held_out = ""
     if validation is None:
-        train, validation = _cut(train, encoder) if len(train) == 1 else splits.hold_out(name, train)
+        content = train[0][encoder.columns[0]] if len(train) == len(encoder.columns) == 1 else None
+        if isinstance(content, str):
+            train, validation = _cut(encoder.columns[0], content)
+        else:  # a chat and a row of several texts are not cut
+            train, validation = splits.hold_out(name, train)
         held_out = "; no validation split, so a tenth was held out"
+    for column in encoder.columns:
+        if column not in validation.features:
+            raise UserError(f"--data {name}: the validation split has no column {column!r}, which is read for training")
     loaded = []
     for path in [packed.pack(rows.select_columns(encoder.columns), encoder) for rows in (train, validation)]:
         _, num_bytes, num_tokens, packed_digest, _ = path.name.split(".")
@@ -194,12 +212,10 @@ def _say(name: str, parts: Sequence[Any], kind: str, vocab_size: int, more: str)
     )
 
 
-def _cut(rows: "Dataset", encoder: documents.Encoder) -> tuple["Dataset", "Dataset"]:
-    """Hold out the last tenth of a set's only row, such as a text file without line ends."""
+def _cut(column: str, content: str) -> tuple["Dataset", "Dataset"]:
+    """Hold out the last tenth of a set's only text, such as a text file without line ends."""
     import datasets
 
-    column = encoder.columns[0]
-    content = rows[0][column] or ""
     middle = round((1 - splits.HOLD_OUT) * len(content))
     first, second = (datasets.Dataset.from_dict({column: [part]}) for part in (content[:middle], content[middle:]))
     return first, second

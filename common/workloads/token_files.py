@@ -13,6 +13,7 @@ from common import UserError, ranks, run_dir
 
 # llm.c: 256 int32, of which the first three are a magic number, the version, and the number of tokens.
 LLMC_TYPES: dict[tuple[int, int], type[np.unsignedinteger]] = {(20240520, 1): np.uint16, (20240801, 7): np.uint32}
+LLMC_MAGICS = {magic for magic, _ in LLMC_TYPES}
 LLMC_HEADER = 1024
 # Megatron's index: magic, version, type of the tokens, numbers of sequences and documents, then their sizes.
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
@@ -26,9 +27,9 @@ MEGATRON_TYPES: dict[int, type[np.unsignedinteger]] = {
     5: np.uint64,
     8: np.uint16,
 }
-SPLITS = {"train": re.compile(r"train"), "validation": re.compile(r"val|dev|test")}  # in a file's name
+SPLITS = {"train": re.compile("train"), "validation": re.compile("val|dev"), "test": re.compile("test")}  # in a name
 SAMPLE_BYTES = 2**16
-SAMPLES = 64
+SAMPLES = 64  # of all files together, but two of each
 SCAN_TOKENS = 2**24
 WAIT_S = 600.0
 
@@ -38,6 +39,7 @@ class Tokens:
 
     Attributes:
         digest: hash of the files' names and sizes, and of pieces of them: reading GBs would take minutes.
+        sampled: the largest token of these pieces.
     """
 
     def __init__(self, parts: Sequence[tuple[Path, np.ndarray]]) -> None:
@@ -45,12 +47,16 @@ class Tokens:
         self._files = parts
         self._parts = [tokens for _, tokens in parts]
         self._ends = np.cumsum([len(tokens) for tokens in self._parts])
+        self.sampled = 0
         found = hashlib.sha256()
+        samples = max(2, SAMPLES // len(parts))
         for path, tokens in parts:
             found.update(repr((path.name, len(tokens), tokens.dtype.str)).encode())
-            content = tokens.view(np.uint8)
-            for start in np.linspace(0, max(0, len(content) - SAMPLE_BYTES), SAMPLES).astype(int):
-                found.update(content[start : start + SAMPLE_BYTES].tobytes())
+            length = SAMPLE_BYTES // tokens.itemsize
+            for start in np.linspace(0, max(0, len(tokens) - length), samples).astype(int):
+                piece = np.array(tokens[start : start + length])
+                found.update(piece.data)
+                self.sampled = max(self.sampled, int(piece.max(initial=0)))
         self.digest = found.hexdigest()[:16]
 
     def __len__(self) -> int:
@@ -77,21 +83,29 @@ class Tokens:
     def largest(self) -> int:
         """The largest token, from all of the files."""
         return max(
-            int(tokens[start : start + SCAN_TOKENS].max())
-            for tokens in self._parts
-            for start in range(0, len(tokens), SCAN_TOKENS)
+            (
+                int(tokens[start : start + SCAN_TOKENS].max())
+                for tokens in self._parts
+                for start in range(0, len(tokens), SCAN_TOKENS)
+            ),
+            default=0,
         )
 
 
 def load(folder: Path) -> tuple[str, dict[str, Tokens]] | None:
-    """The layout of a folder and the tokens of its splits, "train" and perhaps "validation"; None if it has no .bin.
+    """The layout of a folder and the tokens of its splits, "train" and perhaps others; None if it has no such files.
 
     A file belongs to the split that its name has in it; a lone file without one is for training.
 
     Raises:
-        UserError: a file is cut off, or no tokens; or its name tells no split.
+        UserError: a file is missing, cut off, or no tokens; or its name tells no split.
     """
     files = sorted(folder.glob("*.bin"))
+    for index in sorted(folder.glob("*.idx")):
+        with index.open("rb") as file:
+            magic = file.read(len(MEGATRON_MAGIC))
+        if magic == MEGATRON_MAGIC and index.with_suffix(".bin") not in files:
+            raise UserError(f"--data {folder} has {index.name} of Megatron, but no {index.stem}.bin with its tokens")
     if not files:
         return None
     layouts = set()
@@ -99,7 +113,7 @@ def load(folder: Path) -> tuple[str, dict[str, Tokens]] | None:
     for path in files:
         splits = [split for split, pattern in SPLITS.items() if pattern.search(path.stem)]
         if len(splits) != 1 and len(files) > 1:
-            raise UserError(f"--data {folder}: {path.name} must have either train or val in its name")
+            raise UserError(f"--data {folder}: {path.name} must have either train, val or test in its name")
         layout, tokens = _open(path)
         if not len(tokens):
             raise UserError(f"--data {folder}: {path.name} has no tokens")
@@ -122,10 +136,11 @@ def vocab_size(splits: Sequence[Tokens]) -> int:
     file = datasets.config.HF_DATASETS_CACHE / "packed" / f"{name}.vocabulary"
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(file.with_suffix(".lock"), timeout=WAIT_S)  # the system releases it if its holder dies
+    if not file.exists():  # said before the lock, which another process may have got
+        ranks.print0("data     looking for the largest token, once; --tokenizer would tell it")
     try:
         with lock:
             if not file.exists():
-                ranks.print0("data     looking for the largest token, once; --tokenizer would tell it")
                 run_dir.replace(file, str(1 + max(split.largest() for split in splits)))
             return int(file.read_text())
     except filelock.Timeout as error:
@@ -147,6 +162,9 @@ def _open(path: Path) -> tuple[str, np.ndarray]:
         magic, version, count = np.frombuffer(header, np.int32).tolist()
         if (magic, version) in LLMC_TYPES:
             return "llm.c", _map(path, LLMC_TYPES[magic, version], LLMC_HEADER, count)
+        if magic in LLMC_MAGICS:
+            known = " or ".join(f"{key} version {number}" for key, number in LLMC_TYPES)
+            raise UserError(f"{path} has the header {magic} version {version} of llm.c's layout: it must be {known}")
     if size % 2:
         raise UserError(
             f"{path} has {size} bytes: without a header or an .idx file, it must be nanoGPT's 16-bit tokens"
@@ -160,12 +178,17 @@ def _read_index(path: Path) -> tuple[type[np.unsignedinteger], int]:
         header = file.read(MEGATRON_HEADER.size)
         if len(header) < MEGATRON_HEADER.size or header[:9] != MEGATRON_MAGIC:
             raise UserError(f"{path} is no index of Megatron")
-        _, version, code, sequences, _ = MEGATRON_HEADER.unpack(header)
-        if version != 1 or code not in MEGATRON_TYPES:
-            raise UserError(f"{path} has version {version} and type {code} of Megatron's layout, which are unknown")
-        sizes = np.frombuffer(file.read(4 * sequences), np.int32)
-    if len(sizes) != sequences:
-        raise UserError(f"{path} is cut off: it has the sizes of {len(sizes)} of {sequences} sequences")
+    _, version, code, sequences, documents = MEGATRON_HEADER.unpack(header)
+    if version != 1 or code not in MEGATRON_TYPES:
+        raise UserError(f"{path} has version {version} and type {code} of Megatron's layout, which are unknown")
+    # A size and a position for each sequence, and the first sequence of each document.
+    wanted = MEGATRON_HEADER.size + 12 * sequences + 8 * documents
+    found = path.stat().st_size
+    if found not in (wanted, wanted + sequences):  # sets of images and text have a mode for each sequence as well
+        raise UserError(f"{path} has {found} bytes instead of {wanted} for {sequences} sequences: it is cut off")
+    if not sequences:
+        return MEGATRON_TYPES[code], 0
+    sizes = np.memmap(path, np.int32, "r", MEGATRON_HEADER.size, (sequences,))
     return MEGATRON_TYPES[code], int(sizes.sum(dtype=np.int64))
 
 
