@@ -235,8 +235,8 @@ def _after(args: Any, max_steps: int) -> str:
     """What the warm-up is of the whole; nothing for a recipe without this flag."""
     steps = vars(args).get("warmup_steps", 0)
     if steps < max_steps:
-        return f", after {steps:,} of {max_steps:,} steps" if steps else ""
-    return f", which is not reached: --warmup-steps {steps:,} is not below the training's {max_steps:,} steps"
+        return f"; --warmup-steps {steps:,} of {max_steps:,} steps" if steps else ""
+    return f"; --warmup-steps {steps:,} is not below the training's {max_steps:,} steps"
 
 
 def _show_unless_events(failure: threading.ExceptHookArgs) -> None:

@@ -87,11 +87,18 @@ def begin_with(init: str, model: nn.Module) -> None:
             )
         load({name: tensor for name, tensor in tensors.items() if name not in missing})
     drawn = [f"{name} {tuple(wanted[name])} (there: {saved.get(name, 'none')})" for name in missing]
+    frozen = {keymap.canonical(name) for name, one in model.named_parameters() if not one.requires_grad}
+    stuck = sorted(frozen.union(*ranks.gather(sorted(frozen))) & set(missing))
     unused = [name for name in saved if name not in wanted and not name.startswith(keymap.NO_WEIGHTS)]
     ranks.print0(
         f"init     {len(wanted) - len(missing)} of {len(wanted)} tensors from {init}{_listed('drawn anew', drawn)}"
         f"{_listed('not used', unused)}"
     )
+    if stuck:
+        ranks.print0(
+            f"warning: {', '.join(stuck[:MOST_LISTED])}: drawn anew and frozen, so the numbers stay random: train it, "
+            f"as by --rates {stuck[0].partition('.')[0]}=1, or begin with weights that have it"
+        )
 
 
 def _listed(what: str, lines: list[str]) -> str:

@@ -148,7 +148,7 @@ def test_patience_counts_over_a_resume(tiny: Tiny, tmp_path: Path) -> None:
         assert "--patience 3: val/loss was best at step 2 (" in str(result)
         assert "saving and stopping after step 8" in str(result)
         assert "reached  step 8 of 20" in str(result)
-        assert "not reached: --warmup-steps 20 is not below the training's 20 steps" in str(result)
+        assert "; --warmup-steps 20 is not below the training's 20 steps" in str(result)
         assert (tmp_path / name / "checkpoints" / "step_00000008").is_dir()
         assert not (tmp_path / name / "stopped.json").exists()  # which lets Slurm start it again
         assert [*runner.records(tmp_path / name, "val/loss")] == [2, 4, 6, 8]

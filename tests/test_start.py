@@ -194,3 +194,16 @@ def test_import_of_a_checkpoint(tmp_path: Path, group: None) -> None:
     next(path.glob("*.safetensors")).write_bytes(b"")
     with pytest.raises(UserError, match=r"--init .*every checkpoint is damaged"):
         start.begin_with(str(path), make_model(3))
+
+
+def test_frozen_weights_that_nothing_fills_are_named(
+    tmp_path: Path, group: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "weights.safetensors"
+    save_file({"0.bias": torch.zeros(6), "1.weight": torch.ones(2, 6), "1.bias": torch.ones(2)}, file)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    begin = "warning: 0.weight: drawn anew and frozen, so the numbers stay random: train it, as by --rates 0=1"
+    for trained, warned in ((False, True), (True, False)):
+        model[0].weight.requires_grad_(trained)
+        start.begin_with(str(file), model)
+        assert (begin in capsys.readouterr().out) == warned

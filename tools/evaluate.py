@@ -66,8 +66,8 @@ def load_recipe(args: Args, name: object) -> Any:
     path = Path(args.recipe).expanduser() if args.recipe else RECIPES / str(name) / "train.py"
     if not path.is_file():
         raise UserError(
-            f"there is no {path}: add --recipe with the train.py that trained this run; {copy} is a copy, whose code "
-            "will run"
+            f"there is no {path}: name the train.py that trained this run with --recipe; {copy} is a copy, but read it "
+            "before you let it run"
         )
     if copy.is_file() and manifest.read_bytes(copy) != path.read_bytes():
         ranks.print0(f"note: {path} is not what trained this run; {copy} is a copy of that")
@@ -96,7 +96,9 @@ def choose(args: Args) -> tuple[Path, dict[str, Any]]:
     if name == "best":
         pointer = args.run / "checkpoints" / checkpoint.BEST
         if not pointer.is_file():
-            raise UserError(f"--checkpoint best: {args.run} keeps no best checkpoint; train with --keep-best METRIC")
+            raise UserError(
+                f"--checkpoint best: {args.run} has no best checkpoint: that needs --keep-best METRIC and an evaluation"
+            )
         name = pointer.read_text().removeprefix("step_")
     if not name.isdecimal() or int(name) not in steps:
         kept = ", ".join(map(str, sorted(steps))) or "none"
