@@ -112,7 +112,7 @@ def test_own_recipe(own: tuple[Path, Path], sets: dict[str, Path]) -> None:
         assert f"step {step} of {run}" in text
         assert values(text)["val/loss"] == pytest.approx(logged[step], rel=1e-9)
     text = said([str(run)], [*given, "--split", "test"])
-    assert "recipes/mine_resnet/train.py: add --recipe with the train.py that trained this run" in text
+    assert "recipes/mine_resnet/train.py: name the train.py that trained this run with --recipe" in text
     assert "24 test samples on cpu, float64" in text
     assert "test/loss" in text
 
