@@ -141,11 +141,13 @@ class Run:
         """Count time towards the rate of training again."""
         self._since = time.perf_counter()
 
-    def finish(self, stopped: str = "") -> None:
+    def finish(self, stopped: str = "", no_better: str = "") -> None:
         """Print the result, where the files are, and the command that continues the run.
 
         Args:
-            stopped: why the run stopped before its last step; "" if it did not.
+            stopped: why the run was stopped before its last step; "" if it was not.
+            no_better: why --patience ended it; "" if it did not. Then Slurm must not start it again, even if a signal
+                came in the same step.
         """
         self.close()
         if self._world.rank != 0:
@@ -154,8 +156,9 @@ class Run:
         if self._trained_s:
             rate = (self._plan.position(self._rated_step) - self._plan.start) / self._trained_s
             took += f", of which {self._trained_s:.1f} s training at {rate:,.0f} samples/s"
-        if stopped:
-            ranks.print0(f"stopped  checkpoint saved ({stopped})")
+        if stopped or no_better:
+            ranks.print0(f"stopped  checkpoint saved ({no_better or stopped})")
+        if stopped and not no_better:
             facts = {"step": self._shown_step, "of": self._plan.max_steps, "reason": stopped}
             try:
                 run_dir.replace(self.path / STOPPED, json.dumps(facts))

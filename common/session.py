@@ -88,6 +88,7 @@ class Session:
         self._last_step = min(plan.max_steps, args.stop_after or plan.max_steps)
         self._done = plan.first_step
         self._stops = False
+        self._no_better = ""  # why --patience ends the run
         self._doubted = went_back_from[-1] if went_back_from else 0
         # For --keep-best and --patience: the metric at each evaluation so far, and the step of the checkpoint to keep.
         self._tag = f"val/{args.keep_best or 'loss'}"
@@ -195,10 +196,11 @@ class Session:
         since = sum(one["step"] > best_step for one in self._evaluations)
         if since >= self._args.patience > 0 and not self._stops:
             self._stops = True
-            ranks.print0(
-                f"--patience {self._args.patience}: {self._tag} was best at step {best_step} ({value:.4g}), {since} "
-                f"evaluations ago: saving and stopping after step {step}"
+            self._no_better = (
+                f"--patience {self._args.patience}: no better {self._tag} for {since} evaluations, best {value:.4g} at "
+                f"step {best_step}"
             )
+            ranks.print0(f"{self._no_better}: saving and stopping after step {step}")
 
     def log_images(self, step: int, tag: str, images: Any) -> None:
         """Show images, (N, H, W, 3) uint8, in TensorBoard; only rank 0 needs them, others may pass None."""
@@ -293,7 +295,7 @@ class Session:
 
     def finish(self) -> None:
         """Print the result and the command that continues the run, and end the process group (all ranks)."""
-        self._log.finish(self._stop.reason)
+        self._log.finish(self._stop.reason, self._no_better)
         process_group.finish()
 
 

@@ -277,6 +277,15 @@ def test_stop_without_room_for_its_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert not (tmp_path / "stopped.json").exists()
 
 
+def test_early_stop_is_not_queued_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also if a signal came in the same step."""
+    run = make_run(tmp_path)
+    record(run, 5, 0.5)
+    run.finish("SIGTERM on rank 0", "no better val/loss")
+    assert "stopped  checkpoint saved (no better val/loss)" in capsys.readouterr().out
+    assert not (tmp_path / "stopped.json").exists()
+
+
 def test_memory_is_in_gib() -> None:
     """A process that has loaded torch holds 0.1 GiB at least, and less than a large machine has."""
     assert 0.1 < log.memory_gib(torch.device("cpu")) < 100

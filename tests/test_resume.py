@@ -145,8 +145,10 @@ def test_patience_counts_over_a_resume(tiny: Tiny, tmp_path: Path) -> None:
             more = ["--name", name, "--stop-after", str(stop)]
             result = runner.run_recipe("ddp_gpt", size, *flags, *more, target=runner.run_unmeasured)
             assert result.ok, str(result)
-        assert "--patience 3: val/loss was best at step 2 (" in str(result)
-        assert "saving and stopping after step 8" in str(result)
+        best = runner.records(tmp_path / name, "val/loss")[2]
+        reason = f"--patience 3: no better val/loss for 3 evaluations, best {best:.4g} at step 2"
+        assert f"{reason}: saving and stopping after step 8" in str(result)
+        assert f"stopped  checkpoint saved ({reason})" in str(result)
         assert "reached  step 8 of 20" in str(result)
         assert "; --warmup-steps 20 is not below the training's 20 steps" in str(result)
         assert (tmp_path / name / "checkpoints" / "step_00000008").is_dir()
