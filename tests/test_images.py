@@ -456,7 +456,6 @@ def test_plain_labels(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert line in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets leaves the file open
 def test_metadata_csv(tmp_path: Path) -> None:
     from PIL import Image
 
@@ -472,7 +471,6 @@ def test_metadata_csv(tmp_path: Path) -> None:
     assert train.labels.tolist() == [0, 1, 0]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets leaves the file open
 @pytest.mark.parametrize("where", ["metadata.csv", "path column"])
 def test_csv_with_paths_and_numbers(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Kaggle's way: one folder of images, and a table for each split, with integers for classes."""
@@ -497,7 +495,6 @@ def test_csv_with_paths_and_numbers(where: str, tmp_path: Path, capsys: pytest.C
     assert f"3 classes; columns {column!r} and 'label'" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets leaves the file open
 def test_path_that_leads_nowhere(tmp_path: Path) -> None:
     """The first one decides whether a column holds paths; another one is named when its turn comes."""
     from PIL import Image
