@@ -150,10 +150,15 @@ def test_chat_as_transformers_writes_it(tmp_path: Path) -> None:
     assert decoded(folder, tokenizer, "conversation").startswith("<b>{")
 
 
-@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "tokenizer_config.json, by name"])
 def test_chats(place: str, tmp_path: Path) -> None:
     folder = write_rows(tmp_path / "data", conversation=CHATS)
-    facts = {"eos_token": "</s>"} | ({"chat_template": TEMPLATE} if place.endswith(".json") else {})
+    named = [
+        {"name": "tool_use", "template": "{{ raise_exception('other') }}"},
+        {"name": "default", "template": TEMPLATE},
+    ]
+    source = {"tokenizer_config.json": TEMPLATE, "tokenizer_config.json, by name": named}.get(place)
+    facts = {"eos_token": "</s>"} | ({"chat_template": source} if source else {})
     tokenizer = write_tokenizer(tmp_path / "tokenizer", ["<|user|>", "<|assistant|>", "</s>"], facts)
     if place.endswith(".jinja"):
         (tokenizer.parent / place).write_text(TEMPLATE)

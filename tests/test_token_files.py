@@ -200,6 +200,12 @@ def test_unclear_folders(tmp_path: Path) -> None:
         text.load(str(tmp_path), 10)
 
 
+def test_negative_token(tmp_path: Path) -> None:
+    megatron(tmp_path, "train", np.where(np.arange(len(TOKENS)) == 7, -100, TOKENS))
+    with pytest.raises(UserError, match="the largest token is 4294967196, perhaps a negative number"):
+        text.load(str(tmp_path), 10)
+
+
 def test_lone_token(tmp_path: Path) -> None:
     nanogpt(tmp_path, "train", TOKENS[:1])
     with pytest.raises(UserError, match="the training split has 1 tokens"):

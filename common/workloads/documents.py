@@ -180,6 +180,8 @@ def end_token(vocabulary: Vocabulary) -> str:
 def _chat_template(name: str, column: str, vocabulary: Vocabulary | None) -> Callable[[Any], str]:
     """The function that writes a chat as text, as transformers' apply_chat_template does."""
     source = vocabulary.facts.get("chat_template") if vocabulary else None
+    if isinstance(source, list):  # several by name, of which transformers takes this one too
+        source = {one["name"]: one["template"] for one in source}.get("default")
     if not vocabulary or not isinstance(source, str):
         raise UserError(
             f"--text-columns {column}: the chats of --data {name} need the template of a tokenizer: give --tokenizer a "

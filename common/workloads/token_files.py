@@ -31,6 +31,7 @@ SPLITS = {"train": re.compile("train"), "validation": re.compile("val|dev"), "te
 SAMPLE_BYTES = 2**16
 SAMPLES = 64  # of all files together, but two of each
 SCAN_TOKENS = 2**24
+MOST_TOKENS = 2**31  # which the types with a sign of Megatron have, too
 WAIT_S = 600.0
 
 
@@ -141,7 +142,10 @@ def vocab_size(splits: Sequence[Tokens]) -> int:
     try:
         with lock:
             if not file.exists():
-                run_dir.replace(file, str(1 + max(split.largest() for split in splits)))
+                largest = max(split.largest() for split in splits)
+                if largest >= MOST_TOKENS:
+                    raise UserError(f"--data: the largest token is {largest}, perhaps a negative number: no tokens")
+                run_dir.replace(file, str(1 + largest))
             return int(file.read_text())
     except filelock.Timeout as error:
         raise UserError(
