@@ -454,6 +454,8 @@ def test_export_and_import_of_plain_files(tmp_path: Path) -> None:
     ours = make_ours(SHAPES["grouped"])
     file, start = tmp_path / "model.safetensors", tmp_path / "start"
     exchange.export(save_run(tmp_path / "run", ours), file)
+    (tmp_path / "plain").touch()
+    assert file.stat().st_mode == (tmp_path / "plain").stat().st_mode, "colleagues may read it"
     exchange.import_(file, start)
     path, facts = checkpoint.choose(start)
     assert (facts["step"], facts["samples"], facts["source"]) == (0, 0, "model.safetensors")

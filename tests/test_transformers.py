@@ -159,14 +159,17 @@ def test_export_carries_what_lies_beside_its_tokenizer(trained: Trained, tmp_pat
     (first / "generation_config.json").unlink()  # then the ids come from the names of the special tokens
     llama.export(start, tmp_path / "second")
     settings = transformers.GenerationConfig.from_pretrained(tmp_path / "second")
-    assert (settings.bos_token_id, settings.eos_token_id, settings.pad_token_id) == (None, 0, 0)
+    assert (settings.bos_token_id, settings.eos_token_id, settings.pad_token_id) == (0, 0, 0)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "second")
-    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, 0, 0)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (0, 0, 0)
     names = json.loads((first / "tokenizer.json").read_text().replace("<|end|>", "</s>"))  # as training has found it
     (first / "tokenizer.json").write_text(json.dumps(names))
     (first / "tokenizer_config.json").unlink()
     llama.export(start, tmp_path / "bare")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "bare").eos_token == "</s>"
+    (first / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    llama.export(start, tmp_path / "unnamed")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "unnamed").eos_token == "</s>"
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "bare").eos_token_id == 0
     (first / "tokenizer_config.json").write_text("[")
     with pytest.raises(UserError, match=r"--tokenizer \S+tokenizer\.json or a file beside it cannot be used: JSON"):

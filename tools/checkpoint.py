@@ -54,7 +54,7 @@ def export(path: Source, out: Path) -> None:
     """
     with beside(out) as partial:
         folder, step, tensors = weights(path)
-        save_file(tensors, partial, metadata={"format": "pt", "step": str(step)})
+        write(tensors, partial, step)
     print(f"{out}: {len(tensors)} tensors of step {step} of {folder}")
 
 
@@ -113,11 +113,19 @@ def read(*paths: Path) -> Tensors:
     return {keymap.canonical(name): tensor.contiguous() for file in files for name, tensor in file.items()}
 
 
+def write(tensors: Tensors, file: Path, step: int) -> None:
+    """Write tensors of a step as a safetensors file that others may read as far as the umask lets them."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata={"format": "pt", "step": str(step)})
+    file.chmod(mode)  # safetensors replaces the file by one that only its owner may read
+
+
 def write_start(run_dir: Path, tensors: Tensors, source: str) -> None:
     """Write a checkpoint of step 0 without an optimizer."""
     folder = checkpoint.folder(run_dir, 0)
     folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors")
+    write(tensors, folder / "model.safetensors", 0)
     facts: dict[str, Any] = {"step": 0, "samples": 0, "source": source}
     manifest.write(folder, facts, {"model.safetensors": manifest.seal(folder / "model.safetensors")})
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from common import UserError, keymap, manifest
 from common.workloads import documents, gpt, gpt_names
-from tools.checkpoint import Source, Tensors, beside, read, run, weights, write_start
+from tools.checkpoint import Source, Tensors, beside, read, run, weights, write, write_start
 
 # Files that belong to a tokenizer.json, and may lie beside it.
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
@@ -86,10 +85,12 @@ def write_tokenizer(tokenizer: Path | None, out: Path, max_length: int) -> dict[
         (out / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
     config = out / "tokenizer_config.json"
     named = manifest.read_json(config) if config.exists() else {}
-    about = named or {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
+    about = {**named} or {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
     if tokenizer and not about.get("eos_token"):  # then the training has chosen one by its name
         end = documents.end_token(documents.load_tokenizer(str(tokenizer)))
         about |= {"eos_token": end} if end else {}
+    if about.get("eos_token"):  # a text does begin where another ends, and CTranslate2 wants this token
+        about.setdefault("bos_token", about["eos_token"])
     if about != named:
         config.write_text(json.dumps(about, indent=1))
     if (out / "generation_config.json").exists():
@@ -152,7 +153,7 @@ def export(path: Source, out: Path) -> None:
                 raise UserError(f"--tokenizer {tokenizer} or a file beside it cannot be used: {error!r}") from error
         config = gpt_names.to_config(shape) | about | special
         (partial / "config.json").write_text(json.dumps(config, indent=1))
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt", "step": str(step)})
+        write(tensors, partial / "model.safetensors", step)
     print(f"{out}: {len(tensors)} tensors of step {step} of {folder}, as {config['architectures'][0]}")
     if not (out / "tokenizer.json").exists():
         why = f"--tokenizer {tokenizer} is not there"
