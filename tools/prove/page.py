@@ -1,0 +1,82 @@
+"""The page: prove.md and prove.json."""
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common import ranks
+from tools.prove.proofs import Row
+
+
+def machine(size: int, gpus: bool) -> dict[str, str]:
+    """Where this ran, and with what (all ranks)."""
+    hosts = sorted(set(ranks.gather(socket.gethostname())))
+    return {
+        "ranks": f"{size} on {len(hosts)} machine{'s' * (len(hosts) > 1)}",
+        "devices": "GPUs, NCCL (names in the logs)" if gpus else "CPU, gloo",
+        "processor": f"{cpu_name()}, {os.cpu_count()} CPUs",
+        "system": f"{platform.system()} {platform.release()}",
+        "versions": ", ".join(f"{name} {version}" for name, version in ranks.versions().items()),
+        "CUDA of torch": str(torch.version.cuda),
+        "date": time.strftime("%Y-%m-%d %H:%M %Z"),
+    }
+
+
+def cpu_name() -> str:
+    """Model of this machine's processor."""
+    file = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", file.read_text() if file.exists() else "", re.MULTILINE)
+    return names[0] if names else platform.machine()
+
+
+def cells(*values: object) -> str:
+    """A row of a table of Markdown."""
+    return f"| {' | '.join(str(value).replace('|', chr(92) + '|') for value in values)} |"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """A table of Markdown."""
+    return [cells(*head), f"|{'---|' * len(head)}", *(cells(*row) for row in rows), ""]
+
+
+def write(out: Path, rows: list[Row], figures: dict[str, list[dict[str, Any]]], where: dict[str, str]) -> str:
+    """Write both files (rank 0); returns the last line for the terminal."""
+    passed, failed = ([row for row in rows if row.verdict == verdict] for verdict in ("passed", "failed"))
+    late = [row for row in rows if row.verdict == "not run" and not row.needs]
+    needing = [row for row in rows if row.needs]
+    verdict = f"{len(passed)} passed, {len(failed)} failed, {len(late)} not reached in time, {len(needing)} not run"
+    lines = ["# Proofs of Brigade", "", f"**{verdict}**", "", *table(("", ""), list(where.items()))]
+    lines += ["## Proofs", ""]
+    order = [*failed, *late, *passed]
+    lines += table(
+        ("proof", "what", "found", "may be", "verdict"),
+        [(row.proof, row.what, row.figure, row.tolerance, row.verdict) for row in order],
+    )
+    if needing:
+        lines += ["## Not run here", ""]
+        lines += [f"- {row.proof}: {row.what}: not run: needs {row.needs}" for row in needing] + [""]
+    for name, found in figures.items():
+        if found:
+            lines += [f"## Figures: {name}", ""]
+            lines += table([*found[0]], [[shown(key, value) for key, value in one.items()] for one in found])
+    out.mkdir(parents=True, exist_ok=True)
+    content = {"machine": where, "proofs": [dataclasses.asdict(row) for row in rows], "figures": figures}
+    (out / "prove.json").write_text(json.dumps(content, indent=1))
+    (out / "prove.md").write_text("\n".join(lines))
+    return f"{verdict}: {out / 'prove.md'}"
+
+
+def shown(key: str, value: Any) -> str:
+    """A figure as people read it."""
+    if key == "bytes_per_s":
+        return f"{value / 1e9:.3f}e9"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

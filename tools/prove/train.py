@@ -1,0 +1,62 @@
+"""The proofs of this world's ranks, and its figures: `python -m tools.prove`, or launch/slurm.sh tools/prove.
+
+Each rank starts one process after the other, each of which is one rank of one run of a recipe as it stands. Rank 0
+compares what the runs have written. See docs/prove.md.
+"""
+
+import dataclasses
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from common import cli, exits, process_group, ranks
+from tools.prove import layouts, page, proofs, world
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Prove on this world that every strategy trains alike, and measure it. Writes prove.md and prove.json."""
+
+    out: str = "runs/prove"  # folder for the page, and for the logs beside it
+    name: str = ""  # folder in --out; "" for --out itself
+    recipes: tuple[str, ...] = ()  # the recipes to prove; none for all
+    proofs: tuple[str, ...] = proofs.ALL  # which proofs to run
+    minutes: cli.NonNegativeFloat = 10.0  # what has not begun by then is not run, and the command fails
+    timeout: cli.NonNegativeFloat = 120.0  # seconds after which a run is killed, and has failed
+    keep: bool = False  # keep the runs and their checkpoints, beside the page and the logs
+
+
+@exits.entry
+def main() -> None:
+    """Run all proofs and write the page; exits with 1 if one has failed or was not reached."""
+    args = cli.parse(Args)
+    run_key = os.environ.get("RUN_KEY", "")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these ranks only start others, which get the GPUs
+    place = process_group.start("gloo", flag=dataclasses.asdict(args))
+    gpus = bool(ranks.env_int("GPUS_ON_NODE", default=0)) and visible not in ("", "-1")
+    out = Path(ranks.from_rank0(lambda: str((Path(args.out).expanduser() / args.name).resolve())))
+    folder = Path(ranks.from_rank0(lambda: str(out / time.strftime("%Y%m%d-%H%M%S"))))
+    began = time.monotonic()
+
+    def run(job: world.Job) -> world.Outcome | None:
+        """Run a job while there is time (all ranks)."""
+        if ranks.from_rank0(lambda: time.monotonic() - began > 60 * args.minutes):
+            return None
+        ranks.print0(f"{time.monotonic() - began:5.0f} s  {job.name}")
+        outcome = world.run(dataclasses.replace(job, timeout_s=args.timeout), run_key, visible)
+        return outcome
+
+    asked = proofs.Asked(args.recipes or tuple(layouts.RECIPES), args.proofs, place.size, gpus, folder)
+    rows, figures = proofs.all_of(asked, run)
+    shutil.rmtree(folder / "runs", ignore_errors=True) if place.rank == 0 and not args.keep else None
+    done = ranks.from_rank0(lambda: page.write(out, rows, figures, page.machine(place.size, gpus)))
+    ranks.print0(done)
+    process_group.finish()
+    sys.exit(0 if all(row.verdict == "passed" or row.needs for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()
