@@ -46,10 +46,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from common import data, guard, keymap, process_group, ranks, sampler
+from launch import strategy
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -58,6 +63,7 @@ DEVICE = torch.device("cuda", 0)
 GPUS_A_MACHINE = 8
 NAME = "NVIDIA H100 80GB HBM3"
 WARM_STEPS = 1  # creates what lasts: the optimizer's state, FSDP's order of blocks
+SMALL_BYTES = 1000
 BUCKETS_BYTES = [2**20, 25 * 2**20]  # of torch's DDP: the first bucket, and all others
 aten = torch.ops.aten
 
@@ -131,9 +137,11 @@ def read_list(tensor: torch.Tensor) -> Any:
 def without_driver(size: int, rank: int) -> Iterator[None]:
     """Let torch believe in GPUs, and in a process group of this size."""
     without_contexts()
-    properties = SimpleNamespace(name=NAME, total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132, uuid="")
+    properties = SimpleNamespace(
+        name=NAME, total_memory=80 * 2**30, major=9, minor=0, multi_processor_count=132, uuid=""
+    )
     stream = Event()
-    replaced = {
+    cuda = {
         "is_available": lambda: True,
         "device_count": lambda: min(size, GPUS_A_MACHINE),
         "current_device": lambda: 0,
@@ -155,22 +163,27 @@ def without_driver(size: int, rank: int) -> Iterator[None]:
         "stream": lambda *_: contextlib.nullcontext(),
         "device": lambda *_: contextlib.nullcontext(),
     }
+    replaced: list[tuple[Any, str, Any]] = [
+        *((torch.cuda, name, value) for name, value in cuda.items()),
+        # Although there are GPUs, as it seems, a fake tensor must not start CUDA.
+        (FakeTensorMode, "avoid_device_init", property(lambda self: True)),
+        (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        (torch.utils, "swap_tensors", swap),
+        (FakeTensor, "tolist", read_list),
+        (torch.Tensor, "record_stream", lambda *_: None),
+        (torch.Tensor, "pin_memory", lambda tensor, *_: tensor),
+        (nn.functional, "scaled_dot_product_attention", flash_attention),
+        (nn.parallel, "DistributedDataParallel", Replicas),
+        (data, "DataLoader", plain_loader),
+        (ranks, "gather", lambda value, group=None: [value] * dist.get_world_size(group)),
+        (DeviceMesh, "__init__", with_values(DeviceMesh.__init__)),
+        (DeviceMesh, "mesh", property(with_values(DeviceMesh.mesh.fget))),
+    ]
     environment = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": min(size, GPUS_A_MACHINE)}
     with contextlib.ExitStack() as stack:
-        for name, value in replaced.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.dict(os.environ, {key: str(value) for key, value in environment.items()}))
-        # Although there are GPUs, as it seems, a fake tensor must not start CUDA.
-        stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", property(lambda self: True)))
-        stack.enter_context(mock.patch.object(torch.amp.autocast_mode.torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
-        stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", swap))
-        stack.enter_context(mock.patch.object(FakeTensor, "tolist", read_list))
-        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda *_: None))
-        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *_: tensor))
-        stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", flash_attention))
-        stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", Replicas))
-        stack.enter_context(mock.patch.object(data, "DataLoader", plain_loader))
-        stack.enter_context(mock.patch.object(ranks, "gather", lambda value, group=None: [value] * dist.get_world_size(group)))
+        for place, name, value in replaced:
+            stack.enter_context(mock.patch.object(place, name, value))
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         try:
             yield
@@ -178,12 +191,23 @@ def without_driver(size: int, rank: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
+def with_values(function: Any) -> Any:
+    """A function whose tensors are real, as those that hold the ranks of a mesh must be."""
+
+    @functools.wraps(function)
+    def real(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return real
+
+
 swap_checked = torch.utils.swap_tensors
 
 
 def swap(one: torch.Tensor, other: torch.Tensor) -> None:
     """What `Module.to` does to a fake parameter, also where torch's own caches have a weak reference of it."""
-    with mock.patch.object(weakref, "getweakrefs", lambda _: []):
+    with mock.patch.object(weakref, "getweakrefs", return_value=[]):
         swap_checked(one, other)
 
 
@@ -325,6 +349,7 @@ class Traffic:
 
     calls: int = 0
     bytes: int = 0
+    small_calls: int = 0  # of less than SMALL_BYTES, such as a norm's: they are counted, and their bytes are not
 
 
 class Counter(TorchDispatchMode):
@@ -347,7 +372,7 @@ class Counter(TorchDispatchMode):
         self.casts: collections.Counter[str] = collections.Counter()
         self.cast_elements: collections.Counter[str] = collections.Counter()
         self.kernels: collections.Counter[str] = collections.Counter()
-        self.flops = 0
+        self.products: collections.Counter[tuple[int, int]] = collections.Counter()  # (FLOPs, bytes) of each
         self.elementwise_bytes = 0
         self.sent: dict[tuple[str, str], Traffic] = {}
         self.peak_bytes = self.live_bytes
@@ -363,7 +388,7 @@ class Counter(TorchDispatchMode):
             "casts": dict(self.casts),
             "cast_elements": dict(self.cast_elements),
             "kernels": self.kernels.total(),
-            "flops": self.flops,
+            "products": sorted([flops, moved, count] for (flops, moved), count in self.products.items()),
             "elementwise_bytes": self.elementwise_bytes,
             "sent": sent,
             "held_bytes": self.live_bytes,
@@ -378,11 +403,20 @@ class Counter(TorchDispatchMode):
         Counter.current = None
         super().__exit__(*error)
 
+    def axis(self, group: str) -> str:
+        """The axis of a group; of one that a library has made, how many ranks it has."""
+        if group not in self.axes:
+            made = distributed_c10d._resolve_process_group(group)
+            self.axes[group] = f"of {dist.get_world_size(made)}"
+        return self.axes[group]
+
     def sync(self, what: str) -> None:
         """The host waits for the device."""
         self.syncs[f"{what} at {_place()}"] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
+            return NotImplemented  # they call the operators of their parts, which are counted
         kwargs = kwargs or {}
         name = func._schema.name
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -413,37 +447,46 @@ class Counter(TorchDispatchMode):
         elif not isinstance(group, str):
             group = group.group_name
         counted = results if index < 0 else [one for one in tree_leaves(args[index]) if isinstance(one, torch.Tensor)]
-        traffic = self.sent.setdefault((kind, self.axes.get(group, group)), Traffic())
-        traffic.calls += 1
-        traffic.bytes += sum(map(_bytes, counted))
+        traffic = self.sent.setdefault((kind, self.axis(group)), Traffic())
+        sent = sum(map(_bytes, counted))
+        if sent < SMALL_BYTES:
+            traffic.small_calls += 1
+        else:
+            traffic.calls += 1
+            traffic.bytes += sent
 
     def _count_kernel(
         self, name: str, func: Any, args: Any, kwargs: Any, tensors: list[Any], results: list[Any], out: Any
     ) -> None:
         if func.is_view or name in QUIET or name.startswith("prim"):
             return
-        if name in ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_"):
-            half = len(tensors) // 2 if name == "aten::_foreach_copy_" else 1
-            pairs = zip(tensors[half:], tensors[:half], strict=True) if name != "aten::_to_copy" else zip(tensors, results, strict=True)
-            for source, target in list(pairs):
-                if source.is_cuda and not target.is_cuda:
-                    self.to_host += 1
-                    if not kwargs.get("non_blocking", args[2] if len(args) > 2 else False):
-                        self.sync("copy to the host")
-                elif target.is_cuda and not source.is_cuda:
-                    if source.ndim or name == "aten::_to_copy":  # a number goes along with the launch
-                        self.from_host += 1
-                elif source.dtype != target.dtype:
-                    key = f"{_short(source.dtype)} to {_short(target.dtype)}"
-                    self.casts[key] += 1
-                    self.cast_elements[key] += source.numel()
-        elif any(not tensor.is_cuda and tensor.ndim and tensor.device.type == "cpu" for tensor in tensors):
+        if name == "aten::_to_copy":
+            self._count_copy(tensors[0], results[0], kwargs.get("non_blocking", False))
+        elif name == "aten::copy_":
+            self._count_copy(tensors[1], tensors[0], any(args[2:]))
+        elif name == "aten::_foreach_copy_":
+            for source, target in zip(args[1], args[0], strict=True):
+                self._count_copy(source, target, any(args[2:]))
+        elif any(tensor.device.type == "cpu" and tensor.ndim for tensor in tensors):
             self.cpu_tensors[f"{name} at {_place()}"] += 1
         self.kernels[name] += 1
+        moved = sum(_bytes(tensor) for tensor in (*tensors, *results) if tensor.is_cuda)
         if func._overloadpacket in flop_registry:
-            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+            self.products[flop_registry[func._overloadpacket](*args, **kwargs, out_val=out), moved] += 1
         else:
-            self.elementwise_bytes += sum(_bytes(tensor) for tensor in (*tensors, *results) if tensor.is_cuda)
+            self.elementwise_bytes += moved
+
+    def _count_copy(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
+        if source.is_cuda and not target.is_cuda:
+            self.to_host += 1
+            if not non_blocking:
+                self.sync("copy to the host")
+        elif target.is_cuda and not source.is_cuda:
+            self.from_host += 1
+        elif source.dtype != target.dtype:
+            key = f"{_short(source.dtype)} to {_short(target.dtype)}"
+            self.casts[key] += 1
+            self.cast_elements[key] += source.numel()
 
     # --- live bytes ---
 
@@ -536,15 +579,16 @@ def static_stages(recipe: Any, args: Any, whole: Any, division: sampler.Division
     return make
 
 
-def axis_names(mesh: Any) -> dict[str, str]:
-    """The axis of each group of a mesh, by the group's name."""
-    found = {dist.group.WORLD.group_name: "world"}
-    for axis in mesh.mesh_dim_names:
-        found[mesh.get_group(axis).group_name] = axis
-    return found
+def axis_names(mesh: DeviceMesh) -> dict[str, str]:
+    """The axis of each group of a mesh, by the group's name; of axes that DTensor has merged, their names together."""
+    found = {mesh.get_group(axis).group_name: axis for axis in mesh.mesh_dim_names or ()}
+    merged: dict[str, DeviceMesh] = getattr(mesh, "_flatten_mapping", {})
+    return found | {axes.get_group().group_name: axis for axis, axes in merged.items()}
 
 
-def measure(recipe_name: str, size: int, flags: list[str], rank: int = 0, mutant: str = "", config: str = "") -> dict[str, Any]:
+def measure(
+    recipe_name: str, size: int, flags: list[str], rank: int = 0, mutant: str = "", config: str = ""
+) -> dict[str, Any]:
     """Count what a rank does in the second training step, in an evaluation and in a comparison of the replicas.
 
     Args:
@@ -556,13 +600,16 @@ def measure(recipe_name: str, size: int, flags: list[str], rank: int = 0, mutant
         config: name of a file of accelerate_gpt's configs/, or "".
     """
     path = ROOT / "recipes" / recipe_name / "train.py"
-    with without_driver(size, rank):
+    accelerate = strategy.environment(str(path.parent / "configs" / config)) if config else {}
+    with mock.patch.dict(os.environ, accelerate), without_driver(size, rank):
         recipe = runpy.run_path(str(path))
         functions = recipe["make_model"].__globals__
         if "DistributedDataParallel" in functions:
             functions["DistributedDataParallel"] = Replicas
         args = parse(recipe["Args"], flags)
-        world: Any = process_group.World(rank, size, min(size, GPUS_A_MACHINE), "host", DEVICE, "cpu:gloo,cuda:nccl", None)
+        world: Any = process_group.World(
+            rank, size, min(size, GPUS_A_MACHINE), "host", DEVICE, "cpu:gloo,cuda:nccl", None
+        )
         with (
             mock.patch.object(process_group, "joined", world),
             torch.autograd.set_multithreading_enabled(False),  # the device's thread would have to be started by CUDA
@@ -624,9 +671,7 @@ def _steps(recipe: Any, args: Any, mesh: Any, counter: Counter, mutant: str) -> 
     recipe["evaluate"](args, model, data.Loader(train, requests, 0, DEVICE))
     found["evaluate"] = counter.report()
     counter.begin()
-    guard.StateCheck(model, compare=True).summarize(
-        {keymap.canonical(name): parameter for name, parameter in model.named_parameters()}
-    )
+    guard.StateCheck(model, compare=True).summarize(keymap.model_tensors(model))
     found["check"] = counter.report()
     return found
 
