@@ -32,6 +32,11 @@ class _SumOverRanks(torch.autograd.Function):
         return _SumOverRanks.apply(grad, ctx.group), None
 
 
+@torch.compiler.disable  # torch 2.11's compiler gives it another gradient, silently
+def _sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _SumOverRanks.apply(x, group)
+
+
 class SyncBatchNorm(nn.BatchNorm2d):
     """nn.BatchNorm1d, 2d or 3d with training statistics over all ranks of a group (all ranks take part)."""
 
@@ -50,11 +55,11 @@ class SyncBatchNorm(nn.BatchNorm2d):
         dims = [*range(x.ndim - 1)]
         # Two all-reduces, mean first: computing E[x^2] - E[x]^2 with one would lose half of the digits.
         totals = torch.cat([wide.sum(dims), wide.new_full((1,), x.numel() / x.shape[1])])
-        totals = _SumOverRanks.apply(totals, self.process_group)
+        totals = _sum_over_ranks(totals, self.process_group)
         count = totals[-1].detach()
         mean = totals[:-1] / count
         centred = wide - mean
-        var = _SumOverRanks.apply(centred.square().sum(dims), self.process_group) / count
+        var = _sum_over_ranks(centred.square().sum(dims), self.process_group) / count
         out = centred * torch.rsqrt(var + self.eps)
         out = out * self.weight + self.bias if self.affine else out
         self.num_batches_tracked.add_(1)
