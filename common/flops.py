@@ -14,8 +14,8 @@ from common import UserError, ranks
 from common.data import Batch, BatchReader, map_tensors
 
 # Dense bfloat16 peak of one GPU in FLOP/s, with float32 sums and without sparsity. From NVIDIA's data sheets and, for
-# GeForce and RTX, the appendices of its white papers on Ampere GA102, Ada and Blackwell. B200 and B300 are those of HGX;
-# GB200 and GB300 may take more power (https://www.nvidia.com/en-us/data-center/gb200-nvl72).
+# GeForce and RTX, the appendices of its white papers on Ampere GA102, Ada and Blackwell. HGX has B200 and B300; GB200
+# and GB300 may take more power (https://www.nvidia.com/en-us/data-center/gb200-nvl72).
 # The first key that is in a GPU's name as whole words counts, so longer keys come first.
 PEAK_FLOPS = {
     "A10": 125e12,
@@ -99,6 +99,11 @@ def peak_on_paper(device: torch.device, dtype: torch.dtype) -> float:
             if re.search(rf"\b{chip}\b", name) and not OTHERS.search(name):
                 return peak
     return 0.0
+
+
+def source(device: torch.device, dtype: torch.dtype) -> str:
+    """Where `peak_flops` has its figure from."""
+    return "by its data sheet" if peak_on_paper(device, dtype) else "reached by a large matmul (no data sheet)"
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
