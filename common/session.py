@@ -105,6 +105,7 @@ class Session:
         self._stop = stop.Stop(world, args.deadline, plan.first_step, self._last_step)
         assert watch.alive, "process_group.start has made it"
         self._watch = watch.alive
+        process_group.set_timeout(mesh, args.hang_timeout)
         self._watch.begin(found.run_dir, plan.first_step, args.hang_timeout)
         dtype = precision.compute_dtype(args.dtype, world.device)
         self._scale = precision.LossScale(dtype, world.device, found.progress.get("loss_scale"))
