@@ -7,18 +7,23 @@ import ipaddress
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from common import UserError, health, precision, private_api, ranks, seal
+from common import UserError, diagnose, health, precision, private_api, ranks, seal
 
 # Ranks may reach a collective minutes apart (a cold disk, a compile); a rank that takes longer is assumed dead.
 TIMEOUT_S = 600
+# After a limit of `watch`, whose finding must come before NCCL's own watchdog ends the process without one.
+MARGIN_S = 60
+ADVICE_S = 60.0  # NCCL makes its connections in its first collective, in seconds at most
 # What runs beside the training, ended before interpreter shutdown: a thread inside C++ would abort the process.
 background = contextlib.ExitStack()
 atexit.register(background.close)
@@ -97,8 +102,9 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
     joined = world
     # First, because ranks with another backend would wait in `_check_devices` and the barrier for ever.
     ranks.check_same(picked=picked)
-    _check_devices(world)
-    dist.barrier()  # all ranks have joined: from here on, a refusal of one cannot keep another from joining
+    with _advise(device):
+        _check_devices(world)
+        dist.barrier()  # all ranks have joined: from here on, a refusal of one cannot keep another from joining
     code = ranks.code_digests(recipe) if recipe else {}
     ranks.check_same(**same, code=code, version=ranks.versions())
     health.check(device)
@@ -196,6 +202,20 @@ def _pick_backend(backend: str, device: torch.device) -> str:
     return backend
 
 
+@contextlib.contextmanager
+def _advise(device: torch.device) -> Iterator[None]:
+    """Say what may be wrong if the GPUs' first collective does not end: nobody watches yet."""
+    text = f"note: the first collective of the GPUs has taken {ADVICE_S:g} s so far; {diagnose.NCCL_ADVICE.strip()}"
+    timer = threading.Timer(ADVICE_S, ranks.print0, [text])
+    timer.daemon = True
+    if device.type == "cuda":
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _check_devices(world: World) -> None:
     """Check that every rank has a device of its own, and note devices of several kinds (all ranks take part)."""
     if world.device.type != "cuda":
@@ -210,6 +230,16 @@ def _check_devices(world: World) -> None:
     if len(kinds) > 1:
         found = ", ".join(f"{number} x {name}" for name, number in kinds.items())
         ranks.print0(f"note: the GPUs differ ({found}): the slowest sets the pace, and last digits depend on them")
+
+
+def set_timeout(mesh: DeviceMesh, hang_timeout_s: float) -> None:
+    """Give the collectives of the training more time than `watch` gives a rank (all ranks).
+
+    The groups of a mesh's axes begin with torch's own timeout of 10 or 30 minutes.
+    """
+    timeout = timedelta(seconds=max(hang_timeout_s, TIMEOUT_S) + MARGIN_S)
+    for group in (None, *mesh.get_all_groups()):
+        private_api.set_timeout(timeout, group)
 
 
 def finish(begins_again: bool = False) -> None:

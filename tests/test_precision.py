@@ -1,8 +1,15 @@
 """What is computed in follows the hardware, and what is stored never loses bits."""
 
+import contextlib
+import sys
+import threading
+import types
+
 import pytest
 import torch
 from common import UserError, precision
+
+from tests.harness import module
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -58,3 +65,52 @@ def test_storage() -> None:
     assert precision.param_dtype(torch.bfloat16) == torch.float32
     assert precision.param_dtype(torch.float32) == torch.float32
     assert precision.param_dtype(torch.float64) == torch.float64
+
+
+class Seen(torch.nn.Module):
+    """Notes in which thread it computes, and in which type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+        self.types: set[torch.dtype] = set()
+        self.threads: set[int] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        self.types.add(y.dtype)
+        self.threads.add(threading.get_ident())
+        return y
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("mutant", [False, True], ids=["", "mutant: nn.DataParallel alone"])
+def test_threads_of_data_parallel_compute_in_the_type_asked_for(mutant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own threads, with the CPU in the place of GPUs: its autocast's default is bfloat16, theirs float16."""
+    apply = sys.modules["torch.nn.parallel.parallel_apply"]
+    enabled = torch.is_autocast_enabled
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cpu": enabled(device))
+    monkeypatch.setattr(apply, "_get_device_index", lambda device, _: device)
+    for name, value in {
+        "is_available": lambda: True,
+        "current_accelerator": lambda: CPU,
+        "current_stream": lambda _: contextlib.nullcontext(),
+        "device_index": lambda _: contextlib.nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, value)
+    recipe = module.load("dp_resnet")
+    args = recipe.Args(dtype="float16")
+    model = Seen()
+    wrapped = recipe.parallelize(args, model, recipe.make_mesh(args, types.SimpleNamespace(size=1, device=CPU)), CPU)
+    wrapped.device_ids = [0, 1]
+    if mutant:
+        del wrapped.parallel_apply
+    replicas = [model._replicate_for_data_parallel() for _ in range(2)]
+    for replica in replicas:
+        replica.layer = model.layer
+    x = torch.ones(2, 4)
+    with precision.autocast(CPU, torch.float16):
+        outputs = wrapped.parallel_apply(replicas, [(x,), (x,)], [{}, {}])
+    assert len(outputs) == 2
+    assert threading.get_ident() not in model.threads
+    assert model.types == {torch.bfloat16 if mutant else torch.float16}
