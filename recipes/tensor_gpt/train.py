@@ -158,10 +158,14 @@ def slice_matrices(model: Any, tp: DeviceMesh) -> None:
     colwise = parallel.ColwiseParallel()
     rowwise = parallel.RowwiseParallel(output_layouts=Shard(1))
     gather = parallel.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())  # (B, T, C)
+    # Attention also takes the rotary positions, which each rank has whole.
+    gather_first = parallel.PrepareModuleInput(
+        input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+    )
     plan: dict[str, parallel.ParallelStyle] = {
         "embed": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "blocks.*.*_norm": parallel.SequenceParallel(),
-        "blocks.*.attention": gather,
+        "blocks.*.attention": gather_first,
         "blocks.*.attention.query": colwise,
         "blocks.*.attention.key": colwise,
         "blocks.*.attention.value": colwise,
