@@ -1,15 +1,18 @@
 """What is computed in follows the hardware, and what is stored never loses bits."""
 
 import contextlib
+import json
 import sys
 import threading
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from common import UserError, precision
+from common.workloads import gpt
 
-from tests.harness import module
+from tests.harness import module, mutants, runner
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -114,3 +117,38 @@ def test_threads_of_data_parallel_compute_in_the_type_asked_for(mutant: bool, mo
     assert len(outputs) == 2
     assert threading.get_ident() not in model.threads
     assert model.types == {torch.bfloat16 if mutant else torch.float16}
+
+
+def note_types(path: str, argv: list[str], file: str) -> None:
+    """In a rank: run a recipe; note under which autocast, and on weights of which type, its MLPs compute."""
+    real, seen = gpt.Mlp.forward, set()
+
+    def forward(self: gpt.Mlp, x: torch.Tensor) -> torch.Tensor:
+        seen.add((torch.is_autocast_enabled("cpu"), str(self.gate.weight.dtype)))
+        return real(self, x)
+
+    gpt.Mlp.forward = forward  # type: ignore[method-assign]
+    runner.run_unmeasured(path, argv)
+    Path(file).write_text(json.dumps(sorted(seen)))
+
+
+BESIDE = "model.forward = torch.autocast(device.type, enabled=False)(model.forward)"
+
+
+@pytest.mark.parametrize("recipe", [name for name in runner.RECIPES if BESIDE in runner.source(name)])
+def test_one_thing_alone_chooses_types(recipe: str, small_text: Path, tmp_path: Path) -> None:
+    """Not autocast over FSDP's policy: on GPUs, each norm would become float32, and be cast back for each reader.
+
+    CPUs have no such rule for norms, so here both give the same bits, and it is the mutant that tells.
+    """
+    mutant = mutants.mutate(recipe, tmp_path, {"parallelize": {BESIDE: "pass"}})
+    argv = [*runner.SMALL["gpt"], "--data", str(small_text), "--dtype", "bfloat16", "--max-steps", "3"]
+    argv += ["--log-every", "1", "--out", str(tmp_path), "--name"]
+    itself = runner.ROOT / "recipes" / recipe / "train.py"
+    for name, path, wanted in (("recipe", itself, False), ("mutant", mutant, True)):
+        files = [tmp_path / f"{name}{rank}" for rank in range(2)]
+        result = runner.spawn(note_types, [(str(path), [str(path), *argv, name], str(file)) for file in files])
+        assert result.ok, str(result)
+        assert [json.loads(file.read_text()) for file in files] == [[[wanted, "torch.bfloat16"]]] * 2
+    for tag in ("train/loss", "train/grad_norm", "val/loss"):
+        assert runner.records(tmp_path / "recipe", tag) == runner.records(tmp_path / "mutant", tag)

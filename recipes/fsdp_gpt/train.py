@@ -153,6 +153,9 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     compute = dtype if dtype in precision.HALVES else None
     # FSDP's param_dtype is the type it gathers in, our compute type. It adds up gradients in our storage type.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.param_dtype(dtype))
+    # Parameters come in the compute type, so section 2's autocast has nothing to do. On GPUs it would compute each norm
+    # in float32, and cast the result back once for each matrix that reads it.
+    model.forward = torch.autocast(device.type, enabled=False)(model.forward)
     # Two axes make it HSDP.
     axes = mesh["dp_replicate", "dp_shard"] if args.dp_replicate > 1 else mesh["dp_shard"]
     for block in model.blocks.values():
