@@ -91,6 +91,7 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
         _met = (*_rendezvous(), os.environ.pop("RUN_KEY", ""))
     met, rank, size, run_key = _met
     store = dist.PrefixStore(f"start {again}", met) if again else met  # without what is there of an earlier start
+    _check_only_gpu(store, rank, size, local_size, device)
     dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors then name parameters, such as one without a gradient
     dist.init_process_group(**options, store=store, rank=rank, world_size=size)
     # A key of this start, so that nothing of an earlier one counts. The launcher hands down RUN_KEY. Without it, only
@@ -176,15 +177,31 @@ def _pick_device(local_rank: int, local_size: int) -> torch.device:
             )
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    if local_size > gpus:
-        raise UserError(
-            f"{local_size} processes were started on {socket.gethostname()}, which has {gpus} "
-            f"GPU{'s' * (gpus > 1)}, and each process needs its own: set NPROC_PER_NODE={gpus} "
-            "(torchrun: --nproc-per-node), or CUDA_VISIBLE_DEVICES= to train on the CPU"
-        )
-    device = torch.device("cuda", local_rank)
+    if 1 < gpus < local_size:
+        raise _too_few(gpus, local_size)
+    # A process that sees one GPU may see one of its own, as in a container for each process; `_check_only_gpu` looks.
+    device = torch.device("cuda", local_rank if gpus > 1 else 0)
     torch.cuda.set_device(device)
     return device
+
+
+def _too_few(gpus: int, local_size: int) -> UserError:
+    return UserError(
+        f"{local_size} processes were started on {socket.gethostname()}, which has {gpus} "
+        f"GPU{'s' * (gpus > 1)}, and each process needs its own: set NPROC_PER_NODE={gpus} "
+        "(torchrun: --nproc-per-node), or CUDA_VISIBLE_DEVICES= to train on the CPU"
+    )
+
+
+def _check_only_gpu(store: dist.Store, rank: int, size: int, local_size: int, device: torch.device) -> None:
+    """Check that the processes of a machine that see one GPU each do not see the same one, before NCCL fails at it."""
+    sees = torch.cuda.device_count() if device.type == "cuda" else 0
+    mine = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}" if sees else "none"
+    store.set(f"gpu/{rank}", mine)
+    if sees == 1 < local_size:
+        everyone = store.multi_get([f"gpu/{other}" for other in range(size)])
+        if everyone.count(mine.encode()) > 1:
+            raise _too_few(1, local_size)
 
 
 def _pick_backend(backend: str, device: torch.device) -> str:
