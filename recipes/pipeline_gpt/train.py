@@ -13,8 +13,8 @@ of a stage over the pipelines, a tied embedding's over its two stages, the norm 
     NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/pipeline_gpt --pp 2                 # 2 pipelines of 2
     bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/pipeline_gpt --pp 8 --num-layers 32
 
-Measured: val/loss 1.773 nats a byte after 200 steps and 88 s of training, 2 processes, AMD EPYC, 2 cores, bfloat16,
-gloo, torch 2.15.0, 2026-11-21 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
+Measured: val/loss 1.795 nats a byte after 200 steps and 68 s of training, 2 processes, Intel Xeon, 2 cores, bfloat16,
+gloo, torch 2.15.0, 2026-11-23 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
 
 Base: recipes/ddp_gpt. Open: 0 1 3
 """

@@ -15,8 +15,8 @@ again in the backward pass, so a group should be within one machine. Groups send
     NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/tensor_gpt --tp 2                # 2 x 2
     bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/tensor_gpt --tp 8 --num-layers 24 --num-heads 16 --width 2048
 
-Measured: val/loss 1.755 nats a byte after 200 steps and 118 s of training, 2 processes, AMD EPYC, 2 cores, bfloat16,
-gloo, torch 2.15.0, 2026-11-21 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
+Measured: val/loss 1.757 nats a byte after 200 steps and 101 s of training, 2 processes, Intel Xeon, 2 cores, bfloat16,
+gloo, torch 2.15.0, 2026-11-23 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
 
 Base: recipes/fsdp_gpt. Open: 0 1 3
 """
