@@ -287,7 +287,9 @@ def test_number_of_processes(recipe: str, variables: dict[str, str], processes: 
 
 
 NVIDIA = "GPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)"
-PARTS = NVIDIA.replace("\n", "\n  MIG 3g.40gb     Device  0: (UUID: MIG-1)\n  MIG 3g.40gb     Device  1: (UUID: MIG-2)\n")
+PARTS = NVIDIA.replace(
+    "\n", "\n  MIG 3g.40gb     Device  0: (UUID: MIG-1)\n  MIG 3g.40gb     Device  1: (UUID: MIG-2)\n"
+)
 NO_DRIVER = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
 
 
