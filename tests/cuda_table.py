@@ -103,7 +103,7 @@ def cases(recipe: str) -> list[Case]:
     for size in (8, 64):
         if runner.has_flag(recipe, "--pp"):
             pipeline = ("--pp", "8", "--schedule", runner.choices(recipe, "--schedule")[0])
-            found += [Case(recipe, size, pipeline), Case(recipe, size, pipeline, rank=7)]
+            found += [Case(recipe, size, pipeline), Case(recipe, size, pipeline, rank=size - 1)]
         elif runner.has_flag(recipe, "--tp"):
             found += [Case(recipe, size, ("--tp", tp)) for tp in ("4", "8")]
         else:

@@ -52,6 +52,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -177,6 +178,7 @@ def without_driver(size: int, rank: int) -> Iterator[None]:
         (data, "DataLoader", plain_loader),
         (ranks, "gather", lambda value, group=None: [value] * dist.get_world_size(group)),
         (DeviceMesh, "__init__", with_values(DeviceMesh.__init__)),
+        (_fsdp_init, "init_device_mesh", with_values(_fsdp_init.init_device_mesh)),
         (DeviceMesh, "mesh", property(with_values(DeviceMesh.mesh.fget))),
     ]
     environment = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": min(size, GPUS_A_MACHINE)}
