@@ -25,6 +25,7 @@ Of a pipeline, the slower one of the first and the last rank counts.
 import argparse
 import datetime
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -41,7 +42,7 @@ from tests.harness.runner import ROOT
 PAGE = ROOT / "docs" / "gpu.md"
 COMMAND = "uv run python -m tests.cuda_table"
 NOT_RUN = {
-    "syncbn_ppo": "its environments step on the CPU with the actions, and nn.SyncBatchNorm has no fake kernels",
+    "syncbn_ppo": "its environments, on the CPU, need the actions' values, and fake tensors have none",
 }
 SEQUENCES = 16  # of a step at 8 ranks; 8 times as many at 64
 IMAGES = 64
@@ -69,7 +70,7 @@ class Case:
     @property
     def dp_size(self) -> int:
         """Ranks, or groups of them, that read different samples."""
-        sizes = dict(zip(self.strategy[::2], self.strategy[1::2], strict=True))
+        sizes = dict(itertools.pairwise(self.strategy))
         return self.size // int(sizes.get("--tp", sizes.get("--pp", 1)))
 
     @property
@@ -108,6 +109,8 @@ def cases(recipe: str) -> list[Case]:
             found += [Case(recipe, size, ("--tp", tp)) for tp in ("4", "8")]
         else:
             found.append(Case(recipe, size))
+            if runner.has_flag(recipe, "--sync-bn") and size == 8:
+                found.append(Case(recipe, size, ("--sync-bn",)))
             if runner.has_flag(recipe, "--dp-replicate"):
                 found.append(Case(recipe, size, ("--dp-replicate", "8" if size == 64 else "2")))
             sharded = sorted((ROOT / "recipes" / recipe).glob("configs/*sdp*.yaml"))
@@ -115,13 +118,12 @@ def cases(recipe: str) -> list[Case]:
     return found
 
 
-def count(chosen: Sequence[Case], more: Sequence[str] = (), mutant: str = "") -> list[dict[str, Any]]:
+def count(chosen: Sequence[Case], mutants: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The counts of each case, from a process of their own, as it changes torch.
 
     Args:
         chosen: what to count.
-        more: flags for all of them.
-        mutant: a mistake to make, see fake_cuda.MUTANTS.
+        mutants: the mistake to make in each of them, see fake_cuda.MUTANTS.
 
     Raises:
         RuntimeError: a case failed; with the traceback.
@@ -130,15 +132,15 @@ def count(chosen: Sequence[Case], more: Sequence[str] = (), mutant: str = "") ->
         {
             "recipe_name": case.recipe,
             "size": case.size,
-            "flags": [*case.flags, *more],
+            "flags": case.flags,
             "rank": case.rank,
             "config": case.config,
             "mutant": mutant,
         }
-        for case in chosen
+        for case, mutant in itertools.zip_longest(chosen, mutants, fillvalue="")
     ]
     command = [sys.executable, "-W", "ignore", "-m", "tests.harness.fake_cuda", json.dumps(asked)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     for case, one in zip(chosen, found, strict=False):
         if "error" in one:
@@ -151,7 +153,7 @@ def count(chosen: Sequence[Case], more: Sequence[str] = (), mutant: str = "") ->
 # --- the table ---------------------------------------------------------------------------------------------------
 
 HEAD = """\
-| recipe | ranks | waits | to host | from host | CPU tensors | casts | M elements cast | kernels | sent, MB (calls) | peak, MB |
+| recipe | ranks | waits | to host | from host | CPU tensors | casts | M cast | kernels | sent, MB (calls) | peak, MB |
 |---|---|---|---|---|---|---|---|---|---|---|"""
 
 
@@ -239,7 +241,7 @@ def estimate(step: dict[str, Any], bubble: float, ranks: int = 8) -> dict[str, f
 def estimates() -> tuple[str, dict[str, Any]]:
     """The table, and what was counted for it."""
     lines = [
-        "| training | samples a step | TFLOP | compute | elementwise | launches | sent | step, ms | MFU, % | peak, GB |",
+        "| training | samples | TFLOP | compute | elementwise | launches | sent | step, ms | MFU, % | peak, GB |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     kept = {}

@@ -15,7 +15,7 @@ It replaces, because none of it can run without a device:
 - the DataLoader, by a loop that neither pins nor forks; the batches are not data, and go through `Loader._ahead`;
 - `ranks.gather`, which sends Python objects: every rank has said the same.
 
-It also cannot see NCCL, kernels' host code that waits (as nn.SyncBatchNorm's masks do), CUDA's allocator (the peak is
+It also cannot see NCCL, kernels' host code that waits, CUDA's allocator (the peak is
 of live bytes, without caching and workspaces), and any time.
 
 Run as `python -m tests.harness.fake_cuda '[{"recipe": "ddp_gpt", "size": 8, "flags": []}]'`: it changes torch for the
@@ -51,7 +51,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -178,7 +178,8 @@ def without_driver(size: int, rank: int) -> Iterator[None]:
         (data, "DataLoader", plain_loader),
         (ranks, "gather", lambda value, group=None: [value] * dist.get_world_size(group)),
         (DeviceMesh, "__init__", with_values(DeviceMesh.__init__)),
-        (_fsdp_init, "init_device_mesh", with_values(_fsdp_init.init_device_mesh)),
+        # torch itself looks for an accelerator, and finds none.
+        (_fsdp_init, "init_device_mesh", with_values(lambda _, **shape: init_device_mesh("cuda", **shape))),
         (DeviceMesh, "mesh", property(with_values(DeviceMesh.mesh.fget))),
     ]
     environment = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": min(size, GPUS_A_MACHINE)}
@@ -715,7 +716,7 @@ def _lost_collective(recipe: Any, model: Any) -> None:
             model.set_requires_gradient_sync = lambda *_: None
             part.set_requires_gradient_sync(False)
         elif isinstance(part, Replicas):
-            part._missing[-1] += 1
+            part._missing[-1] = 10**9  # so it is never full
 
 
 def _held(recipe: Any, model: Any) -> None:
