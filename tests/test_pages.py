@@ -268,7 +268,8 @@ def filled(path: Path) -> set[str]:
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda page: page.stem)
 def test_page_has_the_parts_of_its_command(page: Path) -> None:
     """Else a command measures for minutes, and fails when it writes."""
-    command = ROOT / ("tests/layouts_table.py" if page.stem == "checkpoints" else f"benchmarks/{page.stem}.py")
+    in_tests = {"checkpoints": "tests/layouts_table.py", "gpu": "tests/cuda_table.py"}
+    command = ROOT / in_tests.get(page.stem, f"benchmarks/{page.stem}.py")
     has = set(pages.parts(page.read_text()))
     if page.stem == "faults":
         assert has == {"sum", "measured", *(row["fault"].split(": ")[0] for row in table.read(table.FILE))}
