@@ -19,10 +19,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
+
+mpl.use("Agg")
 import numpy as np
 import torch
 import torch.distributed as dist
-from tests.harness import machines, pages, runner
+from matplotlib import patches
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from tests.harness import machines, mutants, pages, runner
 from tests.harness.runner import ROOT
 
 RECIPE = "allreduce_resnet"
@@ -34,8 +40,8 @@ MB = (0.001, 0.064, 1.0, 16.0, 64.0)
 SLOW_MB = (0.25, 1.0, 4.0, 16.0)  # on shaped links
 BUDGET_S = 1.0
 ROUNDS = 3
+COLOURS = {"forward": "#9bb8d9", "backward": "#4a78b0", "sending": "#d9822b", "update": "#7f7f7f"}
 FIRST, LAST = 3, 6  # steps that are measured
-MODEL_MB = 44.8  # gradients of the default ResNet-18, float32
 
 Timings = dict[str, dict[str, dict[str, float]]]  # by way and MB: "s", and "sent", the bytes of each rank
 
@@ -149,15 +155,51 @@ def link_rows(found: Timings, num_ranks: int, rate: str) -> list[str]:
     return rows
 
 
-def step_seconds(sync: str, rate: str, folder: Path) -> float:
-    """Seconds of a training step on two machines, median; "none" sends nothing, "ddp" is ddp_resnet."""
-    folder.mkdir()
-    recipe = ROOT / "recipes" / ("ddp_resnet" if sync == "ddp" else RECIPE)
-    if sync == "none":
-        from tests.harness import mutants
+def draw_step(axes: Axes, title: str, steps: list[list[tuple[str, float, float]]]) -> None:
+    """Draw, for each rank, what it computes and what it sends."""
+    begin = steps[0][0][1]
+    for rank, ((_, start_s, _), *rest) in enumerate(steps):
+        computed = ("forward", start_s, min(start for name, start, _ in rest if name == "backward"))
+        for name, start, end in (computed, *rest):
+            row = 2 * rank + (name == "sending")
+            axes.barh(row, end - start, left=start - begin, height=0.8, color=COLOURS[name], edgecolor="white", lw=0.3)
+    rows = [f"rank {rank} {does}" for rank in range(len(steps)) for does in ("computes", "sends")]
+    axes.set_yticks(range(len(rows)), rows)
+    axes.invert_yaxis()
+    axes.set_title(f"--sync {title}", loc="left", fontsize=9)
+    axes.tick_params(labelsize=7)
 
-        changes = {"forward_backward": {"sync_gradients(args, model)": "None"}}
-        recipe = mutants.mutate(RECIPE, folder, changes | {"parallelize": {"args.sync_bn": "args.sync_bn"}}).parent
+
+def draw(folder: Path, rate: str, file: Path) -> None:
+    """Run some steps of each way on two machines, and draw the last one of each."""
+    kinds = runner.choices(RECIPE, "--sync")
+    changes = {"": {"import dataclasses": "import dataclasses\nfrom benchmarks import timeline\ntimeline.watch()"}}
+    found = {}
+    for kind in kinds:
+        recipe = mutants.mutate(RECIPE, folder / "timed", changes).parent
+        step_seconds(kind, RATES[rate], folder / f"timed-{kind}", recipe)
+        stamps = [folder / f"timed-{kind}" / f"timeline{rank}" for rank in range(2)]
+        found[kind] = [json.loads(stamp.read_text()) for stamp in stamps]
+    figure, every = plt.subplots(len(kinds), 1, figsize=(9, 1.3 * len(kinds)), sharex=True, layout="constrained")
+    for axes, kind in zip(every, kinds, strict=True):
+        draw_step(axes, kind, found[kind])
+    every[-1].set_xlabel(f"seconds of a step of ResNet-18 on two machines, {rate}", fontsize=8)
+    figure.legend(
+        [patches.Patch(color=colour) for colour in COLOURS.values()],
+        COLOURS,
+        loc="outside upper right",
+        ncols=4,
+        fontsize=8,
+    )
+    figure.savefig(file, dpi=120)
+
+
+def step_seconds(sync: str, rate: str, folder: Path, recipe: Path | None = None) -> float:
+    """Seconds of a training step on two machines, median; "none" sends nothing, "ddp" is ddp_resnet."""
+    folder.mkdir(parents=True)
+    recipe = recipe or ROOT / "recipes" / ("ddp_resnet" if sync == "ddp" else RECIPE)
+    if sync == "none":
+        recipe = mutants.mutate(RECIPE, folder, {"forward_backward": {"sync_gradients(args, model)": "None"}}).parent
     run = folder / "runs" / "run"
     with machines.joined(folder, 2) as both:
         for one in both:
@@ -167,11 +209,11 @@ def step_seconds(sync: str, rate: str, folder: Path) -> float:
         flags += [] if sync == "ddp" else ["--sync", "flat" if sync == "none" else sync]
         command = ["bash", str(ROOT / "launch/torchrun.sh"), str(recipe), *flags]
         where = {"NNODES": "2", "MASTER_ADDR": both[0].address, "NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
-        where |= {"RUN_KEY": secrets.token_hex(32)}
+        where |= {"RUN_KEY": secrets.token_hex(32), "TIMELINE": str(folder / "timeline")}
         environ = os.environ | where | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
         processes = [one.popen(command, folder / "output", environ | {"NODE_RANK": str(one.number)}) for one in both]
         for process in processes:
-            process.wait(1200)
+            assert not process.wait(1200), (folder / "output").read_text()
     rates = runner.records(run, "perf/samples_per_s")
     return statistics.median(128 / rates[step] for step in range(FIRST, LAST + 1))
 
@@ -193,6 +235,7 @@ def main() -> None:
         folder = Path(name)
         free = {n: measure(n, "", MB, folder / f"free-{n}") for n in RANKS}
         links = {rate: measure(4, word, SLOW_MB, folder / word) for rate, word in RATES.items()}
+        draw(folder, "1 Gbit/s", ROOT / "docs/allreduce.png")
         for turn in range(args.rounds):
             for rate, word in RATES.items():
                 for sync in syncs:
