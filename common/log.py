@@ -37,6 +37,7 @@ class Run:
         dtype: torch.dtype,
         sample: flops.Sample,
         rates: Sequence[float],
+        devices: Sequence[torch.device],
     ) -> None:
         """Begin, or continue after the plan's first step (all ranks), and print the setup.
 
@@ -49,6 +50,7 @@ class Run:
             dtype: of the computation.
             sample: FLOPs and units of a training sample, for rates.
             rates: the peak learning rate of each group of parameters.
+            devices: those that this process computes on, the world's first.
         """
         self.path = path
         self._plan = plan
@@ -58,8 +60,11 @@ class Run:
         self._sums: metrics.Sums = {}
         self._sample = sample
         self._length_flag = "--max-steps" if args.max_steps else "--epochs"
-        # Seconds that a sample would take on one rank at the device's peak.
-        self._ideal_s = sample.flops and sample.flops / flops.peak_flops(world.device, dtype)
+        self._devices = devices
+        # Seconds that a sample would take on one device at its peak.
+        peak_flops = flops.peak_flops(world.device, dtype) if sample.flops else 0.0
+        self._ideal_s = peak_flops and sample.flops / peak_flops
+        mfu_is_of = f"{peak_flops / 1e12:,.6g} TFLOP/s a device, {flops.source(world.device, dtype)}"
         self._began = self._since = time.perf_counter()
         self._seconds = 0.0  # of training since the last record, until `_since`
         self._trained_s = 0.0
@@ -74,7 +79,7 @@ class Run:
         threading.excepthook = _show_unless_events
         try:
             (path / STOPPED).unlink(missing_ok=True)
-            for change in run_dir.write_config(path, recipe, args, world):
+            for change in run_dir.write_config(path, recipe, args, world, mfu_is_of if peak_flops else ""):
                 ranks.print0(change)
             self._records = run_dir.open_records(path, plan.first_step)
         except OSError as error:
@@ -84,6 +89,8 @@ class Run:
         ranks.print0(f"{world}\n{plan}{details if plan.first_step < plan.max_steps else ''}")
         peak = " to ".join(f"{rate:.4g}" for rate in sorted({min(rates), max(rates)}))
         ranks.print0(f"peak learning rate {peak}{_after(args, plan.max_steps)}")
+        if world.device.type == "cuda" and peak_flops:
+            ranks.print0(f"MFU is of {mfu_is_of}")
         # disable=None shows a bar on a terminal, and none in a pipe or a file.
         self._bar = tqdm(total=plan.max_steps, initial=plan.first_step, unit="step", disable=None, dynamic_ncols=True)
 
@@ -115,8 +122,8 @@ class Run:
         perf = {
             "samples_per_s": rate,
             **{f"{unit}_per_s": rate * number for unit, number in self._sample.units.items()},
-            **({"mfu": rate * self._ideal_s / self._world.size} if self._ideal_s else {}),
-            "memory_gib": memory_gib(self._world.device),
+            **({"mfu": rate * self._ideal_s / (self._world.size * len(self._devices))} if self._ideal_s else {}),
+            "memory_gib": sum(map(memory_gib, self._devices)),
             "data_wait_s": data_wait_s - self._data_wait_s,
         }
         self._data_wait_s = data_wait_s
@@ -133,8 +140,16 @@ class Run:
         if self._world.rank == 0:
             self._add_events(step, lambda events: events.add_images(tag, images, step, dataformats="NHWC"))
 
-    def pause(self) -> None:
-        """Exclude the time until `unpause` from the rate of training."""
+    def pause(self, something_is_due: bool) -> None:
+        """Exclude the time until `unpause` from the rate of training.
+
+        Args:
+            something_is_due: an evaluation, a comparison or a save comes next. It would wait for the steps that GPUs
+                have not done yet, so that their time is waited for here, and counts as training.
+        """
+        for device in self._devices if something_is_due else ():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         self._seconds += time.perf_counter() - self._since
 
     def unpause(self) -> None:

@@ -88,14 +88,21 @@ if [[ -f $recipe/launch.env ]]; then
   done <"$recipe/launch.env"
 fi
 
-count_gpus() {
-  if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+count_gpus() { # that torch will see
+  local visible=${CUDA_VISIBLE_DEVICES-${HIP_VISIBLE_DEVICES-${ROCR_VISIBLE_DEVICES-all}}} listed
+  if [[ $visible != all ]]; then
     # Numbers or names of devices; -1 usually asks for no device.
-    tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -cE '^[[:space:]]*([0-9]|GPU-|MIG-)' || true
-  elif command -v nvidia-smi >/dev/null; then
-    nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
-  else # a container may have GPUs without nvidia-smi
-    compgen -G '/dev/nvidia[0-9]*' | wc -l || true
+    listed=$(tr ',' '\n' <<<"$visible" | grep -E '^[[:space:]]*([0-9]|GPU-|MIG-)' || true)
+  else
+    listed=$(nvidia-smi -L 2>/dev/null | grep -E '^GPU|MIG' || true)
+    # A container may have GPUs without nvidia-smi. Linux lists AMD's; those that a container may not use are unreadable.
+    listed=${listed:-$(compgen -G '/dev/nvidia[0-9]*' ||
+      grep -ls '^simd_count [1-9]' /sys/class/kfd/kfd/topology/nodes/*/properties || true)}
+  fi
+  if [[ $listed == *MIG* ]]; then # of parts of GPUs, CUDA gives one to a process, and NCCL connects none
+    echo 1
+  else
+    grep -c . <<<"$listed" || true
   fi
 }
 gpus=$(count_gpus)

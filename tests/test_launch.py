@@ -34,7 +34,7 @@ EVAL_METRIC = {"resnet": "val/top1", "gpt": "val/bits_per_byte", "ppo": "val/ret
 LAUNCH_VARIABLES = {
     *("NPROC_PER_NODE", "MAX_RESTARTS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"),
     *("PYTHONPATH", "LAUNCHED_AS", "STAGE_DIR", "STAGED_DATA", "ACCELERATE_CONFIG", "RUN_KEY"),
-    *("TORCHINDUCTOR_CACHE_DIR", "GLOO_SOCKET_IFNAME"),
+    *("TORCHINDUCTOR_CACHE_DIR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
 }
 
 
@@ -272,7 +272,8 @@ def test_dry_run(tmp_path: Path) -> None:
         (DDP, {}, 2),
         (DDP, {"NPROC_PER_NODE": "4"}, 4),
         (DDP, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 3),
-        (DDP, {"CUDA_VISIBLE_DEVICES": "GPU-3a,MIG-7,"}, 2),
+        (DDP, {"CUDA_VISIBLE_DEVICES": "GPU-3a,GPU-7,"}, 2),
+        (DDP, {"CUDA_VISIBLE_DEVICES": "MIG-3a,MIG-7"}, 1),
         (DDP, {"CUDA_VISIBLE_DEVICES": "5"}, 1),
         (DDP, {"CUDA_VISIBLE_DEVICES": "-1"}, 2),
         (DDP, {"CUDA_VISIBLE_DEVICES": "0,1,2", "NPROC_PER_NODE": "1"}, 1),
@@ -283,6 +284,52 @@ def test_dry_run(tmp_path: Path) -> None:
 )
 def test_number_of_processes(recipe: str, variables: dict[str, str], processes: int, tmp_path: Path) -> None:
     assert f"--nproc-per-node={processes}" in planned(recipe, cwd=tmp_path, **variables)
+
+
+NVIDIA = "GPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)"
+PARTS = NVIDIA.replace(
+    "\n", "\n  MIG 3g.40gb     Device  0: (UUID: MIG-1)\n  MIG 3g.40gb     Device  1: (UUID: MIG-2)\n"
+)
+NO_DRIVER = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+
+
+@pytest.mark.parametrize(
+    ("listed", "variables", "processes"),
+    [
+        (NVIDIA, {}, 2),
+        (NVIDIA + "\nGPU 2: NVIDIA A100 (UUID: GPU-3)", {}, 3),
+        (PARTS, {}, 1),
+        (NO_DRIVER, {}, 2),
+        (NO_DRIVER, {"HIP_VISIBLE_DEVICES": "0,1,2"}, 3),
+        (NO_DRIVER, {"ROCR_VISIBLE_DEVICES": "5"}, 1),
+    ],
+    ids=["two", "three", "parts of GPUs", "no driver", "HIP", "ROCr"],
+)
+def test_number_of_gpus(listed: str, variables: dict[str, str], processes: int, tmp_path: Path) -> None:
+    """As the driver's tool lists them; none of them is here."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{listed}\nEND\n")
+    tool.chmod(0o755)
+    found = environ(variables) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    del found["CUDA_VISIBLE_DEVICES"]
+    command = ["bash", str(LAUNCHER), "--dry-run", DDP]
+    planned = subprocess.run(command, env=found, capture_output=True, text=True, check=True)
+    assert f"--nproc-per-node={processes} " in planned.stdout
+
+
+def test_number_of_amd_gpus(tmp_path: Path) -> None:
+    """As Linux lists them: processors have no SIMD units, and GPUs of other containers cannot be read."""
+    if os.getuid():
+        pytest.skip("needs root, to put another folder in the place of /sys/class")
+    nodes = tmp_path / "kfd/kfd/topology/nodes"
+    for node, units in enumerate((0, 256, 256, 256, None)):
+        (nodes / str(node)).mkdir(parents=True)
+        if units is not None:
+            (nodes / str(node) / "properties").write_text(f"cpu_cores_count 0\nsimd_count {units}\n")
+    script = 'mount --bind "$1" /sys/class && unset CUDA_VISIBLE_DEVICES && exec bash "$2" --dry-run "$3"'
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", str(tmp_path), str(LAUNCHER), DDP]
+    planned = subprocess.run(command, env=environ({}), capture_output=True, text=True, check=True)
+    assert "--nproc-per-node=3 " in planned.stdout
 
 
 def test_threads_share_the_cores(tmp_path: Path) -> None:

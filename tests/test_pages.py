@@ -25,6 +25,7 @@ OTHER_FLAGS = {
     "option",
     "config_file",
     "cpus-per-gpu",
+    "cpus-per-task",
     "array",
     *(field.name for field in dataclasses.fields(evaluate.Args)),
 }  # of other programs as well

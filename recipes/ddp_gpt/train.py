@@ -16,8 +16,8 @@ of an accumulated step send nothing).
     bash launch/torchrun.sh recipes/ddp_gpt                                              # one per GPU, else 2
     bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/ddp_gpt --data roneneldan/TinyStories --max-steps 5000
 
-Measured: val/loss 1.763 nats a byte after 200 steps and 71 s of training, 2 processes, AMD EPYC, 2 cores, bfloat16,
-gloo, torch 2.15.0, 2026-11-21 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
+Measured: val/loss 1.760 nats a byte after 200 steps and 50 s of training, 2 processes, Intel Xeon, 2 cores, bfloat16,
+gloo, torch 2.15.0, 2026-11-23 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
 
 Base: recipes/ddp_resnet. Open: 0 1 2 3 (3 because there is no BatchNorm to convert)
 """

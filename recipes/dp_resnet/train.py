@@ -146,7 +146,20 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     """Put the plain model on its device and under the strategy."""
     dtype = precision.compute_dtype(args.dtype, device)
     model = initial.materialize(model, args.seed, device, precision.param_dtype(dtype))
-    return nn.DataParallel(model)
+    wrapped: Any = nn.DataParallel(model)
+    wrapped.parallel_apply = in_dtype(wrapped.parallel_apply, device, dtype)
+    return wrapped
+
+
+def in_dtype(parallel_apply: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Let each GPU's thread compute in `dtype`: nn.DataParallel gives autocast to it without its type, so float16."""
+
+    def apply(replicas: Any, inputs: Any, kwargs: Any) -> Any:
+        for replica in replicas:
+            replica.forward = precision.autocast(device, dtype)(replica.forward)
+        return parallel_apply(replicas, inputs, kwargs)
+
+    return apply
 
 
 def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scale: Any) -> metrics.Sums:

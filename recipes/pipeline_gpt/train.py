@@ -6,15 +6,15 @@
     batch                         each pipeline: an equal part, in micro-batches of --micro-batch-size
 
 --schedule decides when each rank computes which stage, and so how long ranks wait. Neighbours send each other every
-micro-batch's activations (samples x length x width), and their gradient back. Then all-reduces follow: a tied
-embedding's gradient over its two stages, all gradients over the pipelines, the norm over the stages.
+micro-batch's activations (samples x length x width), and their gradient back. Then all-reduces follow: all gradients
+of a stage over the pipelines, a tied embedding's over its two stages, the norm over all ranks.
 
     bash launch/torchrun.sh recipes/pipeline_gpt                                         # 2 stages
     NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/pipeline_gpt --pp 2                 # 2 pipelines of 2
     bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/pipeline_gpt --pp 8 --num-layers 32
 
-Measured: val/loss 1.773 nats a byte after 200 steps and 88 s of training, 2 processes, AMD EPYC, 2 cores, bfloat16,
-gloo, torch 2.15.0, 2026-11-21 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
+Measured: val/loss 1.795 nats a byte after 200 steps and 68 s of training, 2 processes, Intel Xeon, 2 cores, bfloat16,
+gloo, torch 2.15.0, 2026-11-23 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
 
 Base: recipes/ddp_gpt. Open: 0 1 3
 """
@@ -172,7 +172,7 @@ class Pipeline(nn.Module):
 
 
 def make_mesh(args: Args, world: World) -> DeviceMesh:
-    """The ranks and their axes: pipelines, and the ranks of a pipeline."""
+    """The ranks and their axes: the ranks of a pipeline, and pipelines."""
     cli.check_divides("--pp", args.pp, {"the number of ranks": world.size})
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, world.size // args.pp)
     if args.schedule in V_SHAPED and torch.__version__ < "2.15":  # 2.11 sends between two stages of one rank, and stops
@@ -190,7 +190,8 @@ def make_mesh(args: Args, world: World) -> DeviceMesh:
     if args.pp < stages_here or args.num_layers < args.pp * stages_here:
         needs = f"--schedule {args.schedule} needs --pp {stages_here} or more, and --num-layers for every stage"
         raise UserError(f"{needs} ({stages_here} a rank), not --pp {args.pp} and --num-layers {args.num_layers}")
-    return init_device_mesh(world.device.type, (world.size // args.pp, args.pp), mesh_dim_names=("dp", "pp"))
+    # Ranks with the same stage are neighbours: on several machines, activations cross the network, not gradients.
+    return init_device_mesh(world.device.type, (args.pp, world.size // args.pp), mesh_dim_names=("pp", "dp"))
 
 
 def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
@@ -231,7 +232,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
         pipeline.ends[1].embed = pipeline.ends[0].embed
     if args.tied and args.pp > 1 and args.schedule not in V_SHAPED and model.embed.weight.requires_grad:
         # The first and the last rank of each pipeline.
-        pipeline.tied_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh[:, [0, -1]].tolist())
+        pipeline.tied_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh[[0, -1]].T.tolist())
     parts = [PipelineStage(stage, i, num_stages, device, group=group) for i, stage in stages.items()]
 
     # scale_grads=False: the weight divides, by the samples of the whole step.
@@ -270,10 +271,14 @@ def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scal
     # The mean over the samples of the whole step; gradients are added up over the pipelines, which are dp_size.
     model.weight = scale / model.mesh["dp"].size() / step[0].step_samples
     sums = run_schedule(model, step, model.schedule.step)
+    if mine := trained(model):  # in one buffer, because by now the activations' memory is free
+        total = torch.cat([p.grad.flatten() for p in mine])
+        dist.all_reduce(total, group=model.mesh.get_group("dp"))
+        for p, part in zip(mine, total.split([p.numel() for p in mine]), strict=True):
+            p.grad = part.view_as(p)
     if model.tied_group:  # the embedding has a gradient at both ends of the pipeline
+        # Last, because a sum of two is the same at both, and sums over the pipelines may be rounded in another order.
         dist.all_reduce((model.ends[0] or model.ends[1]).embed.weight.grad, group=model.tied_group)
-    for p in trained(model):
-        dist.all_reduce(p.grad, group=model.mesh.get_group("dp"))
     return sums
 
 
@@ -297,9 +302,9 @@ def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     copied = model.ends[1].embed.weight if model.tied_group and model.ends[1] else None
     grads = [p.grad for p in trained(model) if p is not copied]
     norm = nn.utils.get_total_norm(grads) if grads else next(model.parameters()).new_zeros(())
-    square = norm.square()
-    # Over the stages only: the pipelines have equal gradients by now.
-    dist.all_reduce(square, group=model.mesh.get_group("pp"))
+    # Over all ranks, so that all have the same bits. The pipelines have equal gradients by now.
+    square = norm.square() / model.mesh["dp"].size()
+    dist.all_reduce(square)
     nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm or float("inf"), square.sqrt())
     return square.sqrt()
 

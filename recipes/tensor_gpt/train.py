@@ -15,8 +15,8 @@ again in the backward pass, so a group should be within one machine. Groups send
     NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/tensor_gpt --tp 2                # 2 x 2
     bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/tensor_gpt --tp 8 --num-layers 24 --num-heads 16 --width 2048
 
-Measured: val/loss 1.755 nats a byte after 200 steps and 118 s of training, 2 processes, AMD EPYC, 2 cores, bfloat16,
-gloo, torch 2.15.0, 2026-11-21 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
+Measured: val/loss 1.757 nats a byte after 200 steps and 101 s of training, 2 processes, Intel Xeon, 2 cores, bfloat16,
+gloo, torch 2.15.0, 2026-11-23 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
 
 Base: recipes/fsdp_gpt. Open: 0 1 3
 """
@@ -158,10 +158,14 @@ def slice_matrices(model: Any, tp: DeviceMesh) -> None:
     colwise = parallel.ColwiseParallel()
     rowwise = parallel.RowwiseParallel(output_layouts=Shard(1))
     gather = parallel.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())  # (B, T, C)
+    # Attention also takes the rotary positions, which each rank has whole.
+    gather_first = parallel.PrepareModuleInput(
+        input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+    )
     plan: dict[str, parallel.ParallelStyle] = {
         "embed": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "blocks.*.*_norm": parallel.SequenceParallel(),
-        "blocks.*.attention": gather,
+        "blocks.*.attention": gather_first,
         "blocks.*.attention.query": colwise,
         "blocks.*.attention.key": colwise,
         "blocks.*.attention.value": colwise,
@@ -191,6 +195,9 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     compute = dtype if dtype in precision.HALVES else None
     # FSDP's param_dtype is the type it gathers in, our compute type. It adds up gradients in our storage type.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.param_dtype(dtype))
+    # Parameters come in the compute type, so section 2's autocast has nothing to do. On GPUs it would compute each norm
+    # in float32, and cast the result back once for each matrix that reads it.
+    model.forward = torch.autocast(device.type, enabled=False)(model.forward)
     axes = mesh["dp"]
     model.compile = lambda: [part.compile() for part in model.modules() if isinstance(part, (gpt.Attention, gpt.Mlp))]
     for block in model.blocks.values():
