@@ -239,18 +239,21 @@ def ring(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
     Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002
     """
     size = group.size()
-    after, before = (group.rank() + 1) % size, (group.rank() - 1) % size
+    after = (group.rank() + 1) % size
+    before = (group.rank() - 1) % size
     chunks = flat.tensor_split(size)
     # Reduce-scatter: a chunk gains a summand at each rank that it comes to, and at the last one it is complete.
     for hop in range(size - 1):
-        out, mine = chunks[(group.rank() - hop) % size], chunks[(group.rank() - hop - 1) % size]
+        summed = chunks[(group.rank() - hop) % size]
+        mine = chunks[(group.rank() - hop - 1) % size]
         received = torch.empty_like(mine)
-        exchange(P2POp(dist.isend, out, after, group), P2POp(dist.irecv, received, before, group))
+        exchange(P2POp(dist.isend, summed, after, group), P2POp(dist.irecv, received, before, group))
         mine += received
     # All-gather: the complete chunks go round.
     for hop in range(size - 1):
-        out, other = chunks[(group.rank() - hop + 1) % size], chunks[(group.rank() - hop) % size]
-        exchange(P2POp(dist.isend, out, after, group), P2POp(dist.irecv, other, before, group))
+        complete = chunks[(group.rank() - hop + 1) % size]
+        next_one = chunks[(group.rank() - hop) % size]
+        exchange(P2POp(dist.isend, complete, after, group), P2POp(dist.irecv, next_one, before, group))
 
 
 def tree(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -258,7 +261,8 @@ def tree(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
 
     Thakur, Rabenseifner and Gropp 2005, https://doi.org/10.1177/1094342005051521
     """
-    rank, levels = group.rank(), group.size().bit_length() - 1
+    rank = group.rank()
+    levels = group.size().bit_length() - 1
     helper = rank + 2**levels  # of ranks that are no power of two, those that are over let others add theirs
     if rank >= 2**levels:
         dist.send(flat, rank - 2**levels, group)
@@ -266,7 +270,8 @@ def tree(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
         return
     if helper < group.size():
         flat += receive(flat, helper, group)
-    mine, halves = flat, []
+    mine = flat
+    halves = []
     for level in reversed(range(levels)):  # reduce-scatter: half of what is left to each peer, the farthest one first
         peer = rank ^ 2**level
         first, second = mine.tensor_split(2)
