@@ -429,8 +429,8 @@ def test_hub_without_a_network(network: str, out: Path) -> None:
 
 
 def test_more_processes_than_gpus(out: Path) -> None:
-    result = run_where([Where(gpus=1)] * 2, "--out", str(out))
-    assert_refused(result, "2 processes were started", "1 GPU, and", "NPROC_PER_NODE=1")
+    result = run_where([Where(gpus=2)] * 3, "--out", str(out))
+    assert_refused(result, "3 processes were started", "2 GPUs, and", "NPROC_PER_NODE=2")
 
 
 def test_dp_resnet_in_two_processes(out: Path) -> None:

@@ -102,6 +102,8 @@ def agree_with_the_dead() -> None:
     """Rank 1 never answers; rank 0 stops waiting for it once somebody has been blamed."""
     world = process_group.start()
     stopping = stop.Stop(world, 0, 0, 10_000)
+    watch.alive._closing.set()  # it would end this process
+    watch.alive._threads[0].join()
     if world.rank == 1:
         stopping.close()
     ranks.gather("closed")
@@ -113,8 +115,6 @@ def agree_with_the_dead() -> None:
         stopping._closing.set()
         stopping._thread.join(2 * stop.POLL_S)
         assert stopping._thread.is_alive(), "it waits for rank 1's answer"
-        watch.alive._closing.set()  # which would end this process
-        watch.alive._threads[0].join()
         world.store.set(diagnose.FINDING, "rank 1 is dead")
         stopping._thread.join(5 * stop.POLL_S)
         assert not stopping._thread.is_alive()
