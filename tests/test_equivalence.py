@@ -318,8 +318,8 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
         *("allreduce_resnet", 3, ("--sync", "ring")),
         {
             "ring": {
-                "exchange(P2POp(dist.isend, out, after, group), P2POp(dist.irecv, other, before, group))": (
-                    "if hop: exchange(P2POp(dist.isend, out, after, group), P2POp(dist.irecv, other, before, group))"
+                "exchange(P2POp(dist.irecv, next_one, before, group), P2POp(dist.isend, complete, after, group))": (
+                    "if hop: exchange(P2POp(dist.irecv, next_one, before, group), P2POp(dist.isend, complete, after, group))"
                 )
             }
         },

@@ -247,13 +247,13 @@ def ring(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
         summed = chunks[(group.rank() - hop) % size]
         mine = chunks[(group.rank() - hop - 1) % size]
         received = torch.empty_like(mine)
-        exchange(P2POp(dist.isend, summed, after, group), P2POp(dist.irecv, received, before, group))
+        exchange(P2POp(dist.irecv, received, before, group), P2POp(dist.isend, summed, after, group))
         mine += received
     # All-gather: the complete chunks go round.
     for hop in range(size - 1):
         complete = chunks[(group.rank() - hop + 1) % size]
         next_one = chunks[(group.rank() - hop) % size]
-        exchange(P2POp(dist.isend, complete, after, group), P2POp(dist.irecv, next_one, before, group))
+        exchange(P2POp(dist.irecv, next_one, before, group), P2POp(dist.isend, complete, after, group))
 
 
 def tree(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -277,11 +277,11 @@ def tree(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
         first, second = mine.tensor_split(2)
         mine, out = (first, second) if rank < peer else (second, first)
         received = torch.empty_like(mine)
-        exchange(P2POp(dist.isend, out, peer, group), P2POp(dist.irecv, received, peer, group))
+        exchange(P2POp(dist.irecv, received, peer, group), P2POp(dist.isend, out, peer, group))
         mine += received
         halves.append((peer, mine, out))
     for peer, complete, other in reversed(halves):  # all-gather: the same way back
-        exchange(P2POp(dist.isend, complete, peer, group), P2POp(dist.irecv, other, peer, group))
+        exchange(P2POp(dist.irecv, other, peer, group), P2POp(dist.isend, complete, peer, group))
     if helper < group.size():
         dist.send(flat, helper, group)
 
@@ -309,7 +309,11 @@ def receive(like: torch.Tensor, peer: int, group: dist.ProcessGroup) -> torch.Te
 
 
 def exchange(*messages: P2POp) -> None:
-    """Send and receive at the same time: two ranks that both sent first could wait for each other."""
+    """Send and receive at the same time: two ranks that both sent first could wait for each other.
+
+    The receive comes first. gloo announces it to the sender, and behind a large message the announcement would wait, so
+    that two ranks would send one after the other.
+    """
     for work in dist.batch_isend_irecv(list(messages)):
         work.wait()
 
