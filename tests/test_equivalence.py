@@ -310,23 +310,18 @@ def test_default_model(recipe: str, plain: dict, small_digits: Path, tmp_path: P
 
 NEVER_SENDS = {"forward_backward": {"contextlib.nullcontext() if batch.last else model.no_sync()": "model.no_sync()"}}
 OWN_MEAN = {"forward_backward": {"scale / batch.step_samples": "1 / batch.step_samples"}}
+GOES_ROUND = "exchange(P2POp(dist.irecv, next_one, before, group), P2POp(dist.isend, complete, after, group))"
 # Recipe, ranks, flags, and the defect.
 MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
     "gradients are never reduced": ("ddp_resnet", 2, (), NEVER_SENDS),
     "the mean is taken over the rank's own samples": ("ddp_resnet", 2, (), OWN_MEAN),
     "the ring leaves out a hop": (
         *("allreduce_resnet", 3, ("--sync", "ring")),
-        {
-            "ring": {
-                "exchange(P2POp(dist.irecv, next_one, before, group), P2POp(dist.isend, complete, after, group))": (
-                    "if hop: exchange(P2POp(dist.irecv, next_one, before, group), P2POp(dist.isend, complete, after, group))"
-                )
-            }
-        },
+        {"ring": {GOES_ROUND: f"if hop: {GOES_ROUND}"}},
     ),
     "the ring adds to the wrong chunk": (
         *("allreduce_resnet", 2, ("--sync", "ring")),
-        {"ring": {"mine += received": "out += received"}},
+        {"ring": {"mine += received": "summed += received"}},
     ),
     "the tree leaves out the ranks beyond a power of two": (
         *("allreduce_resnet", 3, ("--sync", "tree")),
