@@ -43,13 +43,13 @@ def waits_in(record: dict[str, Any], stack: str, phase: str) -> str:
     """The collective that this rank has begun and not finished, or a point-to-point message; else "".
 
     Those of a save count only while the main thread is in the save too: otherwise it is written beside the training.
-    gloo does not record messages: the stack shows them.
+    gloo does not record messages: the stack shows that a function of torch waits for one, or that a line does.
     """
     for entry in record.get("entries", []):
         if not entry["retired"] and (phase == "save" or entry["process_group"][1] != SAVING):
             call = f"{entry['profiling_name']} {entry['input_sizes']}"
             return f"{call}, number {entry['collective_seq_id']} of group {entry['process_group'][1]}"
-    message = re.search(rf", in ({'|'.join(private_api.MESSAGES)})$", stack, re.MULTILINE)
+    message = re.search(rf", in ({'|'.join(private_api.MESSAGES)})$|^ +\w+\.wait\(\)\n\Z", stack, re.MULTILINE)
     return "a message between two ranks" if message else ""
 
 

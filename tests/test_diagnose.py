@@ -158,6 +158,9 @@ def test_waits_in_the_oldest_collective_that_has_not_ended() -> None:
     assert diagnose.waits_in({}, "", "") == "", "a torch that records nothing"
     stack = '  File "schedules.py", line 503, in _wait_batch_p2p\n'
     assert diagnose.waits_in({}, stack, "") == "a message between two ranks"
+    line = '  File "train.py", line 271, in exchange\n    work.wait()\n'
+    assert diagnose.waits_in({}, line, "") == "a message between two ranks"
+    assert diagnose.waits_in({}, f'{line}  File "other.py", line 3, in wait\n    time.sleep(9)\n', "") == ""
     assert diagnose.waits_in({"entries": [record(False, 2)]}, stack, "").startswith("gloo:")
     assert diagnose.waits_in({"entries": [record(True, 1)]}, "", "") == ""
     entries = [record(True, 1), record(False, 2), record(False, 3)]

@@ -180,7 +180,8 @@ def ways() -> Iterator[Any]:
         for tied in [(), (True,)] if pipeline else [()]:
             # On four ranks the slices of layers are a minute of waiting.
             sliced = "--tp" in layout.flags
-            core = layout.size == 2 or (layout.size == 4 and not sliced) or runner.stands_for_workload(layout.recipe)
+            many = sliced or "--sync" in layout.flags
+            core = layout.size == 2 or (layout.size == 4 and not many) or runner.stands_for_workload(layout.recipe)
             if pipeline:
                 both_ends = "ZBVZeroBubble" in layout.flags  # of a tied embedding, on one rank
                 core = (layout.size == 2 and (not tied or first or both_ends)) or (
@@ -309,10 +310,31 @@ def test_default_model(recipe: str, plain: dict, small_digits: Path, tmp_path: P
 
 NEVER_SENDS = {"forward_backward": {"contextlib.nullcontext() if batch.last else model.no_sync()": "model.no_sync()"}}
 OWN_MEAN = {"forward_backward": {"scale / batch.step_samples": "1 / batch.step_samples"}}
+GOES_ROUND = "exchange(P2POp(dist.irecv, next_one, before, group), P2POp(dist.isend, complete, after, group))"
 # Recipe, ranks, flags, and the defect.
 MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
     "gradients are never reduced": ("ddp_resnet", 2, (), NEVER_SENDS),
     "the mean is taken over the rank's own samples": ("ddp_resnet", 2, (), OWN_MEAN),
+    "the ring leaves out a hop": (
+        *("allreduce_resnet", 3, ("--sync", "ring")),
+        {"ring": {GOES_ROUND: f"if hop: {GOES_ROUND}"}},
+    ),
+    "the ring adds to the wrong chunk": (
+        *("allreduce_resnet", 2, ("--sync", "ring")),
+        {"ring": {"mine += received": "summed += received"}},
+    ),
+    "the tree leaves out the ranks beyond a power of two": (
+        *("allreduce_resnet", 3, ("--sync", "tree")),
+        {"tree": {"flat += receive(flat, helper, group)": "receive(flat, helper, group)"}},
+    ),
+    "the sums of the buckets are never read": (
+        *("allreduce_resnet", 2, ("--sync", "bucket")),
+        {"sync_gradients": {"model.receive_buckets()": "None"}},
+    ),
+    "a mean of the ranks' means": (
+        *("allreduce_resnet", 2, ("--sync", "rank0")),
+        {"forward_backward": {"scale / batch.step_samples": "scale / batch.inputs.shape[0] / model.group.size()"}},
+    ),
     "every rank reads the samples of the first": (
         *("ddp_resnet", 2, ()),
         {"dp_coordinates": {'mesh.get_local_rank("dp")': "0"}},

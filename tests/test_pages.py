@@ -83,6 +83,8 @@ def test_rows_of_some_recipes_are_replaced(tmp_path: Path) -> None:
     assert table.read(tmp_path / "rows.csv") == sorted(old, key=lambda each: each["recipe"])
     new = [row("disk: full", one, passes="0")]
     assert table.replace(table.read(tmp_path / "rows.csv"), new, [one]) == [old[1], *new]
+    new = [row("rank: hangs", one), row("disk: full", other, passes="0")]
+    assert table.replace(old, new, []) == [old[0], *new]
 
 
 def test_same_fault_run_twice() -> None:
@@ -114,7 +116,7 @@ def test_page_stays_if_pytest_does_not_finish(monkeypatch: pytest.MonkeyPatch) -
             return subprocess.CompletedProcess([], codes.pop(0))
 
         monkeypatch.setattr(table.subprocess, "run", ended)
-        return table.run(["ddp_gpt"], len(codes))
+        return table.run(["ddp_gpt"], "", len(codes))
 
     assert [found["runs"] for found in run([0, 1])] == ["2"]
     with pytest.raises(SystemExit, match="pytest ended with code -9 before the last fault"):

@@ -173,6 +173,9 @@ def layouts(recipe: str) -> list[Layout]:
         elif has_flag(recipe, "--tp"):
             slices = [tp for tp in (4, 2, 1) if size % tp == 0][:2]
             found += [Layout(recipe, size, ("--tp", str(tp)), size // tp) for tp in slices if tp > 1 or size % 2]
+        elif has_flag(recipe, "--sync"):  # in several buckets, small as the model is
+            kinds = choices(recipe, "--sync") if size > 1 else choices(recipe, "--sync")[:1]
+            found += [Layout(recipe, size, ("--sync", kind, "--bucket-mb", "0.02"), size) for kind in kinds]
         else:
             odd = ("--mlp-width", "45") if has_flag(recipe, "--dp-replicate") else ()  # parts of unequal size
             found.append(Layout(recipe, size, odd, size))
