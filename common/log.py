@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch
 from tqdm import tqdm
 
-from common import flops, metrics, output, process_group, ranks, run_dir, sampler
+from common import devices, flops, metrics, output, process_group, ranks, run_dir, sampler
 
 STOPPED = "stopped.json"  # in the run's folder: the run was asked to stop, saved this step, and can be queued again
 
@@ -82,6 +82,8 @@ class Run:
         details = "".join(f", {number:,} {unit} each" for unit, number in sample.units.items())
         details += f"; {str(dtype).removeprefix('torch.')}"
         ranks.print0(f"{world}\n{plan}{details if plan.first_step < plan.max_steps else ''}")
+        for line in devices.notes(world.device, bool(vars(args).get("compile"))):
+            ranks.print0(line)
         peak = " to ".join(f"{rate:.4g}" for rate in sorted({min(rates), max(rates)}))
         ranks.print0(f"peak learning rate {peak}{_after(args, plan.max_steps)}")
         # disable=None shows a bar on a terminal, and none in a pipe or a file.

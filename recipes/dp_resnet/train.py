@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from common import UserError
-from common import checkpoint, cli, data, exits, flops, guard, initial, metrics, precision
+from common import checkpoint, cli, data, devices, exits, flops, guard, initial, metrics, precision
 from common import process_group, rates, run_dir, sampler, schedule, seed, session, start
 from common.process_group import World
 from common.workloads import images, resnet
@@ -79,6 +79,8 @@ class Args:
     warmup_steps: cli.NonNegativeInt = 30  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 0.0  # clip the global gradient norm to this; 0 for never
     dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16, float16 or float64
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high is TF32 on GPUs
+    deterministic: bool = False  # the same bits each time on GPUs too, if slower; a CPU gives them anyway
     compile: bool = False  # torch.compile the model
     model: str = "resnet18"  # a residual network of torchvision
     momentum: cli.Fraction = 0.9  # momentum of SGD
@@ -207,6 +209,7 @@ def evaluate(args: Args, model: Any, batches: data.Loader) -> metrics.Sums:
 def main() -> None:
     """Train to the end, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
+    devices.configure(args.matmul_precision, args.deterministic)
     # Compares flags and code over the ranks, because nothing else would notice a rank with others.
     world = process_group.start(args.backend, args.dtype, __file__, flag=dataclasses.asdict(args))
     mesh = make_mesh(args, world)

@@ -35,7 +35,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.optim import Optimizer
 
 from common import UserError, private_api
-from common import checkpoint, cli, data, exits, flops, guard, initial, metrics, precision
+from common import checkpoint, cli, data, devices, exits, flops, guard, initial, metrics, precision
 from common import process_group, rates, run_dir, sampler, schedule, session, start
 from common.process_group import World
 from common.workloads import gpt, text
@@ -79,6 +79,8 @@ class Args:
     warmup_steps: cli.NonNegativeInt = 20  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
     dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16, float16 or float64
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high is TF32 on GPUs
+    deterministic: bool = False  # the same bits each time on GPUs too, if slower; a CPU gives them anyway
     compile: bool = False  # torch.compile the model
     seq_len: cli.PositiveInt = 128  # tokens in a sequence
     tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
@@ -337,6 +339,7 @@ def evaluate(args: Args, model: Any, batches: data.Loader) -> metrics.Sums:
 def main() -> None:
     """Train to the end, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
+    devices.configure(args.matmul_precision, args.deterministic)
     # Compares flags and code over the ranks, because nothing else would notice a rank with others.
     world = process_group.start(args.backend, args.dtype, __file__, flag=dataclasses.asdict(args))
     mesh = make_mesh(args, world)
