@@ -26,6 +26,7 @@ OTHER_FLAGS = {
     "config_file",
     "cpus-per-gpu",
     "array",
+    "numa-binding",
     *(field.name for field in dataclasses.fields(evaluate.Args)),
 }  # of other programs as well
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w-]*)")
