@@ -1,9 +1,15 @@
-"""How this process's devices compute: the precision of float32, and whether the same command gives the same bits."""
+"""How this process's devices compute, and what to do when they have no memory left."""
 
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
+
+from common import ranks
+
+frees: list[str] = []  # flags that would free memory, most first, with what they are now; `cli.parse` sets it
 
 
 def configure(matmul_precision: str, deterministic: bool) -> None:
@@ -39,3 +45,22 @@ def notes(device: torch.device, compiled: bool) -> Iterator[str]:
             "note: without --compile, a GPU starts a kernel for each small operation, and reads and writes memory for "
             "each; torch.compile joins them, after a slow first step (docs/gpu.md)"
         )
+
+
+def explain_out_of_memory(error: BaseException | None) -> None:
+    """Add to an error of a device without memory, which may be the cause of another one, what would free some."""
+    while error and not _out_of_memory(error):
+        error = error.__cause__
+    if error is None:
+        return
+    left = ""
+    if not isinstance(error, torch.OutOfMemoryError):  # whose message says how much a GPU has, and how much is left
+        known = dict(re.findall(r"^(\w+): +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE))
+        free, total = (int(known[name]) / 2**20 for name in ("MemAvailable", "MemTotal"))
+        left = f" ({free:.1f} of {total:.1f} GiB of this machine's memory are free)"
+    others = "more devices, in a recipe that gives each a part of the model (README.md, Which recipe?)"
+    error.add_note(f"rank {ranks.rank()} is out of memory{left}. It takes less with: {'; '.join([*frees, others])}")
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)

@@ -1,6 +1,7 @@
 """How the devices compute: what the flags set, what the terminal says of it, and that they break no recipe."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,3 +91,63 @@ def test_a_recipe_can_be_deterministic(recipe: str, small_data: dict[str, Path],
     found, printed = first_losses(recipe, "same", data, tmp_path, *flags)
     assert found == plain
     assert said in printed
+
+
+# --- no memory left ---------------------------------------------------------------------------------------
+
+
+def explained(error: BaseException) -> str:
+    devices.explain_out_of_memory(error)
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+def test_gpu_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's message has the numbers; the rank and the flags are ours."""
+    monkeypatch.setattr(devices, "frees", ["--micro-batch-size smaller (now 8)", "--recompute full (now none)"])
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    wanted = (
+        "rank 3 is out of memory. It takes less with: --micro-batch-size smaller (now 8); --recompute full (now none); "
+        "more devices, in a recipe that gives each a part of the model (README.md, Which recipe?)"
+    )
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.10 GiB of which ..."
+    assert explained(torch.OutOfMemoryError(said)) == wanted
+
+
+def test_cpu_without_memory() -> None:
+    """What torch raises for real; the mutant is another error, which gets no advice."""
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**50)
+    said = explained(raised.value)
+    found = re.fullmatch(
+        r"rank 0 is out of memory \(([\d.]+) of ([\d.]+) GiB of this machine's memory are free\)\. .*", said
+    )
+    assert found, said
+    assert 0 < float(found[1]) <= float(found[2])
+    assert "tried to allocate 4503599627370496 bytes" in str(raised.value)
+    assert explained(RuntimeError("shapes differ")) == ""
+
+
+def test_cause_without_memory() -> None:
+    """torch wraps what a stage of a pipeline raises: the note stands with the cause, and Python prints both."""
+    cause = torch.OutOfMemoryError("CUDA out of memory.")
+    error = RuntimeError("stage 1 failed")
+    error.__cause__ = cause
+    assert explained(error) == ""
+    assert cause.__notes__[0].startswith("rank 0 is out of memory")
+
+
+def test_recipe_without_memory(small_text: Path, tmp_path: Path) -> None:
+    """Every rank learns which one it was, and which flags of the recipe help: those that do not stand there yet."""
+    saves = "run.save(step)"
+    fills = f"if step == 2 and world.rank == 1: torch.empty(2**50)\n{saves}"
+    path = mutants.mutate("fsdp_gpt", tmp_path, {"main": {saves: fills}})
+    where = ("--data", str(small_text), "--out", str(tmp_path / "runs"), "--name", "run")
+    flags = (*runner.small("fsdp_gpt"), "--max-steps", "3", "--global-batch-size", "8", "--micro-batch-size", "2")
+    result = runner.run_recipe(path, 2, *flags, *where)
+    assert not result.ok
+    smaller = "--micro-batch-size smaller, where 0 is the largest (now 2)"
+    for output in result.outputs[0], (tmp_path / "runs" / "run" / "logs" / "rank_00001.log").read_text():
+        assert "DefaultCPUAllocator: can't allocate memory" in output, output
+        assert re.search(r"\nrank 1 is out of memory \([^)]*\)\. It takes less with: ", output), output
+        assert f"{smaller}; --recompute full (now none); more devices" in output, output

@@ -223,8 +223,18 @@ def test_coarser(recipe: str, dtype: str, plain: dict, small_data: dict[str, Pat
 
 # Recipe, further flags, and what they change in the model.
 VARIANTS: dict[str, tuple[str, tuple[str, ...], tuple[tuple[str, int], ...]]] = {
-    "blocks are computed twice, and stay gathered": ("fsdp_gpt", ("--recompute", "--no-reshard-after-forward"), ()),
-    "sliced blocks are computed twice": ("tensor_gpt", ("--recompute",), ()),
+    "blocks are computed twice, and stay gathered": (
+        *("fsdp_gpt", ("--recompute", "full", "--no-reshard-after-forward"), ()),
+    ),
+    "blocks are computed twice, but for products": ("fsdp_gpt", ("--recompute", "selective"), ()),
+    "sliced blocks are computed twice": ("tensor_gpt", ("--recompute", "full"), ()),
+    "sliced blocks are computed twice, but for products": ("tensor_gpt", ("--recompute", "selective"), ()),
+    "stages are computed twice": ("pipeline_gpt", ("--recompute", "full"), ()),
+    "stages are computed twice, but for products": ("pipeline_gpt", ("--recompute", "selective"), ()),
+    "stages with two backward passes are computed twice": (
+        *("pipeline_gpt", ("--schedule", "InterleavedZeroBubble", "--num-layers", "5", "--recompute", "full"), ()),
+    ),
+    "replicas are computed twice, but for products": ("ddp_gpt", ("--recompute", "selective"), ()),
     "stages whose heads share keys and values": ("pipeline_gpt", ("--num-kv-heads", "1"), (("num_kv_heads", 1),)),
 }
 

@@ -26,7 +26,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ class Args:
     on_bad_state: Literal["stop", "rewind"] = "stop"  # a faulty state, never saved: stop, or compute it again
     hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
     global_batch_size: cli.PositiveInt = 32  # sequences per optimizer step, over all ranks
-    micro_batch_size: cli.NonNegativeInt = 0  # most sequences of a rank's forward pass; 0 for one micro-batch per step
+    micro_batch_size: cli.Smaller = 0  # most sequences of a rank's forward pass; 0 for one micro-batch per step
     lr: cli.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
     lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr was chosen for
     weight_decay: cli.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
@@ -81,6 +81,7 @@ class Args:
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high is TF32 on GPUs
     deterministic: bool = False  # the same bits each time on GPUs too, if slower; a CPU gives them anyway
     compile: bool = False  # torch.compile the model
+    recompute: Annotated[gpt.Recompute, cli.Frees("full")] = "none"  # what the backward pass computes again
     seq_len: cli.PositiveInt = 128  # tokens in a sequence
     tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
     text_columns: str = ""  # columns to read, such as "title,body"; "" for the one with the most text
@@ -145,6 +146,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     """Put the plain model on its device and under the strategy."""
     dtype = precision.compute_dtype(args.dtype, device)
     model = initial.materialize(model, args.seed, device, precision.param_dtype(dtype))
+    gpt.recompute(model, args.recompute)
     return DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
 
 

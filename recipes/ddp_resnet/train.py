@@ -72,7 +72,7 @@ class Args:
     on_bad_state: Literal["stop", "rewind"] = "stop"  # a faulty state, never saved: stop, or compute it again
     hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
     global_batch_size: cli.PositiveInt = 128  # samples per optimizer step, over all ranks
-    micro_batch_size: cli.NonNegativeInt = 0  # most samples of a rank's forward pass; 0 for one micro-batch per step
+    micro_batch_size: cli.Smaller = 0  # most samples of a rank's forward pass; 0 for one micro-batch per step
     lr: cli.NonNegativeFloat = 0.2  # peak learning rate at lr_reference_batch samples per step, scaled linearly
     lr_reference_batch: cli.PositiveInt = 256  # samples per step that lr was chosen for
     weight_decay: cli.NonNegativeFloat = 5e-4  # weight decay of weights; none on norms and biases

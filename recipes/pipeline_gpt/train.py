@@ -24,7 +24,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ class Args:
     on_bad_state: Literal["stop", "rewind"] = "stop"  # a faulty state, never saved: stop, or compute it again
     hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
     global_batch_size: cli.PositiveInt = 32  # sequences per optimizer step, over all ranks
-    micro_batch_size: cli.NonNegativeInt = 4  # most sequences of a rank's forward pass; 0 for one micro-batch per step
+    micro_batch_size: cli.Smaller = 4  # most sequences of a rank's forward pass; 0 for one micro-batch per step
     lr: cli.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
     lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr was chosen for
     weight_decay: cli.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
@@ -82,6 +82,7 @@ class Args:
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high is TF32 on GPUs
     deterministic: bool = False  # the same bits each time on GPUs too, if slower; a CPU gives them anyway
     compile: bool = False  # torch.compile the model
+    recompute: Annotated[gpt.Recompute, cli.Frees("full")] = "none"  # what the backward pass computes again
     seq_len: cli.PositiveInt = 128  # tokens in a sequence
     tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
     text_columns: str = ""  # columns to read, such as "title,body"; "" for the one with the most text
@@ -181,6 +182,8 @@ def make_mesh(args: Args, world: World) -> DeviceMesh:
         raise UserError(
             f"--schedule {args.schedule} needs torch 2.15, and this is {torch.__version__}: try another one"
         )
+    if args.schedule in ZERO_BUBBLE and args.recompute == "selective":  # torch computes again for one backward pass
+        raise UserError(f"--schedule {args.schedule} goes back through a stage twice: use --recompute full or none")
     stages_here = len(stage_numbers(args, 0))
     # torch's own limits for 1F1B and DualPipeV. With fewer than --pp, the other schedules could not fill a pipeline.
     least = {"GPipe": 1, "DualPipeV": 2 * args.pp}.get(args.schedule, args.pp)
@@ -220,6 +223,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
         stage.norm = stage.norm if is_last else None
         stage.head = stage.head if is_last else None
         stages[i] = initial.materialize(stage, args.seed, device, precision.param_dtype(dtype))
+        gpt.recompute(stage, args.recompute)
         # A schedule calls the stage itself, not section 2's forward, which would choose the type.
         stages[i].forward = precision.autocast(device, dtype)(stage.forward)
     pipeline = Pipeline()
