@@ -292,8 +292,7 @@ def recompute(model: Any, what: Recompute) -> None:
 
 def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> checkpoint.CheckpointPolicy:
     name = operation.name().partition(".")[0]
-    # A sum over ranks that hold slices of the matrices is not sent again either.
-    kept = name in KEPT or "scaled_dot_product" in name or "reduce_scatter" in name
+    kept = name in KEPT or "scaled_dot_product" in name
     return checkpoint.CheckpointPolicy.MUST_SAVE if kept else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
