@@ -307,6 +307,22 @@ def test_compiled(layout: runner.Layout, plain: dict, small_data: dict[str, Path
     assert worst(found[1], wanted.norms, steps=3) < 1e-9
 
 
+@pytest.mark.parametrize("what", ["selective", "full"])
+@pytest.mark.parametrize(
+    "recipe", each_recipe([name for name in runner.RECIPES if runner.has_flag(name, "--recompute")])
+)
+def test_compiled_and_computed_again(
+    recipe: str, what: str, plain: dict, small_data: dict[str, Path], tmp_path: Path
+) -> None:
+    """The compiler decides itself what to compute again, by the same choice of what to keep."""
+    layout = runner.layout(recipe, 2)
+    wanted = plain_curve(plain, recipe, "float64", small_data["gpt"], *([layout.sizes] if layout.sizes else []))
+    flags = ("--data", str(small_data["gpt"]), "--dtype", "float64", "--stop-after", "3", "--compile")
+    found = curves(layout, tmp_path, *flags, "--recompute", what, target=runner.run_traced)
+    assert worst(found[0], wanted.losses, steps=3) < 1e-9
+    assert worst(found[1], wanted.norms, steps=3) < 1e-9
+
+
 @pytest.mark.parametrize("recipe", each_recipe([name for name in runner.RECIPES if runner.workload(name) == "resnet"]))
 def test_default_model(recipe: str, plain: dict, small_digits: Path, tmp_path: Path) -> None:
     """The tests above train a small network; here is the one that people get, for a few steps."""
