@@ -14,8 +14,9 @@ from typing import Any, TextIO
 import torch
 from tqdm import tqdm
 
-from common import flops, metrics, output, process_group, ranks, run_dir, sampler
+from common import devices, flops, metrics, output, process_group, ranks, run_dir, sampler
 
+LONG_WAIT = 0.1  # part of the training's time that is worth a line
 STOPPED = "stopped.json"  # in the run's folder: the run was asked to stop, saved this step, and can be queued again
 
 
@@ -69,6 +70,10 @@ class Run:
         self._seconds = 0.0  # of training since the last record, until `_since`
         self._trained_s = 0.0
         self._data_wait_s = 0.0
+        # Seconds of waiting for data, and of training, after the first line, which includes the start of the workers.
+        self._steady_wait_s = 0.0
+        self._steady_s = 0.0
+        self._workers = vars(args).get("workers")  # None for a recipe that reads no samples
         self._records: TextIO | None = None  # metrics.jsonl and TensorBoard's events, opened when there is room
         self._events: Any = None
         log = path / "logs" / f"rank_{world.rank:05d}.log"
@@ -87,6 +92,8 @@ class Run:
         details = "".join(f", {number:,} {unit} each" for unit, number in sample.units.items())
         details += f"; {str(dtype).removeprefix('torch.')}"
         ranks.print0(f"{world}\n{plan}{details if plan.first_step < plan.max_steps else ''}")
+        for line in devices.notes(world.device, bool(vars(args).get("compile"))):
+            ranks.print0(line)
         peak = " to ".join(f"{rate:.4g}" for rate in sorted({min(rates), max(rates)}))
         ranks.print0(f"peak learning rate {peak}{_after(args, plan.max_steps)}")
         if world.device.type == "cuda" and peak_flops:
@@ -115,6 +122,9 @@ class Run:
         seconds = self._seconds + now - self._since
         self._since = now
         self._seconds = 0.0
+        if self._trained_s:
+            self._steady_wait_s += data_wait_s - self._data_wait_s
+            self._steady_s += seconds
         self._trained_s += seconds
         rate = (self._plan.position(step) - self._plan.position(self._rated_step)) / seconds
         self._rated_step = step
@@ -182,6 +192,11 @@ class Run:
         complete = self._shown_step >= self._plan.max_steps
         verb = "done    " if complete else "reached "
         ranks.print0(f"{verb} step {self._shown_step} of {self._plan.max_steps} in {took}")
+        if self._workers is not None and self._steady_wait_s > LONG_WAIT * self._steady_s:
+            ranks.print0(
+                f"data     rank 0 waited for data in {self._steady_wait_s / self._steady_s:.0%} of the training's "
+                f"time: raise --workers (now {self._workers}), or read from faster storage (STAGE_DIR)"
+            )
         for tag, (value, step) in metrics.best(run_dir.records(self.path)).items():
             ranks.print0(f"best     {tag} {value:.4f} at step {step}")
         ranks.print0(f"files    {self.path}")

@@ -285,8 +285,8 @@ class Session:
     def _goes_back(self) -> Iterator[None]:
         """After a bad state, end the run, or let all ranks begin again from the newest checkpoint, as the user asked.
 
-        A run is deterministic. What is right when it is computed again was a passing fault. What is wrong again is a
-        lasting one, of the data, the program or a device: then the run ends.
+        A run computes the same again, on some devices up to rounding. What is right when it is computed again was a
+        passing fault. What is wrong again is a lasting one, of the data, the program or a device: then the run ends.
         """
         try:
             yield

@@ -110,7 +110,8 @@ class Watch:
         while type(error) is RuntimeError and error.__cause__:  # torch wraps errors of a stage's backward pass so
             error = error.__cause__
         phase, stack = diagnose.phase_and_stack(traceback.walk_tb(error.__traceback__), self._heart.noted)
-        headline = f"{self._heart.name()} failed in {phase}: {type(error).__name__}: {error}\n"
+        said = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        headline = f"{self._heart.name()} failed in {phase}: {type(error).__name__}: {said}\n"
         finding = headline + stack
         everywhere = isinstance(error, UserError) and error.everywhere
         if everywhere or (not self._logs and isinstance(error, UserError | KeyboardInterrupt)):

@@ -1,6 +1,6 @@
 """What a step launches, copies, casts, sends and holds on CUDA, without a GPU: `uv run python -m tests.cuda_table`.
 
-It writes the figures of docs/gpu.md: each recipe at 8 and 64 ranks, counted by tests/harness/fake_cuda.py, and an
+It writes the figures of docs/gpu-counts.md: each recipe at 8 and 64 ranks, counted by tests/harness/fake_cuda.py, and an
 estimate of two steps on 8 H100. tests/test_cuda_path.py compares what it counts with the page, so whoever changes a
 figure writes the page again. `--json FILE` also writes all counts.
 
@@ -39,7 +39,7 @@ import torch
 from tests.harness import pages, runner, theory
 from tests.harness.runner import ROOT
 
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "docs" / "gpu-counts.md"
 COMMAND = "uv run python -m tests.cuda_table"
 NOT_RUN = {
     "syncbn_ppo": "its environments, on the CPU, need the actions' values, and fake tensors have none",

@@ -251,6 +251,11 @@ BAD_SIZES = {
         ["--pp", "2", "--micro-batch-size", "16", "--schedule", "DualPipeV"],
         ["--micro-batch-size 16 makes 2 a step, and --schedule DualPipeV needs 4 or more"],
     ),
+    "two backward passes, and products kept for one": (
+        2,
+        ["--pp", "2", "--schedule", "ZBVZeroBubble", "--recompute", "selective"],
+        ["--schedule ZBVZeroBubble goes back through a stage twice: use --recompute full or none"],
+    ),
     "one rank, two stages": (
         1,
         ["--pp", "1", "--schedule", "InterleavedZeroBubble"],

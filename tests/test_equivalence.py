@@ -224,8 +224,18 @@ def test_coarser(recipe: str, dtype: str, plain: dict, small_data: dict[str, Pat
 
 # Recipe, further flags, and what they change in the model.
 VARIANTS: dict[str, tuple[str, tuple[str, ...], tuple[tuple[str, int], ...]]] = {
-    "blocks are computed twice, and stay gathered": ("fsdp_gpt", ("--recompute", "--no-reshard-after-forward"), ()),
-    "sliced blocks are computed twice": ("tensor_gpt", ("--recompute",), ()),
+    "blocks are computed twice, and stay gathered": (
+        *("fsdp_gpt", ("--recompute", "full", "--no-reshard-after-forward"), ()),
+    ),
+    "blocks are computed twice, but for products": ("fsdp_gpt", ("--recompute", "selective"), ()),
+    "sliced blocks are computed twice": ("tensor_gpt", ("--recompute", "full"), ()),
+    "sliced blocks are computed twice, but for products": ("tensor_gpt", ("--recompute", "selective"), ()),
+    "stages are computed twice": ("pipeline_gpt", ("--recompute", "full"), ()),
+    "stages are computed twice, but for products": ("pipeline_gpt", ("--recompute", "selective"), ()),
+    "stages with two backward passes are computed twice": (
+        *("pipeline_gpt", ("--schedule", "InterleavedZeroBubble", "--num-layers", "5", "--recompute", "full"), ()),
+    ),
+    "replicas are computed twice, but for products": ("ddp_gpt", ("--recompute", "selective"), ()),
     "stages whose heads share keys and values": ("pipeline_gpt", ("--num-kv-heads", "1"), (("num_kv_heads", 1),)),
 }
 
@@ -294,6 +304,22 @@ def test_compiled(layout: runner.Layout, plain: dict, small_data: dict[str, Path
     wanted = plain_curve(plain, layout.recipe, "float64", folder, *([layout.sizes] if layout.sizes else []))
     flags = ("--data", str(folder), "--dtype", "float64", "--stop-after", "3", "--compile")
     found = curves(layout, tmp_path, *flags, target=runner.run_traced)
+    assert worst(found[0], wanted.losses, steps=3) < 1e-9
+    assert worst(found[1], wanted.norms, steps=3) < 1e-9
+
+
+@pytest.mark.parametrize("what", ["selective", "full"])
+@pytest.mark.parametrize(
+    "recipe", each_recipe([name for name in runner.RECIPES if runner.has_flag(name, "--recompute")])
+)
+def test_compiled_and_computed_again(
+    recipe: str, what: str, plain: dict, small_data: dict[str, Path], tmp_path: Path
+) -> None:
+    """The compiler decides itself what to compute again, by the same choice of what to keep."""
+    layout = runner.layout(recipe, 2)
+    wanted = plain_curve(plain, recipe, "float64", small_data["gpt"], *([layout.sizes] if layout.sizes else []))
+    flags = ("--data", str(small_data["gpt"]), "--dtype", "float64", "--stop-after", "3", "--compile")
+    found = curves(layout, tmp_path, *flags, "--recompute", what, target=runner.run_traced)
     assert worst(found[0], wanted.losses, steps=3) < 1e-9
     assert worst(found[1], wanted.norms, steps=3) < 1e-9
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.run import parse_args
 
 from tests.harness import mutants, runner
 
@@ -35,6 +36,7 @@ LAUNCH_VARIABLES = {
     *("NPROC_PER_NODE", "MAX_RESTARTS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"),
     *("PYTHONPATH", "LAUNCHED_AS", "STAGE_DIR", "STAGED_DATA", "ACCELERATE_CONFIG", "RUN_KEY"),
     *("TORCHINDUCTOR_CACHE_DIR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+    *("NUMA_BINDING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
 }
 
 
@@ -336,6 +338,81 @@ def test_threads_share_the_cores(tmp_path: Path) -> None:
     for processes in (1, 2, 4096):
         command = planned(DDP, cwd=tmp_path, OMP_NUM_THREADS="", NPROC_PER_NODE=str(processes))
         assert command[0] == f"OMP_NUM_THREADS={max(1, len(os.sched_getaffinity(0)) // processes)}"
+
+
+NODES = {"numa_nodes": "2", "CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "binding"),
+    [
+        ({}, "node"),
+        ({"NUMA_BINDING": "socket"}, "socket"),
+        ({"NUMA_BINDING": ""}, ""),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, ""),  # no other rank to be apart from
+        ({"CUDA_VISIBLE_DEVICES": ""}, ""),
+        ({"NPROC_PER_NODE": "1"}, ""),  # it may use both GPUs, as dp_resnet does
+        ({"numa_nodes": "1"}, ""),
+        ({"devices": "hidden"}, ""),
+        ({"node of GPU 1": "-1"}, ""),  # a virtual machine: torch would take node 0
+        ({"numactl": ""}, ""),
+        ({"online": "0-999"}, ""),  # of which this job may use some: perhaps none beside this GPU
+    ],
+    ids=str,
+)
+def test_ranks_run_beside_their_gpus(changes: dict[str, str], binding: str, tmp_path: Path) -> None:
+    allowed = re.findall(r"^Cpus_allowed_list:\s*(.*)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    given = NODES | {"node of GPU 1": "1", "numactl": "there", "online": allowed[0]} | changes
+    for number in range(int(given.pop("numa_nodes"))):
+        (tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
+    (tmp_path / "devices/system/cpu").mkdir()
+    (tmp_path / "devices/system/cpu/online").write_text(f"{given.pop('online')}\n")
+    hidden = given.pop("devices", "")
+    # A network card may be anywhere.
+    for number, (vendor, node) in enumerate(
+        [("0x10de", "0"), ("0x10de", given.pop("node of GPU 1")), ("0x15b3", "-1")]
+    ):
+        device = tmp_path / hidden / f"bus/pci/devices/0000:0{number}:00.0"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text(f"{vendor}\n")
+        (device / "numa_node").write_text(f"{node}\n")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("bash", "dirname", "tr", "grep", "cat", "id", "nproc"):  # and no numactl but ours
+        (programs / name).symlink_to(shutil.which(name) or name)
+    if given.pop("numactl"):
+        write_program(programs / "numactl", "")
+    command = planned(DDP, cwd=tmp_path, SYSFS=str(tmp_path), PATH=str(programs), **given)
+    found = [word.partition("=")[2] for word in command if word.startswith("--numa-binding")]
+    assert found == [binding] * bool(binding)
+
+
+def write_program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_numa_binding_is_an_option_of_torchrun() -> None:
+    """Of the oldest torch, too, with which CI runs this test."""
+    assert parse_args(["--numa-binding=node", "train.py"]).numa_binding == "node"
+
+
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0"}, "expandable_segments:True"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, None),
+        ({"CUDA_VISIBLE_DEVICES": "0", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"CUDA_VISIBLE_DEVICES": "0", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+    ids=str,
+)
+def test_memory_of_gpus_can_grow(variables: dict[str, str], wanted: str | None, tmp_path: Path) -> None:
+    """What --dry-run shows is what the ranks get."""
+    shown = [word for word in planned(DDP, cwd=tmp_path, **variables) if word.startswith("PYTORCH_ALLOC_CONF=")]
+    assert shown == [f"PYTORCH_ALLOC_CONF={wanted}"] * (wanted is not None)
+    write_program(tmp_path / "python", 'echo "${PYTORCH_ALLOC_CONF-unset}"')
+    assert launch(DDP, PYTHON=str(tmp_path / "python"), **variables).stdout.strip() == (wanted or "unset")
 
 
 def test_several_machines(tmp_path: Path) -> None:

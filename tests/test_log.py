@@ -44,12 +44,13 @@ def make_run(
     rank: int = 0,
     sample: flops.Sample = flops.Sample(1e9, {"tokens": 3}),  # noqa: B008 (it is frozen)
     num_devices: int = 1,
+    args: Args | None = None,
 ) -> log.Run:
     path.mkdir(exist_ok=True)
     division = sampler.Division(8, 8, 4)
     plan = sampler.Plan(99, 0, first_step, max_steps, first_step * 8, max_steps * 8, division)
     devices = [torch.device("cpu")] * num_devices
-    return log.Run(path, __file__, Args(lr), make_world(rank, 4), plan, torch.float32, sample, [lr], devices)
+    return log.Run(path, __file__, args or Args(lr), make_world(rank, 4), plan, torch.float32, sample, [lr], devices)
 
 
 def means(loss: float) -> dict[str, float]:
@@ -331,3 +332,41 @@ def test_early_stop_is_not_queued_again(tmp_path: Path, capsys: pytest.CaptureFi
 def test_memory_is_in_gib() -> None:
     """A process that has loaded torch holds 0.1 GiB at least, and less than a large machine has."""
     assert 0.1 < log.memory_gib(torch.device("cpu")) < 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads(Args):
+    """Flags of a recipe that reads samples."""
+
+    workers: int = 3  # loader processes
+
+
+@pytest.mark.parametrize(
+    ("args", "waits", "verdict"),
+    [
+        (Reads(), (8.0, 11.0), "30% of the training's time: raise --workers (now 3)"),
+        (Reads(), (8.0, 8.9), ""),
+        (Args(), (8.0, 11.0), ""),  # it has no such flag
+        (Reads(), (8.0,), ""),  # the workers' start
+    ],
+    ids=str,
+)
+def test_verdict_on_slow_reading(
+    args: Args,
+    waits: tuple[float, ...],
+    verdict: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ten seconds of training before each line, of which some were spent waiting; the first line does not count."""
+    now = [0.0]
+    monkeypatch.setattr(log, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    run = make_run(tmp_path, args=args)
+    for step, wait_s in enumerate(waits, start=1):
+        now[0] += 10
+        record(run, 10 * step, 0.5, data_wait_s=wait_s)
+    run.finish()
+    printed = capsys.readouterr().out
+    assert ("data     rank 0 waited" in printed) == bool(verdict), printed
+    assert verdict in printed

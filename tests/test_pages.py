@@ -27,6 +27,7 @@ OTHER_FLAGS = {
     "cpus-per-gpu",
     "cpus-per-task",
     "array",
+    "numa-binding",
     *(field.name for field in dataclasses.fields(evaluate.Args)),
 }  # of other programs as well
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w-]*)")
@@ -270,7 +271,7 @@ def filled(path: Path) -> set[str]:
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda page: page.stem)
 def test_page_has_the_parts_of_its_command(page: Path) -> None:
     """Else a command measures for minutes, and fails when it writes."""
-    in_tests = {"checkpoints": "tests/layouts_table.py", "gpu": "tests/cuda_table.py"}
+    in_tests = {"checkpoints": "tests/layouts_table.py", "gpu-counts": "tests/cuda_table.py"}
     command = ROOT / in_tests.get(page.stem, f"benchmarks/{page.stem}.py")
     has = set(pages.parts(page.read_text()))
     if page.stem == "faults":

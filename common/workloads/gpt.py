@@ -7,13 +7,15 @@ computes the parts it has.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import checkpoint
 
 from common import UserError
 from common.workloads import gpt_names
@@ -21,6 +23,8 @@ from common.workloads import gpt_names
 INIT_STD = 0.02
 MOST_LAYERS = 10_000  # which take 10 s to create, before any weights
 MOST_ELEMENTS = 2**40  # of a matrix: 4 TB
+Recompute = Literal["none", "selective", "full"]
+KEPT = ("aten::mm", "aten::addmm", "aten::bmm")  # products of matrices
 SCALINGS = '"linear:FACTOR" or "llama3:FACTOR:LOW:HIGH:CONTEXT"'
 
 
@@ -268,6 +272,36 @@ class GPT(nn.Module):
         adds = name.endswith(("attention.output.weight", "mlp.down.weight"))
         std = INIT_STD / math.sqrt(2 * self.shape.num_layers) if adds else INIT_STD
         return torch.empty(size).normal_(0, std, generator=generator)
+
+
+def recompute(model: Any, what: Recompute) -> None:
+    """Let each block keep less for its backward pass, which computes the rest again.
+
+    Args:
+        model: with `blocks`, an nn.ModuleDict of its layers; nothing may copy it afterwards.
+        what: "full" keeps a block's input alone (Chen et al. 2016, https://arxiv.org/abs/1604.06174). "selective" also
+            keeps what takes long to compute: the results of matrix products and of attention.
+
+    Raises:
+        UserError: the model has no blocks.
+    """
+    if what == "none":
+        return
+    if not hasattr(model, "blocks"):
+        raise UserError(f"--recompute {what} needs a model with `blocks`, an nn.ModuleDict of its layers")
+    selective = functools.partial(checkpoint.create_selective_checkpoint_contexts, _what_to_keep)
+    how: dict[str, Any] = {"context_fn": selective} if what == "selective" else {}
+    for block in model.blocks.values():
+        # No layer draws random numbers, so their state need not be kept.
+        block.forward = functools.partial(
+            checkpoint.checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **how
+        )
+
+
+def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> checkpoint.CheckpointPolicy:
+    name = operation.name().partition(".")[0]
+    kept = name in KEPT or "scaled_dot_product" in name
+    return checkpoint.CheckpointPolicy.MUST_SAVE if kept else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import flops, run_dir, stop
+from common import devices, flops, run_dir, stop
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
@@ -417,6 +417,7 @@ class _State:
         GradientState._reset_state()
         debug._clear_sharding_prop_cache()
         functorch.donated_buffer = self._donated
+        devices.configure("highest", deterministic=False)
         torch._dynamo.reset()
         gc.collect()
         # DTensor's caches outlive a process group: with torch 2.11 the next training uses the groups of the last one.
