@@ -38,7 +38,7 @@ class Run:
         dtype: torch.dtype,
         sample: flops.Sample,
         rates: Sequence[float],
-        devices: Sequence[torch.device],
+        computes_on: Sequence[torch.device],
     ) -> None:
         """Begin, or continue after the plan's first step (all ranks), and print the setup.
 
@@ -51,7 +51,7 @@ class Run:
             dtype: of the computation.
             sample: FLOPs and units of a training sample, for rates.
             rates: the peak learning rate of each group of parameters.
-            devices: those that this process computes on, the world's first.
+            computes_on: the devices of this process, the world's first.
         """
         self.path = path
         self._plan = plan
@@ -61,7 +61,7 @@ class Run:
         self._sums: metrics.Sums = {}
         self._sample = sample
         self._length_flag = "--max-steps" if args.max_steps else "--epochs"
-        self._devices = devices
+        self._devices = computes_on
         # Seconds that a sample would take on one device at its peak.
         peak_flops = flops.peak_flops(world.device, dtype) if sample.flops else 0.0
         self._ideal_s = peak_flops and sample.flops / peak_flops
