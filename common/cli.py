@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 import math
 import os
 import sys
@@ -16,9 +17,10 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from common import UserError, exits, manifest, ranks
+from common import UserError, devices, exits, manifest, ranks
 
 Args = TypeVar("Args")
+Note = TypeVar("Note")
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,18 @@ class Bounds:
         return f"at most {self.most}" if self.least == -math.inf else f"between {self.least} and {self.most}"
 
 
+@dataclass(frozen=True)
+class Frees:
+    """The value of a flag that takes less memory, for the message when none is left."""
+
+    value: str
+
+
 MOST = 2**31 - 1  # of steps, samples and sizes: a product of two of them still has 64 bits
 PositiveInt = Annotated[int, Bounds(1, MOST)]
 NonNegativeInt = Annotated[int, Bounds(0, MOST)]
 NonNegativeFloat = Annotated[float, Bounds(0)]
+Smaller = Annotated[int, Bounds(0, MOST), Frees("smaller, where 0 is the largest")]
 AtLeastOne = Annotated[float, Bounds(1)]
 Fraction = Annotated[float, Bounds(0, 1)]
 Timeout = Annotated[float, Bounds(1)]  # seconds
@@ -73,7 +83,12 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
             exits.let_rank0_exit()
             print(printed.getvalue(), file=sys.stderr, flush=True)  # only this rank's flags are wrong
         raise
-    for name, bounds in _bounds(args_type):
+    devices.frees = [
+        f"--{name.replace('_', '-')} {frees.value} (now {getattr(args, name)})"
+        for name, frees in _annotated(args_type, Frees)
+        if getattr(args, name) != frees.value
+    ]
+    for name, bounds in _annotated(args_type, Bounds):
         value = getattr(args, name)
         for number in value if isinstance(value, tuple | list) else (value,):
             if number is None or (bounds.least <= number <= bounds.most and abs(number) != math.inf):
@@ -104,14 +119,14 @@ def check_divides(flag: str, divisor: int, numbers: Mapping[str, int]) -> None:
             raise UserError(f"{flag} {divisor} must divide {name} ({number})")
 
 
-def _bounds(args_type: type) -> Iterator[tuple[str, Bounds]]:
-    """The flags whose numbers have bounds, also those inside another type, such as `Fraction | None`."""
+def _annotated(args_type: type, kind: type[Note]) -> Iterator[tuple[str, Note]]:
+    """The flags with such an annotation, also those inside another type, such as `Fraction | None`."""
     for name, hint in typing.get_type_hints(args_type, include_extras=True).items():
         inside = [hint]
         while inside:
             part = inside.pop()
             inside += typing.get_args(part)
-            if isinstance(part, Bounds):
+            if isinstance(part, kind):
                 yield name, part
 
 
@@ -120,6 +135,10 @@ def _parse(args_type: type[Args], argv: list[str] | None) -> Args:
     before.add_argument("--config", type=Path)
     known, given = before.parse_known_args(argv)
     flags = [*_read_config(args_type, known.config), *given] if known.config else given
+    for flag, after in itertools.pairwise([*flags, "--"]):
+        choices = _choices(args_type, flag.removeprefix("--").replace("-", "_")) if flag.startswith("--") else ()
+        if choices and after.startswith("--"):  # tyro would not tell which values there are
+            raise UserError(f"{flag} needs a value: {', '.join(choices)}")
     description = f"{args_type.__doc__} --config PATH takes flags from a run's config.json; others override them."
     try:
         args = tyro.cli(args_type, args=flags, description=description, config=(tyro.conf.OmitArgPrefixes,))
@@ -147,9 +166,17 @@ def _read_config(args_type: Any, path: Path) -> list[str]:
         raise UserError(f"--config {path} has flags that this recipe does not have: {', '.join(unknown)}")
     flags = []
     for name, value in values.items():
+        if isinstance(value, bool) and (choices := _choices(args_type, name)):  # it was on or off when that run began
+            value = choices[-1 if value else 0]  # noqa: PLW2901
         flag = name.replace("_", "-")
         flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     return flags
+
+
+def _choices(args_type: type, name: str) -> tuple[str, ...]:
+    """What a flag may be whose type is a Literal; () for another one."""
+    hint = typing.get_type_hints(args_type).get(name)
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
 def _closest(name: str, fields: list[str]) -> str:

@@ -290,7 +290,7 @@ class Loader:
     """Iterates over the batches of a stream of requests.
 
     Attributes:
-        wait_s: seconds that the training loop has waited for data so far.
+        wait_s: seconds that the device has waited for data so far; its copies from the host are not counted.
         batches_read: batches read by all loaders of this process; `watch` takes a change as progress.
     """
 
@@ -317,17 +317,16 @@ class Loader:
             # in the first step after each start, and a resumed run would not be the same.
             generator=torch.Generator(),
         )
-        self._batches = self._ahead(_raise_here(loader)) if device.type == "cuda" else _raise_here(loader)
+        batches = self._timed(_raise_here(loader))
+        self._batches = self._ahead(batches) if device.type == "cuda" else batches
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        start = time.perf_counter()
         try:
             return next(self._batches)
         finally:
-            self.wait_s += time.perf_counter() - start
             Loader.batches_read += 1
 
     def step(self) -> Iterator[Batch]:
@@ -336,6 +335,17 @@ class Loader:
             yield batch
             if batch.last:
                 return
+
+    def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Add up how long the device has waited. If it still computes when a batch comes, only this process has."""
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            if self._device.type != "cuda" or torch.cuda.current_stream(self._device).query():
+                self.wait_s += time.perf_counter() - start
+            if batch is None:
+                return
+            yield batch
 
     def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Copy the next batch to the device on a CUDA stream of its own, while the current one is computed."""

@@ -12,6 +12,12 @@ from common import private_api
 # stack names the phase. Recipes may name their functions freely, so these are functions that recipes call.
 PHASES = (("save", "common/saver.py", ""), ("data", "common/data.py", "__next__"), *private_api.FRAMES)
 Beat = dict[str, Any]
+# Where NCCL works on some machines only, it is mostly one of these ways between GPUs.
+NCCL_ADVICE = (
+    "if it never ends, NCCL cannot send: start with NCCL_DEBUG=INFO to see which way it tries, and without that way: "
+    "NCCL_P2P_DISABLE=1 (GPU to GPU in a machine), NCCL_IB_DISABLE=1 (InfiniBand), NCCL_SOCKET_IFNAME (interface)\n"
+)
+FINDING = "watch/finding"  # in the store: which rank is to blame, once that is known
 SAVING = "checkpoint"  # name of the process group that writes checkpoints beside the training
 
 
@@ -37,13 +43,13 @@ def waits_in(record: dict[str, Any], stack: str, phase: str) -> str:
     """The collective that this rank has begun and not finished, or a point-to-point message; else "".
 
     Those of a save count only while the main thread is in the save too: otherwise it is written beside the training.
-    gloo does not record messages: the stack shows them.
+    gloo does not record messages: the stack shows that a function of torch waits for one, or that a line does.
     """
     for entry in record.get("entries", []):
         if not entry["retired"] and (phase == "save" or entry["process_group"][1] != SAVING):
             call = f"{entry['profiling_name']} {entry['input_sizes']}"
             return f"{call}, number {entry['collective_seq_id']} of group {entry['process_group'][1]}"
-    message = re.search(rf", in ({'|'.join(private_api.MESSAGES)})$", stack, re.MULTILINE)
+    message = re.search(rf", in ({'|'.join(private_api.MESSAGES)})$|^ +\w+\.wait\(\)\n\Z", stack, re.MULTILINE)
     return "a message between two ranks" if message else ""
 
 
@@ -68,4 +74,6 @@ def accuse_stalled(beats: list[Beat]) -> str:
         tail = f"ranks {waiting} are waiting for it\n" if waiting else ""
         return "".join(f"no progress for {beat['limit_s']:g} s: {describe(beat)}" for beat in not_waiting) + tail
     limit_s = max(beat["limit_s"] for beat in beats)
-    return f"no progress for {limit_s:g} s: all ranks are waiting for each other:\n" + "".join(map(describe, beats))
+    never = all("nccl" in beat["waits_in"] and ", number 1 of " in beat["waits_in"] for beat in beats)
+    shown = "".join(map(describe, beats)) + never * f"it is the first collective: {NCCL_ADVICE}"
+    return f"no progress for {limit_s:g} s: all ranks are waiting for each other:\n{shown}"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from common import UserError, output, process_group, ranks, run_dir
+from common import UserError, devices, output, process_group, ranks, run_dir
 
 USAGE_ERROR = 2  # exit code of every refusal
 PEER_FAILED = 3  # exit code of a rank that stops because another one failed
@@ -53,6 +53,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
         except SystemExit:
             raise
         except BaseException as error:
+            devices.explain_out_of_memory(error)
             if isinstance(error, UserError) and _is_rank0():
                 # Printed before anything else: once another rank has exited, the launcher kills this one.
                 print(f"error: {error}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """FLOPs of a training sample and peak FLOP/s of a device, from which model FLOPs utilization (MFU) follows."""
 
 import copy
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,18 +13,40 @@ from torch import nn
 from common import UserError, ranks
 from common.data import Batch, BatchReader, map_tensors
 
-# Dense bfloat16 peak of one GPU in FLOP/s, without sparsity, from NVIDIA's data sheets. The first key in a GPU's name
-# counts, so longer keys come first.
+# Dense bfloat16 peak of one GPU in FLOP/s, with float32 sums and without sparsity. From NVIDIA's data sheets and, for
+# GeForce and RTX, the appendices of its white papers on Ampere GA102, Ada and Blackwell. HGX has B200 and B300; GB200
+# and GB300 may take more power (https://www.nvidia.com/en-us/data-center/gb200-nvl72).
+# The first key that is in a GPU's name as whole words counts, so longer keys come first.
 PEAK_FLOPS = {
+    "A10": 125e12,
+    "A30": 165e12,
+    "A40": 149.7e12,
     "A100": 312e12,
+    "A800": 312e12,
+    "H20": 148e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
+    "H800 PCIe": 756e12,
+    "H800": 989e12,
     "H200 NVL": 835e12,
     "H200": 989e12,
+    "GH200": 989e12,
     "B200": 2250e12,
+    "GB200": 2500e12,
+    "B300": 2250e12,
+    "GB300": 2500e12,
+    "L4": 121e12,
+    "L40": 181e12,
     "L40S": 362e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165.2e12,
+    "RTX 5090": 209.5e12,
+    "RTX A6000": 154.8e12,
+    "RTX 6000 Ada": 364.2e12,
 }
+# Parts of a GPU, and slower ones of the same name: these are measured.
+OTHERS = re.compile(r"\b(MIG|Laptop|Max-Q|Ti|D|GRID|vGPU)\b")
 
 
 @dataclass(frozen=True)
@@ -68,13 +91,25 @@ def count_sample(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Mod
     return Sample(counted, train.sample_units)
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak FLOP/s of one rank: from the data sheet for a known GPU, else measured by a large matmul."""
+def peak_on_paper(device: torch.device, dtype: torch.dtype) -> float:
+    """Peak FLOP/s of a GPU by its data sheet; 0 for a device or type that `PEAK_FLOPS` does not list."""
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         for chip, peak in PEAK_FLOPS.items():
-            if chip in name:
+            if re.search(rf"\b{chip}\b", name) and not OTHERS.search(name):
                 return peak
+    return 0.0
+
+
+def source(device: torch.device, dtype: torch.dtype) -> str:
+    """Where `peak_flops` has its figure from."""
+    return "by its data sheet" if peak_on_paper(device, dtype) else "reached by a large matmul (no data sheet)"
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Peak FLOP/s of one device: by its data sheet, else what a large matmul reaches, which is less."""
+    if peak := peak_on_paper(device, dtype):
+        return peak
     size = 8192 if device.type == "cuda" else 1024
     a = torch.randn(size, size, device=device, dtype=dtype)
     best = float("inf")

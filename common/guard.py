@@ -66,8 +66,12 @@ class FiniteGuard:
         self._most = most
         self._model = model
         self._looked = False
-        self._buffers = list(model.buffers())
-        self._kept = [buffer.clone() for buffer in self._buffers]
+        by_type: dict[Any, list[torch.Tensor]] = {}
+        for i, buffer in enumerate(model.buffers()):
+            by_type.setdefault(buffer.dtype if buffer.is_contiguous() else i, []).append(buffer)
+        # Of all buffers of a type, one copy behind the other: a GPU takes longer to begin with each than to copy it.
+        self._buffers = list(by_type.values())
+        self._kept = [torch.cat([buffer.flatten() for buffer in some]) for some in self._buffers]
         device = next(model.parameters()).device
         self._bad = torch.zeros((), dtype=torch.bool, device=device)
         self._since_report: dict[int, torch.Tensor] = {}  # by step: whether its update was skipped, and to what end
@@ -112,9 +116,13 @@ class FiniteGuard:
     def restore_if_skipped(self, step: int) -> None:
         """After `step`: restore the buffers to their values before it, if its update was skipped."""
         bad = self._bad
-        for buffer, kept in zip(self._buffers, self._kept, strict=True):
-            torch.where(bad, kept, buffer, out=buffer)
-            kept.copy_(buffer)
+        for buffers, kept in zip(self._buffers, self._kept, strict=True):
+            torch.where(bad, kept, torch.cat([buffer.flatten() for buffer in buffers]), out=kept)
+            if buffers[0].is_contiguous():
+                sizes = [buffer.numel() for buffer in buffers]
+                torch.split_with_sizes_copy(kept, sizes, out=[buffer.view(-1) for buffer in buffers])
+            else:
+                buffers[0].copy_(kept.view_as(buffers[0]))
         lowered = self._scale.update(bad)
         self._since_report[step] = torch.stack((bad & ~lowered, lowered))
 

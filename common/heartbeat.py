@@ -33,6 +33,7 @@ class Heartbeat:
         """Begin (main thread)."""
         self._world = world
         self._main = threading.get_ident()
+        self._processes = _processes()
         self._checkpoints = Path()
         self._first_step = 0
         self._timeout_s = float("inf")
@@ -66,6 +67,13 @@ class Heartbeat:
         patient = phase == "save" or self.step <= self._first_step + 1
         return max(self._timeout_s, process_group.TIMEOUT_S) if patient else self._timeout_s
 
+    def silence_s(self) -> float:
+        """Seconds without a heartbeat after which a rank counts as dead, though its process may only stand still.
+
+        There is no limit before the training, when one call of C may take long.
+        """
+        return max(2 * DEAD_S, self.limit_s() / 10)
+
     def look(self) -> diagnose.Beat:
         """One heartbeat (the watching thread, every `BEAT_S`)."""
         frames = sys._current_frames()
@@ -91,7 +99,17 @@ class Heartbeat:
             self._waits_in = diagnose.waits_in(record, stack, phase)
         beat: diagnose.Beat = {"rank": self._world.rank, "name": self.name(), "phase": phase, "stack": stack}
         beat |= {"waits_in": self._waits_in or "", "stalled_s": self.stalled_s, "limit_s": self.limit_s(phase)}
-        return beat | {"time": time.time()}
+        return beat | {"time": time.time(), "pid": os.getpid(), "processes": self._processes}
+
+    def has_died(self, beat: diagnose.Beat) -> bool:
+        """Whether the process of a heartbeat has ended, as far as this process can see it: on the same machine."""
+        if not self._processes or beat["processes"] != self._processes:
+            return False
+        try:
+            state = Path(f"/proc/{beat['pid']}/stat").read_text().rpartition(") ")[2][0]
+        except OSError:
+            return True
+        return state in "ZX"  # its parent has not noticed yet
 
     def tick(self) -> None:
         """Notice whether this process has stood still (a thread that waits for nothing else, every `BEAT_S`)."""
@@ -110,7 +128,7 @@ class Heartbeat:
         """That this process stood still for so long that the others have given it up; "" if it did not."""
         since_s = time.monotonic() - self._ticked
         step, gap_s = (self.step, since_s) if since_s > self._freeze[1] else self._freeze
-        if gap_s < max(2 * DEAD_S, self.limit_s() / 2) or self.step > step + 1:
+        if gap_s < self.silence_s() or self.step > step + 1:
             return ""
         return (
             f"{self.name()} was frozen itself for {gap_s:.0f} s (suspended, stopped, or its interpreter locked): "
@@ -134,6 +152,14 @@ class Heartbeat:
             f"the save of step {step} is slow: {_total(folders[-1].iterdir()) / 1e6:,.1f} MB in {self.saving_s:.0f} s. "
             f"It counts as a hang after {self.limit_s('save'):g} s without a new byte (raise --hang-timeout for more)"
         )
+
+
+def _processes() -> str:
+    """A name for the processes that this one can see: the machine since its start, and the container; else ""."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
+    return ""
 
 
 def _place(frame: FrameType | None) -> list[object]:

@@ -14,8 +14,9 @@ from typing import Any, TextIO
 import torch
 from tqdm import tqdm
 
-from common import flops, metrics, output, process_group, ranks, run_dir, sampler
+from common import devices, flops, metrics, output, process_group, ranks, run_dir, sampler
 
+LONG_WAIT = 0.1  # part of the training's time that is worth a line
 STOPPED = "stopped.json"  # in the run's folder: the run was asked to stop, saved this step, and can be queued again
 
 
@@ -37,6 +38,7 @@ class Run:
         dtype: torch.dtype,
         sample: flops.Sample,
         rates: Sequence[float],
+        computes_on: Sequence[torch.device],
     ) -> None:
         """Begin, or continue after the plan's first step (all ranks), and print the setup.
 
@@ -49,6 +51,7 @@ class Run:
             dtype: of the computation.
             sample: FLOPs and units of a training sample, for rates.
             rates: the peak learning rate of each group of parameters.
+            computes_on: the devices of this process, the world's first.
         """
         self.path = path
         self._plan = plan
@@ -58,12 +61,19 @@ class Run:
         self._sums: metrics.Sums = {}
         self._sample = sample
         self._length_flag = "--max-steps" if args.max_steps else "--epochs"
-        # Seconds that a sample would take on one rank at the device's peak.
-        self._ideal_s = sample.flops and sample.flops / flops.peak_flops(world.device, dtype)
+        self._devices = computes_on
+        # Seconds that a sample would take on one device at its peak.
+        peak_flops = flops.peak_flops(world.device, dtype) if sample.flops else 0.0
+        self._ideal_s = peak_flops and sample.flops / peak_flops
+        mfu_is_of = f"{peak_flops / 1e12:,.6g} TFLOP/s a device, {flops.source(world.device, dtype)}"
         self._began = self._since = time.perf_counter()
         self._seconds = 0.0  # of training since the last record, until `_since`
         self._trained_s = 0.0
         self._data_wait_s = 0.0
+        # Seconds of waiting for data, and of training, after the first line, which includes the start of the workers.
+        self._steady_wait_s = 0.0
+        self._steady_s = 0.0
+        self._workers = vars(args).get("workers")  # None for a recipe that reads no samples
         self._records: TextIO | None = None  # metrics.jsonl and TensorBoard's events, opened when there is room
         self._events: Any = None
         log = path / "logs" / f"rank_{world.rank:05d}.log"
@@ -74,7 +84,7 @@ class Run:
         threading.excepthook = _show_unless_events
         try:
             (path / STOPPED).unlink(missing_ok=True)
-            for change in run_dir.write_config(path, recipe, args, world):
+            for change in run_dir.write_config(path, recipe, args, world, mfu_is_of if peak_flops else ""):
                 ranks.print0(change)
             self._records = run_dir.open_records(path, plan.first_step)
         except OSError as error:
@@ -82,8 +92,12 @@ class Run:
         details = "".join(f", {number:,} {unit} each" for unit, number in sample.units.items())
         details += f"; {str(dtype).removeprefix('torch.')}"
         ranks.print0(f"{world}\n{plan}{details if plan.first_step < plan.max_steps else ''}")
+        for line in devices.notes(world.device, bool(vars(args).get("compile"))):
+            ranks.print0(line)
         peak = " to ".join(f"{rate:.4g}" for rate in sorted({min(rates), max(rates)}))
         ranks.print0(f"peak learning rate {peak}{_after(args, plan.max_steps)}")
+        if world.device.type == "cuda" and peak_flops:
+            ranks.print0(f"MFU is of {mfu_is_of}")
         # disable=None shows a bar on a terminal, and none in a pipe or a file.
         self._bar = tqdm(total=plan.max_steps, initial=plan.first_step, unit="step", disable=None, dynamic_ncols=True)
 
@@ -108,6 +122,9 @@ class Run:
         seconds = self._seconds + now - self._since
         self._since = now
         self._seconds = 0.0
+        if self._trained_s:
+            self._steady_wait_s += data_wait_s - self._data_wait_s
+            self._steady_s += seconds
         self._trained_s += seconds
         rate = (self._plan.position(step) - self._plan.position(self._rated_step)) / seconds
         self._rated_step = step
@@ -115,8 +132,8 @@ class Run:
         perf = {
             "samples_per_s": rate,
             **{f"{unit}_per_s": rate * number for unit, number in self._sample.units.items()},
-            **({"mfu": rate * self._ideal_s / self._world.size} if self._ideal_s else {}),
-            "memory_gib": memory_gib(self._world.device),
+            **({"mfu": rate * self._ideal_s / (self._world.size * len(self._devices))} if self._ideal_s else {}),
+            "memory_gib": sum(map(memory_gib, self._devices)),
             "data_wait_s": data_wait_s - self._data_wait_s,
         }
         self._data_wait_s = data_wait_s
@@ -133,8 +150,16 @@ class Run:
         if self._world.rank == 0:
             self._add_events(step, lambda events: events.add_images(tag, images, step, dataformats="NHWC"))
 
-    def pause(self) -> None:
-        """Exclude the time until `unpause` from the rate of training."""
+    def pause(self, something_is_due: bool) -> None:
+        """Exclude the time until `unpause` from the rate of training.
+
+        Args:
+            something_is_due: an evaluation, a comparison or a save comes next. It would wait for the steps that GPUs
+                have not done yet, so that their time is waited for here, and counts as training.
+        """
+        for device in self._devices if something_is_due else ():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         self._seconds += time.perf_counter() - self._since
 
     def unpause(self) -> None:
@@ -167,6 +192,11 @@ class Run:
         complete = self._shown_step >= self._plan.max_steps
         verb = "done    " if complete else "reached "
         ranks.print0(f"{verb} step {self._shown_step} of {self._plan.max_steps} in {took}")
+        if self._workers is not None and self._steady_wait_s > LONG_WAIT * self._steady_s:
+            ranks.print0(
+                f"data     rank 0 waited for data in {self._steady_wait_s / self._steady_s:.0%} of the training's "
+                f"time: raise --workers (now {self._workers}), or read from faster storage (STAGE_DIR)"
+            )
         for tag, (value, step) in metrics.best(run_dir.records(self.path)).items():
             ranks.print0(f"best     {tag} {value:.4f} at step {step}")
         ranks.print0(f"files    {self.path}")

@@ -12,10 +12,12 @@ import pickle
 import traceback
 import types
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -61,6 +63,15 @@ def flight_recorder(device: torch.device, only_active: bool) -> dict[str, Any]:
         texts += [older(True, only_active)] if older else []
     records = [json.loads(text) for text in texts]
     return records[0] | {"entries": [entry for record in records for entry in record.get("entries", [])]}
+
+
+def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
+    """Give the later collectives of a group (None: of all ranks) this much time.
+
+    Needs `distributed_c10d._set_pg_timeout` where torch has no public `set_timeout` yet, as 2.11.
+    """
+    change: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    change(timeout, group)
 
 
 @functools.cache

@@ -7,18 +7,23 @@ import ipaddress
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from common import UserError, health, precision, private_api, ranks, seal
+from common import UserError, diagnose, health, precision, private_api, ranks, seal
 
 # Ranks may reach a collective minutes apart (a cold disk, a compile); a rank that takes longer is assumed dead.
 TIMEOUT_S = 600
+# After a limit of `watch`, whose finding must come before NCCL's own watchdog ends the process without one.
+MARGIN_S = 60
+ADVICE_S = 60.0  # NCCL makes its connections in its first collective, in seconds at most
 # What runs beside the training, ended before interpreter shutdown: a thread inside C++ would abort the process.
 background = contextlib.ExitStack()
 atexit.register(background.close)
@@ -86,6 +91,7 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
         _met = (*_rendezvous(), os.environ.pop("RUN_KEY", ""))
     met, rank, size, run_key = _met
     store = dist.PrefixStore(f"start {again}", met) if again else met  # without what is there of an earlier start
+    _check_only_gpu(store, rank, size, local_size, device)
     dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors then name parameters, such as one without a gradient
     dist.init_process_group(**options, store=store, rank=rank, world_size=size)
     # A key of this start, so that nothing of an earlier one counts. The launcher hands down RUN_KEY. Without it, only
@@ -97,8 +103,9 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
     joined = world
     # First, because ranks with another backend would wait in `_check_devices` and the barrier for ever.
     ranks.check_same(picked=picked)
-    _check_devices(world)
-    dist.barrier()  # all ranks have joined: from here on, a refusal of one cannot keep another from joining
+    with _advise(device):
+        _check_devices(world)
+        dist.barrier()  # all ranks have joined: from here on, a refusal of one cannot keep another from joining
     code = ranks.code_digests(recipe) if recipe else {}
     ranks.check_same(**same, code=code, version=ranks.versions())
     health.check(device)
@@ -170,15 +177,31 @@ def _pick_device(local_rank: int, local_size: int) -> torch.device:
             )
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    if local_size > gpus:
-        raise UserError(
-            f"{local_size} processes were started on {socket.gethostname()}, which has {gpus} "
-            f"GPU{'s' * (gpus > 1)}, and each process needs its own: set NPROC_PER_NODE={gpus} "
-            "(torchrun: --nproc-per-node), or CUDA_VISIBLE_DEVICES= to train on the CPU"
-        )
-    device = torch.device("cuda", local_rank)
+    if 1 < gpus < local_size:
+        raise _too_few(gpus, local_size)
+    # A process that sees one GPU may see one of its own, as in a container for each process; `_check_only_gpu` looks.
+    device = torch.device("cuda", local_rank if gpus > 1 else 0)
     torch.cuda.set_device(device)
     return device
+
+
+def _too_few(gpus: int, local_size: int) -> UserError:
+    return UserError(
+        f"{local_size} processes were started on {socket.gethostname()}, which has {gpus} "
+        f"GPU{'s' * (gpus > 1)}, and each process needs its own: set NPROC_PER_NODE={gpus} "
+        "(torchrun: --nproc-per-node), or CUDA_VISIBLE_DEVICES= to train on the CPU"
+    )
+
+
+def _check_only_gpu(store: dist.Store, rank: int, size: int, local_size: int, device: torch.device) -> None:
+    """Check that the processes of a machine that see one GPU each do not see the same one, before NCCL fails at it."""
+    sees = torch.cuda.device_count() if device.type == "cuda" else 0
+    mine = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}" if sees else "none"
+    store.set(f"gpu/{rank}", mine)
+    if sees == 1 < local_size:
+        everyone = store.multi_get([f"gpu/{other}" for other in range(size)])
+        if everyone.count(mine.encode()) > 1:
+            raise _too_few(1, local_size)
 
 
 def _pick_backend(backend: str, device: torch.device) -> str:
@@ -196,6 +219,20 @@ def _pick_backend(backend: str, device: torch.device) -> str:
     return backend
 
 
+@contextlib.contextmanager
+def _advise(device: torch.device) -> Iterator[None]:
+    """Say what may be wrong if the GPUs' first collective does not end: nobody watches yet."""
+    text = f"note: the first collective of the GPUs has taken {ADVICE_S:g} s so far; {diagnose.NCCL_ADVICE.strip()}"
+    timer = threading.Timer(ADVICE_S, ranks.print0, [text])
+    timer.daemon = True
+    if device.type == "cuda":
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _check_devices(world: World) -> None:
     """Check that every rank has a device of its own, and note devices of several kinds (all ranks take part)."""
     if world.device.type != "cuda":
@@ -210,6 +247,16 @@ def _check_devices(world: World) -> None:
     if len(kinds) > 1:
         found = ", ".join(f"{number} x {name}" for name, number in kinds.items())
         ranks.print0(f"note: the GPUs differ ({found}): the slowest sets the pace, and last digits depend on them")
+
+
+def set_timeout(mesh: DeviceMesh, hang_timeout_s: float) -> None:
+    """Give the collectives of the training more time than `watch` gives a rank (all ranks).
+
+    The groups of a mesh's axes begin with torch's own timeout of 10 or 30 minutes.
+    """
+    timeout = timedelta(seconds=max(hang_timeout_s, TIMEOUT_S) + MARGIN_S)
+    for group in (None, *mesh.get_all_groups()):
+        private_api.set_timeout(timeout, group)
 
 
 def finish(begins_again: bool = False) -> None:

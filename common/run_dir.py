@@ -141,7 +141,7 @@ def _wait_for(file: Path, content: str) -> bool:
     return False
 
 
-def write_config(path: Path, recipe: str, args: Any, world: process_group.World) -> list[str]:
+def write_config(path: Path, recipe: str, args: Any, world: process_group.World, mfu_is_of: str = "") -> list[str]:
     """Write config.json and a copy of train.py (rank 0).
 
     Args:
@@ -149,6 +149,7 @@ def write_config(path: Path, recipe: str, args: Any, world: process_group.World)
         recipe: the train.py that runs.
         args: its dataclass of flags.
         world: this process.
+        mfu_is_of: the peak that MFU is a share of, and its source.
 
     Returns:
         For a run that continues, a line for each flag that has changed.
@@ -166,6 +167,7 @@ def write_config(path: Path, recipe: str, args: Any, world: process_group.World)
         "backend": world.backend,
         "versions": ranks.versions(),
         "code": ranks.code_digests(recipe),
+        "mfu_is_of": mfu_is_of,
     }
     file = path / "config.json"
     try:

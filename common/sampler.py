@@ -164,37 +164,46 @@ def make_plan(
     return Plan(num_samples, run_seed, step, last_step, start, start + remaining, division)
 
 
-def check_min_samples(plan: Plan, least: int) -> None:
+def check_min_samples(plan: Plan, least: int, num_devices: int = 1) -> None:
     """Check that every rank gets enough samples in each micro-batch for its model: BatchNorm needs 2.
 
     Args:
         plan: the steps of the training.
-        least: samples that each rank needs in a micro-batch.
+        least: samples that each device needs in a micro-batch.
+        num_devices: devices of a rank, over which its model deals each micro-batch as torch.chunk does.
 
     Raises:
-        UserError: a micro-batch, of any step or of the last one, gives a rank fewer.
+        UserError: a micro-batch, of any step or of the last one, gives a device fewer.
     """
     division = plan.division
-    smallest = _smallest_micro_batch(division.global_batch_size, division)
-    if smallest < least * division.dp_size:
+    fewest = _fewest(division.global_batch_size, division, num_devices)
+    device = "rank" if num_devices == 1 else f"one of {num_devices} GPUs"
+    if fewest < least:
+        multiple = f", to a multiple of {num_devices}" if num_devices > 1 else ""
         raise UserError(
-            f"--global-batch-size {division.global_batch_size} gives a rank only {smallest // division.dp_size} of the "
-            f"{least} samples that this model needs per micro-batch: raise --global-batch-size or --micro-batch-size"
+            f"--global-batch-size {division.global_batch_size} gives {'a ' * (num_devices == 1)}{device} only {fewest} "
+            f"of the {least} samples that this model needs per micro-batch: raise --global-batch-size or "
+            f"--micro-batch-size{multiple}"
         )
     rest = (plan.end - plan.start) % division.global_batch_size
-    if rest and _smallest_micro_batch(rest, division) < least * division.dp_size:
+    if rest and _fewest(rest, division, num_devices) < least:
         last = plan.max_steps - 1
         advice = f"use --max-steps {last} to drop that step" if last else "lower --global-batch-size"
+        who = f"a rank (of {division.dp_size})" if num_devices == 1 else device
         raise UserError(
             f"the last step of --epochs has {rest} of {plan.num_samples} samples: in micro-batches of up to "
-            f"{division.micro_batch_size}, a rank (of {division.dp_size}) would get fewer than the {least} that this "
-            f"model needs: {advice}"
+            f"{division.micro_batch_size}, {who} would get fewer than the {least} that this model needs: {advice}"
         )
 
 
-def _smallest_micro_batch(samples: int, division: Division) -> int:
-    """Samples over all ranks in the smallest of the micro-batches that `micro_batches` cuts `samples` into."""
-    return samples // ceil_div(samples, division.global_micro_batch_size)
+def _fewest(samples: int, division: Division, num_devices: int) -> int:
+    """Samples that a device gets at least, of the micro-batches that `micro_batches` cuts `samples` into."""
+    number = ceil_div(samples, division.global_micro_batch_size)
+    of_rank = (samples // number // division.dp_size, ceil_div(ceil_div(samples, number), division.dp_size))
+    if not of_rank[0]:
+        return 0
+    # Near-equal over micro-batches and ranks, but torch.chunk gives the last device what the others leave.
+    return min((size - 1) % ceil_div(size, num_devices) + 1 for size in range(of_rank[0], of_rank[1] + 1))
 
 
 def micro_batches(start: int, stop: int, division: Division, dp_rank: int) -> Iterator[tuple[int, int]]:

@@ -75,6 +75,7 @@ class Saver:
         }
         self._check = check
         self._stager = DefaultStager(STAGING) if in_background else None
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
         self._pending: threading.Thread | None = None
         self._failure = ""
         self._has_one = has_one
@@ -108,12 +109,19 @@ class Saver:
             staged = self._stager.stage(tensors)
             if torch.__version__ < "2.13":  # there the first use spoils a stager; later ones use its buffers again
                 self._stager = DefaultStager(STAGING)
-            self._pending = threading.Thread(target=self._write, args=(staged, facts), name="save", daemon=True)
+            self._pending = threading.Thread(target=self._write_beside, args=(staged, facts), name="save", daemon=True)
             self._pending.start()
             return
         self._write(tensors, facts)
         self._agree()
         self.drain(last)
+
+    def _write_beside(self, tensors: Tensors, facts: dict[str, Any]) -> None:
+        """Write one checkpoint in a thread of its own, on this rank's GPU."""
+        # A thread begins on GPU 0, and torch's writer asks for its stream: every rank would take memory there.
+        if self._gpu >= 0:
+            torch.cuda.set_device(self._gpu)
+        self._write(tensors, facts)
 
     def wait(self, most_s: float | None = None) -> None:
         """Wait for a save in progress, whatever comes of it; `watch` notices one that never ends."""

@@ -80,7 +80,11 @@ class Session:
             UserError: the folder is in use, or another job has saved there since `found`; or a micro-batch has too few
                 samples for the model.
         """
-        sampler.check_min_samples(plan, sync_batchnorm.min_samples(model))
+        # A model that drives several GPUs from one process, as nn.DataParallel does, has this attribute.
+        indices = getattr(model, "device_ids", None) or []
+        devices = [torch.device(world.device.type, index) for index in indices[1:]]
+        devices.insert(0, world.device)
+        sampler.check_min_samples(plan, sync_batchnorm.min_samples(model), len(devices))
         self._args = args
         self._plan = plan
         self._model = model
@@ -101,6 +105,7 @@ class Session:
         self._stop = stop.Stop(world, args.deadline, plan.first_step, self._last_step)
         assert watch.alive, "process_group.start has made it"
         self._watch = watch.alive
+        process_group.set_timeout(mesh, args.hang_timeout)
         self._watch.begin(found.run_dir, plan.first_step, args.hang_timeout)
         dtype = precision.compute_dtype(args.dtype, world.device)
         self._scale = precision.LossScale(dtype, world.device, found.progress.get("loss_scale"))
@@ -117,7 +122,8 @@ class Session:
             has_one=found.newest >= 0,
         )
         rates = [group["lr"] for group in optimizer.param_groups]
-        self._log = log.Run(found.run_dir, recipe, args, world, plan, dtype, sample or flops.Sample(), rates)
+        sample = sample or flops.Sample()
+        self._log = log.Run(found.run_dir, recipe, args, world, plan, dtype, sample, rates, devices)
 
     def steps(self, dp_rank: int) -> Iterator[int]:
         """Yield the steps to do, until the last one or a request to stop; seed all generators before each.
@@ -147,9 +153,15 @@ class Session:
 
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation is due after `step`; a request to stop does not cause one."""
-        due = step % (self._args.eval_every or self._plan.epoch_steps) == 0 or step == self._last_step
+        due = self._evaluation_is_due(step)
         self._watch.note("evaluation" if due else "")  # a failure or hang from here on is in the evaluation
         return due
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        return step % (self._args.eval_every or self._plan.epoch_steps) == 0 or step == self._last_step
+
+    def _comparison_is_due(self, step: int) -> bool:
+        return self._args.check_every > 0 and step % self._args.check_every == 0
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is due after `step`."""
@@ -174,7 +186,7 @@ class Session:
             logged = self._log.log_train(step, data_wait_s, grad_norm=grad_norm.item(), **more)
             self._report_skips()
             self._look_at_loss(step, abs(logged.get("train/loss", 0.0)))
-        self._log.pause()
+        self._log.pause(self._evaluation_is_due(step) or self._comparison_is_due(step) or self.saves(step))
 
     def log_validation(self, step: int, means: Mapping[str, float]) -> None:
         """Log an evaluation's global means, note whether it is the best so far, and stop when --patience is at an end.
@@ -213,8 +225,7 @@ class Session:
             BadStateError: they differ, or one is not finite; see `guard.StateCheck`.
         """
         self._is_last(step)
-        every = self._args.check_every
-        if every and step % every == 0:
+        if self._comparison_is_due(step):
             with self._goes_back():
                 self._check.judge(ranks.gather(self._check.summarize(keymap.model_tensors(self._model))), step)
 
@@ -274,8 +285,8 @@ class Session:
     def _goes_back(self) -> Iterator[None]:
         """After a bad state, end the run, or let all ranks begin again from the newest checkpoint, as the user asked.
 
-        A run is deterministic. What is right when it is computed again was a passing fault. What is wrong again is a
-        lasting one, of the data, the program or a device: then the run ends.
+        A run computes the same again, on some devices up to rounding. What is right when it is computed again was a
+        passing fault. What is wrong again is a lasting one, of the data, the program or a device: then the run ends.
         """
         try:
             yield

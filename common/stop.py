@@ -15,7 +15,7 @@ import time
 
 import torch.distributed as dist
 
-from common import process_group, ranks
+from common import diagnose, process_group, ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 POLL_S = 0.2
@@ -141,7 +141,13 @@ class Stop:
             done = self._done
         self._store.set("stop/reason", reason)
         self._store.set(f"stop/done/{self._rank}", str(done))
-        furthest = max(int(self._store.get(f"stop/done/{rank}")) for rank in range(self._size))
+        furthest = done
+        for rank in range(self._size):
+            while not self._store.check([f"stop/done/{rank}"]):
+                if self._store.peek(diagnose.FINDING):
+                    return  # a rank that has died never answers; `watch` ends this process
+                time.sleep(POLL_S / 4)
+            furthest = max(furthest, int(self._store.get(f"stop/done/{rank}")))
         self._target = min(1 + furthest, self._last_step)
         self._agreed.set()
         repeat = "; send it again to quit now without saving" if reason.startswith("SIG") else ""

@@ -2,7 +2,11 @@
 
 torch's own (https://docs.pytorch.org/docs/stable/generated/torch.nn.SyncBatchNorm.html) refuses CPU tensors, so a
 recipe that uses it could not be tried or tested without GPUs. This one computes the same as nn.BatchNorm on the whole
-batch, however the batch is divided, also if a rank has one sample or none.
+batch, however the batch is divided, also if a rank has one sample or none; and the same on every device.
+
+On GPUs, the host never waits for it; in each layer and pass, torch's waits until it knows which ranks have samples. But
+this one reads and writes the activations several times where torch's fused kernels do so once, and keeps them in
+float32 for the backward pass. Which of the two is faster on a GPU was not measured.
 """
 
 from typing import Any
@@ -32,6 +36,11 @@ class _SumOverRanks(torch.autograd.Function):
         return _SumOverRanks.apply(grad, ctx.group), None
 
 
+@torch.compiler.disable  # torch 2.11's compiler gives it another gradient, silently
+def _sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _SumOverRanks.apply(x, group)
+
+
 class SyncBatchNorm(nn.BatchNorm2d):
     """nn.BatchNorm1d, 2d or 3d with training statistics over all ranks of a group (all ranks take part)."""
 
@@ -41,45 +50,47 @@ class SyncBatchNorm(nn.BatchNorm2d):
         """Normalise x, (N, C, ...); N may differ between the ranks."""
         if x.ndim < 2:
             raise ValueError(f"expected (N, C, ...), got {tuple(x.shape)}")
-        assert self.running_mean is not None
-        assert self.running_var is not None
-        assert self.num_batches_tracked is not None
         if not self.training:
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-        wide = x.to(self.running_mean.dtype).transpose(1, -1)  # (N, ..., C)
+            own = self.running_mean is None  # without running statistics, those of this rank's batch
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, own, eps=self.eps)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32)).transpose(1, -1)  # (N, ..., C)
         dims = [*range(x.ndim - 1)]
         # Two all-reduces, mean first: computing E[x^2] - E[x]^2 with one would lose half of the digits.
         totals = torch.cat([wide.sum(dims), wide.new_full((1,), x.numel() / x.shape[1])])
-        totals = _SumOverRanks.apply(totals, self.process_group)
+        totals = _sum_over_ranks(totals, self.process_group)
         count = totals[-1].detach()
         mean = totals[:-1] / count
         centred = wide - mean
-        var = _SumOverRanks.apply(centred.square().sum(dims), self.process_group) / count
-        out = centred * torch.rsqrt(var + self.eps)
-        out = out * self.weight + self.bias if self.affine else out
-        self.num_batches_tracked.add_(1)
-        momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-        with torch.no_grad():
-            self.running_mean.lerp_(mean, momentum)
-            self.running_var.lerp_(var * count / (count - 1).clamp(min=1), momentum)
+        var = _sum_over_ranks(centred.square().sum(dims), self.process_group) / count
+        scale = torch.rsqrt(var + self.eps)
+        out = torch.addcmul(self.bias, centred, scale * self.weight) if self.affine else centred * scale
+        self._track(mean.detach(), (var * count / (count - 1).clamp(min=1)).detach())
         return out.transpose(1, -1).to(x.dtype)
+
+    def _track(self, mean: torch.Tensor, var: torch.Tensor) -> None:
+        """Move the running statistics, if there are any, towards a batch's; without momentum, they are the mean."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        # A tensor, because a number would make the host wait for the device.
+        mean_of_all = self.num_batches_tracked.to(mean.dtype).reciprocal()
+        momentum = mean_of_all if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean, momentum)
+        self.running_var.lerp_(var, momentum)
 
 
 def convert(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     """Replace each BatchNorm; parameters, buffers and names stay the same.
 
-    On GPUs this uses torch's own nn.SyncBatchNorm, whose kernels are fused.
-
     Args:
-        model: the plain model, on its training device.
+        model: the plain model.
         group: the ranks whose samples form one batch.
     """
-    converted = nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
-    for module in converted.modules():
-        if isinstance(module, nn.SyncBatchNorm) and module.running_mean is not None and module.running_mean.is_cpu:
-            # No subclass of torch's, which DistributedDataParallel refuses on CPUs.
-            module.__class__ = SyncBatchNorm  # type: ignore[assignment]
-    return converted
+    for module in model.modules():
+        if isinstance(module, (*BATCH_NORMS, nn.SyncBatchNorm)):
+            module.__class__ = SyncBatchNorm
+            module.process_group = group
+    return model
 
 
 def min_samples(model: nn.Module) -> int:

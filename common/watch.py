@@ -4,7 +4,8 @@ The order of events:
 1. A thread of each rank renews a heartbeat in the store every `BEAT_S`: step, phase, stack, and the collective that
    the rank waits in, as torch's flight recorder has it.
 2. A rank that makes no progress, or that loses a connection to a peer, reads all heartbeats for `DEAD_S`. Each rank
-   holds a connection to the next one, so that the end of a process is noticed though nobody waits for it.
+   holds a connection to the next one, so that the end of a process is noticed though nobody waits for it. It also
+   looks at the next one's heartbeat: NCCL reports no end of a process, and a machine without power closes nothing.
 3. It accuses the ranks whose heartbeat has stopped, or else the one that waits for no other rank.
 4. It publishes this finding in the store. The first finding counts; later ones are dropped.
 5. Every other rank reads the finding, prints it and exits with PEER_FAILED. A rank that raised exits with its own
@@ -31,7 +32,6 @@ from common import UserError, diagnose, exits, private_api, process_group, ranks
 from common.heartbeat import BEAT_S, DEAD_S, Heartbeat
 
 DECIDERS = 8  # the first ranks to compare heartbeats: a thousand ranks must not all read a thousand heartbeats
-FINDING = "watch/finding"
 STORE_HOST = "its host (rank 0 or the launcher)"
 FAREWELL_TAG = 0x0FA2E  # of the message that a rank sends to the one before it when its training is done
 alive: "Watch | None" = None  # this process's, from process_group.start on
@@ -54,6 +54,8 @@ class Watch:
         self._exiting = threading.Lock()
         self._store = world.store.clone()  # the main thread may be waiting in the store itself
         self._beats = 0
+        self._next_beat = ""  # the next rank's heartbeat, and for how many of this rank's own it has stayed the same
+        self._next_same = 0
         targets = [self._watch, self._tick]
         if world.size > 1:
             self._farewell = torch.zeros(1)
@@ -108,7 +110,8 @@ class Watch:
         while type(error) is RuntimeError and error.__cause__:  # torch wraps errors of a stage's backward pass so
             error = error.__cause__
         phase, stack = diagnose.phase_and_stack(traceback.walk_tb(error.__traceback__), self._heart.noted)
-        headline = f"{self._heart.name()} failed in {phase}: {type(error).__name__}: {error}\n"
+        said = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        headline = f"{self._heart.name()} failed in {phase}: {type(error).__name__}: {said}\n"
         finding = headline + stack
         everywhere = isinstance(error, UserError) and error.everywhere
         if everywhere or (not self._logs and isinstance(error, UserError | KeyboardInterrupt)):
@@ -160,6 +163,8 @@ class Watch:
             try:
                 if self._publish_heartbeat() > self._heart.limit_s() + patience_s:
                     self._accuse(stalled=True)
+                elif not self._reported and self._next_is_silent():
+                    self._accuse(stalled=False)
                 if not self._reported and (finding := self._finding()):
                     self._exit(finding)
                 if self._store.foreign and not warned:
@@ -198,6 +203,19 @@ class Watch:
                 if not self._closing.is_set() and not self._reported:
                     self._accuse(stalled=False)
 
+    def _next_is_silent(self) -> bool:
+        """Whether the next rank's process has ended, or gives no heartbeat for too long."""
+        if self._world.size == 1 or self._farewell.any():  # its training is done
+            return False
+        beat = self._store.peek(f"watch/{(self._world.rank + 1) % self._world.size}")
+        self._next_same = self._next_same + 1 if beat == self._next_beat else 0
+        self._next_beat = beat
+        # Counted in own heartbeats, so that time in which the whole job was suspended does not count.
+        silent_s = self._next_same * BEAT_S
+        if not beat or silent_s < DEAD_S:
+            return False
+        return silent_s >= self._heart.silence_s() or self._heart.has_died(json.loads(beat))
+
     def _accuse(self, stalled: bool) -> None:
         """Compare the heartbeats, and publish who is to blame, if anybody; `_watch` prints it."""
         beats, dead = self._compare()
@@ -232,11 +250,11 @@ class Watch:
         return beats, {*range(len(now))} - moved
 
     def _finding(self) -> str:
-        return self._store.peek(FINDING)
+        return self._store.peek(diagnose.FINDING)
 
     def _publish_finding(self, finding: str) -> str:
         """Publish a finding unless there is one already; returns the one that counts."""
-        return self._store.compare_set(FINDING, "", finding).decode()
+        return self._store.compare_set(diagnose.FINDING, "", finding).decode()
 
     def _exit(self, finding: str, store_answers: bool = True) -> None:
         """Print the finding and end this process, whatever its main thread waits for."""

@@ -74,6 +74,7 @@ SlurmdSpoolDir=$dir/spool-%n
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+GresTypes=gpu
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,bf_interval=2
@@ -84,10 +85,12 @@ KillWait=30
 SlurmdTimeout=20
 ReturnToService=2
 MpiDefault=none
-NodeName=n[1-$nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + nodes))] CPUs=$((cpus * 2)) State=UNKNOWN
+NodeName=n[1-$nodes] NodeHostname=$host NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + nodes))] CPUs=$((cpus * 4)) Gres=gpu:2 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF
 CONF
+  # Two files in the place of GPUs, so that jobs can ask for them; torch sees none.
+  printf "NodeName=n[1-$nodes] Name=gpu File=%s\n" /dev/null /dev/zero >"$dir/gres.conf"
   export SLURM_CONF=$dir/slurm.conf
   munged --force --key-file="$dir/munge.key" --socket="$dir/munge.socket" --pid-file="$dir/munged.pid" \
     --log-file="$dir/munged.log" --seed-file="$dir/munged.seed"

@@ -85,8 +85,10 @@ def prepare(args: argparse.Namespace, started: list[SubprocessContext]) -> None:
     else:  # one machine
         args.local_addr = args.local_addr or "127.0.0.1"
         os.environ.setdefault("RUN_KEY", secrets.token_hex(32))
-    with contextlib.suppress(KeyError):  # else gloo takes the interface of the host name
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interfaces()[args.local_addr])
+    with contextlib.suppress(KeyError):  # else gloo takes that of the host name, and NCCL the first
+        interface = interfaces()[args.local_addr]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": no other whose name begins so
     rendezvous_handler_registry.register(NAME, make_handler)
 
 

@@ -22,9 +22,12 @@ usage: bash launch/slurm.sh [--dry-run] [sbatch options] RECIPE [train.py flags]
   bash launch/slurm.sh --dry-run -N2 recipes/ddp_resnet    # print the commands and stop
 
 Each node runs launch/torchrun.sh with one process per GPU that Slurm gave to it (2 without GPUs) and its share of the
-CPUs; most clusters give one CPU unless asked for more. Slurm signals the job 180 s before its time limit. On that signal, or on preemption, the run saves and the job
-requeues itself and resumes in the same folder (<out>/job-<id> without --name), until training is complete or
-MAX_REQUEUES starts in a row stop at the same step. A crashed or cancelled job is not requeued.
+CPUs. Most clusters give one CPU to a job that asks for none: then this script adds --cpus-per-gpu=4, or
+--cpus-per-task=2 without GPUs. With --workers, ask for more.
+
+Slurm signals the job 180 s before its time limit. On that signal, or on preemption, the run saves and the job requeues
+itself and resumes in the same folder (<out>/job-<id> without --name), until training is complete or MAX_REQUEUES starts
+in a row stop at the same step. A crashed or cancelled job is not requeued.
 
 Environment (launch/site.sh may export it too, see below):
   NPROC_PER_NODE, MAX_RESTARTS, OMP_NUM_THREADS, STAGE_DIR, ACCELERATE_CONFIG   as in launch/torchrun.sh
@@ -143,11 +146,28 @@ check_flags() { # a typing error must not wait in the queue; train.py needs seco
   fi
 }
 
+ask_for_cpus() { # the option to add, if neither the command line nor the cluster says how many CPUs a job gets
+  local option gpus=
+  for option in ${sbatch_options[@]+"${sbatch_options[@]}"}; do
+    case $option in
+      -c* | --cpus-per-* | --exclusive* | --mincpus* | -n* | --ntasks* | :) return ;; # ":": parts of several kinds
+      -G* | --gpus* | --gres=*gpu*) gpus=1 ;;
+    esac
+  done
+  [[ -z ${SBATCH_EXCLUSIVE-}${SBATCH_CPUS_PER_TASK-}${SBATCH_CPUS_PER_GPU-} ]] || return 0
+  if [[ -n $gpus${SBATCH_GPUS-}${SBATCH_GPUS_PER_NODE-} ]]; then
+    { scontrol show config && scontrol show partition; } 2>/dev/null | grep -q DefCpuPerGPU || echo --cpus-per-gpu=4
+  else
+    echo "--cpus-per-task=${NPROC_PER_NODE:-2}"
+  fi
+}
+
 # --- outside a job: submit -------------------------------------------------------------------------------
 
 if [[ -z ${SLURM_JOB_ID-} ]]; then
+  cpus=$(ask_for_cpus)
   command=(
-    sbatch "--job-name=$(basename "$recipe")" ${sbatch_options[@]+"${sbatch_options[@]}"}
+    sbatch "--job-name=$(basename "$recipe")" ${cpus:+"$cpus"} ${sbatch_options[@]+"${sbatch_options[@]}"}
     "$root/launch/slurm.sh" "$recipe" ${flags[@]+"${flags[@]}"}
   )
   if [[ -n $dry_run ]]; then
@@ -171,6 +191,7 @@ if [[ -z ${SLURM_JOB_ID-} ]]; then
   export LAUNCHED_AS=${LAUNCHED_AS% } # the run prints it at its end, with train.py's flags
   check_flags
   command -v sbatch >/dev/null || fail "sbatch is missing on this machine, so it is not part of a Slurm cluster: without Slurm, use bash launch/torchrun.sh"
+  [[ -z $cpus ]] || echo "note: no CPUs were asked for: added $cpus" >&2
   exec "${command[@]}"
 fi
 

@@ -17,6 +17,8 @@ Environment (the recipe's launch.env gives defaults):
   NPROC_PER_NODE   processes on this machine (default: one per GPU; 2 without GPUs)
   MAX_RESTARTS     times to start all processes again after a failure (default: 0)
   OMP_NUM_THREADS  CPU threads per process (default: cores divided by processes)
+  NUMA_BINDING     where ranks run, as torchrun's --numa-binding; empty for anywhere (default: node with several GPUs,
+                   which is beside the rank's GPU, if numactl is installed and the machine says where its GPUs are)
   PYTHON           the interpreter (default: `python` of the active environment, else of the .venv of `uv sync`)
   STAGE_DIR        a folder on this machine's own disk: the first launch copies the --data folder there, and all launches
                    read the copy until the data changes
@@ -48,7 +50,7 @@ fail() {
 # The command that the run prints at its end to be resumed with; train.py adds its flags.
 launched_as=
 for name in NPROC_PER_NODE MAX_RESTARTS OMP_NUM_THREADS NNODES NODE_RANK MASTER_ADDR MASTER_PORT RDZV_ID \
-  STAGE_DIR ACCELERATE_CONFIG TRUST_OPEN_FOLDERS; do
+  NUMA_BINDING STAGE_DIR ACCELERATE_CONFIG TRUST_OPEN_FOLDERS; do
   [[ -z ${!name-} ]] || printf -v launched_as '%s%s=%q ' "$launched_as" "$name" "${!name}"
 done
 launched_as+=$(printf '%q ' bash "$0")
@@ -88,14 +90,21 @@ if [[ -f $recipe/launch.env ]]; then
   done <"$recipe/launch.env"
 fi
 
-count_gpus() {
-  if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+count_gpus() { # that torch will see
+  local visible=${CUDA_VISIBLE_DEVICES-${HIP_VISIBLE_DEVICES-${ROCR_VISIBLE_DEVICES-all}}} listed
+  if [[ $visible != all ]]; then
     # Numbers or names of devices; -1 usually asks for no device.
-    tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -cE '^[[:space:]]*([0-9]|GPU-|MIG-)' || true
-  elif command -v nvidia-smi >/dev/null; then
-    nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
-  else # a container may have GPUs without nvidia-smi
-    compgen -G '/dev/nvidia[0-9]*' | wc -l || true
+    listed=$(tr ',' '\n' <<<"$visible" | grep -E '^[[:space:]]*([0-9]|GPU-|MIG-)' || true)
+  else
+    listed=$(nvidia-smi -L 2>/dev/null | grep -E '^GPU|MIG' || true)
+    # A container may have GPUs without nvidia-smi. Linux lists AMD's; those that a container may not use are unreadable.
+    listed=${listed:-$(compgen -G '/dev/nvidia[0-9]*' ||
+      grep -ls '^simd_count [1-9]' /sys/class/kfd/kfd/topology/nodes/*/properties || true)}
+  fi
+  if [[ $listed == *MIG* ]]; then # of parts of GPUs, CUDA gives one to a process, and NCCL connects none
+    echo 1
+  else
+    grep -c . <<<"$listed" || true
   fi
 }
 gpus=$(count_gpus)
@@ -177,16 +186,35 @@ export PYTHONUNBUFFERED=1
 # addresses of dead ranks after a restart, and gloo would try to connect to those.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} # the launcher explains errors itself
+if ((gpus > 0)) && [[ -z ${PYTORCH_CUDA_ALLOC_CONF-} ]]; then # the older name of the same variable
+  # Blocks of GPU memory that can grow: sizes that change do not leave gaps that nothing fits into.
+  export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+fi
+
+# Whether each rank can run on the processors beside its GPU. torch calls numactl for it, and ends the run where it
+# cannot: where this job may use only some processors. It takes node 0 for each GPU whose node is not known.
+can_bind() {
+  local sys=${SYSFS:-/sys} vendor # a test has a machine of its own
+  [[ $gpus -gt 1 && $processes -gt 1 && -d $sys/devices/system/node/node1 ]] || return 1
+  command -v numactl >/dev/null || return 1
+  grep -q "^Cpus_allowed_list:[[:space:]]*$(<"$sys/devices/system/cpu/online")$" /proc/self/status || return 1
+  for vendor in "$sys"/bus/pci/devices/*/vendor; do
+    [[ -f $vendor ]] || return 1 # a container that hides them
+    [[ $(<"$vendor") != 0x10de || $(<"${vendor%vendor}numa_node") != -1 ]] || return 1
+  done
+}
+numa=${NUMA_BINDING-$(! can_bind || echo node)}
 command=(
   "$python" "$root/launch/agent.py" "${place[@]}" "--nproc-per-node=$processes"
   "--max-restarts=${MAX_RESTARTS:-0}" "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-  ${options[@]+"${options[@]}"} "$recipe/train.py" "$@"
+  ${numa:+"--numa-binding=$numa"} ${options[@]+"${options[@]}"} "$recipe/train.py" "$@"
 )
 if [[ -n ${ACCELERATE_CONFIG-} ]]; then
   [[ -f $ACCELERATE_CONFIG || $ACCELERATE_CONFIG == /* ]] || ACCELERATE_CONFIG=$recipe/$ACCELERATE_CONFIG
   command=("$python" "$root/launch/strategy.py" "$ACCELERATE_CONFIG" "${command[@]}")
 fi
 if [[ -n $dry_run ]]; then
+  [[ -z ${PYTORCH_ALLOC_CONF-} ]] || printf 'PYTORCH_ALLOC_CONF=%q ' "$PYTORCH_ALLOC_CONF"
   printf 'OMP_NUM_THREADS=%s PYTHONPATH=%q' "$OMP_NUM_THREADS" "$PYTHONPATH"
   printf ' %q' "${command[@]}"
   echo

@@ -251,6 +251,11 @@ BAD_SIZES = {
         ["--pp", "2", "--micro-batch-size", "16", "--schedule", "DualPipeV"],
         ["--micro-batch-size 16 makes 2 a step, and --schedule DualPipeV needs 4 or more"],
     ),
+    "two backward passes, and products kept for one": (
+        2,
+        ["--pp", "2", "--schedule", "ZBVZeroBubble", "--recompute", "selective"],
+        ["--schedule ZBVZeroBubble goes back through a stage twice: use --recompute full or none"],
+    ),
     "one rank, two stages": (
         1,
         ["--pp", "1", "--schedule", "InterleavedZeroBubble"],
@@ -429,8 +434,8 @@ def test_hub_without_a_network(network: str, out: Path) -> None:
 
 
 def test_more_processes_than_gpus(out: Path) -> None:
-    result = run_where([Where(gpus=1)] * 2, "--out", str(out))
-    assert_refused(result, "2 processes were started", "1 GPU, and", "NPROC_PER_NODE=1")
+    result = run_where([Where(gpus=2)] * 3, "--out", str(out))
+    assert_refused(result, "3 processes were started", "2 GPUs, and", "NPROC_PER_NODE=2")
 
 
 def test_dp_resnet_in_two_processes(out: Path) -> None:

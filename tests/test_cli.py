@@ -192,7 +192,7 @@ FRACTIONS = ("momentum", "label_smoothing", "gamma", "gae_lambda")
 def out_of_bounds(args_type: type) -> list[str]:
     """Names of a recipe's numeric flags that would take a value which makes no sense."""
     found = []
-    bounds = dict(cli._bounds(args_type))
+    bounds = dict(cli._annotated(args_type, cli.Bounds))
     for name, hint in typing.get_type_hints(args_type).items():  # int and float, whatever is annotated
         if hint in (int, float):
             least = 1 if name in AT_LEAST_1 else 0
@@ -206,7 +206,7 @@ def out_of_bounds(args_type: type) -> list[str]:
 def test_every_number_of_a_recipe_has_its_bounds(recipe: str) -> None:
     args_type = module.load(recipe).Args
     assert out_of_bounds(args_type) == []
-    assert len(dict(cli._bounds(args_type))) > 15, "they were found"
+    assert len(dict(cli._annotated(args_type, cli.Bounds))) > 15, "they were found"
     assert cli.parse(args_type, []) == args_type(), "the defaults are within them"
 
 

@@ -4,6 +4,7 @@ import collections
 import itertools
 import random
 import time
+import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -74,6 +75,17 @@ def test_wait_is_the_time_in_next_alone() -> None:
     total_s = time.perf_counter() - start
     assert all(after - before >= 0.02 for before, after in itertools.pairwise([0.0, *waits]))
     assert batches.wait_s <= total_s - computed_s
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_wait_counts_when_a_gpu_has_nothing_to_do(computes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process runs ahead of its GPU, so it may wait for data though the GPU does not. (Mocked: no GPU is here.)"""
+    batches = data.Loader(SlowReader(), itertools.islice(endless(), 3), 0, torch.device("cpu"))
+    batches._device = torch.device("cuda", 0)
+    stream = types.SimpleNamespace(query=lambda: not computes)  # whether all that was asked for is done
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    assert len(list(batches)) == 3
+    assert batches.wait_s == 0 if computes else batches.wait_s >= 3 * 0.02
 
 
 @pytest.mark.parametrize("workers", [0, 2])

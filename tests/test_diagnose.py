@@ -158,6 +158,9 @@ def test_waits_in_the_oldest_collective_that_has_not_ended() -> None:
     assert diagnose.waits_in({}, "", "") == "", "a torch that records nothing"
     stack = '  File "schedules.py", line 503, in _wait_batch_p2p\n'
     assert diagnose.waits_in({}, stack, "") == "a message between two ranks"
+    line = '  File "train.py", line 271, in exchange\n    work.wait()\n'
+    assert diagnose.waits_in({}, line, "") == "a message between two ranks"
+    assert diagnose.waits_in({}, f'{line}  File "other.py", line 3, in wait\n    time.sleep(9)\n', "") == ""
     assert diagnose.waits_in({"entries": [record(False, 2)]}, stack, "").startswith("gloo:")
     assert diagnose.waits_in({"entries": [record(True, 1)]}, "", "") == ""
     entries = [record(True, 1), record(False, 2), record(False, 3)]
@@ -267,3 +270,11 @@ def test_ranks_in_different_collectives_are_all_shown() -> None:
     assert found.startswith("no progress for 20 s: all ranks are waiting for each other:\nrank 0 (")
     for rank, waits_in in ((0, SUM), (1, MAX)):
         assert f"rank {rank} (host h, pid {100 + rank}, step 7): collective, waiting in {waits_in}\n" in found
+
+
+def test_first_collective_of_gpus_that_never_ends() -> None:
+    """Then it is the way between them, not a rank: the advice comes with it, and with no other collective."""
+    first = "nccl:all_reduce [[3]], number 1 of group mesh_dp"
+    assert "NCCL_P2P_DISABLE=1" in diagnose.accuse_stalled([beat(0, first), beat(1, first)])
+    for other in (first.replace("nccl", "gloo"), first.replace("number 1", "number 10")):
+        assert "NCCL_" not in diagnose.accuse_stalled([beat(0, first), beat(1, other)])

@@ -180,7 +180,8 @@ def ways() -> Iterator[Any]:
         for tied in [(), (True,)] if pipeline else [()]:
             # On four ranks the slices of layers are a minute of waiting.
             sliced = "--tp" in layout.flags
-            core = layout.size == 2 or (layout.size == 4 and not sliced) or runner.stands_for_workload(layout.recipe)
+            many = sliced or "--sync" in layout.flags
+            core = layout.size == 2 or (layout.size == 4 and not many) or runner.stands_for_workload(layout.recipe)
             if pipeline:
                 both_ends = "ZBVZeroBubble" in layout.flags  # of a tied embedding, on one rank
                 core = (layout.size == 2 and (not tied or first or both_ends)) or (
@@ -223,8 +224,18 @@ def test_coarser(recipe: str, dtype: str, plain: dict, small_data: dict[str, Pat
 
 # Recipe, further flags, and what they change in the model.
 VARIANTS: dict[str, tuple[str, tuple[str, ...], tuple[tuple[str, int], ...]]] = {
-    "blocks are computed twice, and stay gathered": ("fsdp_gpt", ("--recompute", "--no-reshard-after-forward"), ()),
-    "sliced blocks are computed twice": ("tensor_gpt", ("--recompute",), ()),
+    "blocks are computed twice, and stay gathered": (
+        *("fsdp_gpt", ("--recompute", "full", "--no-reshard-after-forward"), ()),
+    ),
+    "blocks are computed twice, but for products": ("fsdp_gpt", ("--recompute", "selective"), ()),
+    "sliced blocks are computed twice": ("tensor_gpt", ("--recompute", "full"), ()),
+    "sliced blocks are computed twice, but for products": ("tensor_gpt", ("--recompute", "selective"), ()),
+    "stages are computed twice": ("pipeline_gpt", ("--recompute", "full"), ()),
+    "stages are computed twice, but for products": ("pipeline_gpt", ("--recompute", "selective"), ()),
+    "stages with two backward passes are computed twice": (
+        *("pipeline_gpt", ("--schedule", "InterleavedZeroBubble", "--num-layers", "5", "--recompute", "full"), ()),
+    ),
+    "replicas are computed twice, but for products": ("ddp_gpt", ("--recompute", "selective"), ()),
     "stages whose heads share keys and values": ("pipeline_gpt", ("--num-kv-heads", "1"), (("num_kv_heads", 1),)),
 }
 
@@ -297,6 +308,22 @@ def test_compiled(layout: runner.Layout, plain: dict, small_data: dict[str, Path
     assert worst(found[1], wanted.norms, steps=3) < 1e-9
 
 
+@pytest.mark.parametrize("what", ["selective", "full"])
+@pytest.mark.parametrize(
+    "recipe", each_recipe([name for name in runner.RECIPES if runner.has_flag(name, "--recompute")])
+)
+def test_compiled_and_computed_again(
+    recipe: str, what: str, plain: dict, small_data: dict[str, Path], tmp_path: Path
+) -> None:
+    """The compiler decides itself what to compute again, by the same choice of what to keep."""
+    layout = runner.layout(recipe, 2)
+    wanted = plain_curve(plain, recipe, "float64", small_data["gpt"], *([layout.sizes] if layout.sizes else []))
+    flags = ("--data", str(small_data["gpt"]), "--dtype", "float64", "--stop-after", "3", "--compile")
+    found = curves(layout, tmp_path, *flags, "--recompute", what, target=runner.run_traced)
+    assert worst(found[0], wanted.losses, steps=3) < 1e-9
+    assert worst(found[1], wanted.norms, steps=3) < 1e-9
+
+
 @pytest.mark.parametrize("recipe", each_recipe([name for name in runner.RECIPES if runner.workload(name) == "resnet"]))
 def test_default_model(recipe: str, plain: dict, small_digits: Path, tmp_path: Path) -> None:
     """The tests above train a small network; here is the one that people get, for a few steps."""
@@ -309,10 +336,31 @@ def test_default_model(recipe: str, plain: dict, small_digits: Path, tmp_path: P
 
 NEVER_SENDS = {"forward_backward": {"contextlib.nullcontext() if batch.last else model.no_sync()": "model.no_sync()"}}
 OWN_MEAN = {"forward_backward": {"scale / batch.step_samples": "1 / batch.step_samples"}}
+GOES_ROUND = "exchange(P2POp(dist.irecv, next_one, before, group), P2POp(dist.isend, complete, after, group))"
 # Recipe, ranks, flags, and the defect.
 MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
     "gradients are never reduced": ("ddp_resnet", 2, (), NEVER_SENDS),
     "the mean is taken over the rank's own samples": ("ddp_resnet", 2, (), OWN_MEAN),
+    "the ring leaves out a hop": (
+        *("allreduce_resnet", 3, ("--sync", "ring")),
+        {"ring": {GOES_ROUND: f"if hop: {GOES_ROUND}"}},
+    ),
+    "the ring adds to the wrong chunk": (
+        *("allreduce_resnet", 2, ("--sync", "ring")),
+        {"ring": {"mine += received": "summed += received"}},
+    ),
+    "the tree leaves out the ranks beyond a power of two": (
+        *("allreduce_resnet", 3, ("--sync", "tree")),
+        {"tree": {"flat += receive(flat, helper, group)": "receive(flat, helper, group)"}},
+    ),
+    "the sums of the buckets are never read": (
+        *("allreduce_resnet", 2, ("--sync", "bucket")),
+        {"sync_gradients": {"model.receive_buckets()": "None"}},
+    ),
+    "a mean of the ranks' means": (
+        *("allreduce_resnet", 2, ("--sync", "rank0")),
+        {"forward_backward": {"scale / batch.step_samples": "scale / batch.inputs.shape[0] / model.group.size()"}},
+    ),
     "every rank reads the samples of the first": (
         *("ddp_resnet", 2, ()),
         {"dp_coordinates": {'mesh.get_local_rank("dp")': "0"}},
@@ -350,11 +398,11 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
     ),
     "pipelines train apart": (
         *("pipeline_gpt", 2, ("--pp", "1")),
-        {"forward_backward": {'dist.all_reduce(p.grad, group=model.mesh.get_group("dp"))': "pass"}},
+        {"forward_backward": {'dist.all_reduce(total, group=model.mesh.get_group("dp"))': "pass"}},
     ),
     "each stage clips by its own norm": (
         *("pipeline_gpt", 2, ("--pp", "2")),
-        {"clip_gradients": {'dist.all_reduce(square, group=model.mesh.get_group("pp"))': "pass"}},
+        {"clip_gradients": {"dist.all_reduce(square)": "pass"}},
     ),
     "the two gradients of a tied embedding are not summed": (
         *("pipeline_gpt", 2, ("--pp", "2", "--tied")),

@@ -63,11 +63,42 @@ def test_count_of_a_gpt(head_width: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "peak"),
-    [("NVIDIA H200", 989e12), ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA A100-SXM4-40GB", 312e12)],
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A800-SXM4-80GB", 312e12),
+        ("NVIDIA H800", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+    ],
 )
 def test_peak_flops_of_a_known_gpu(name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert flops.peak_flops(torch.device("cuda", 0), torch.bfloat16) == peak
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16),
+        ("NVIDIA GeForce RTX 4090 D", torch.bfloat16),
+        ("AMD Instinct MI300X", torch.bfloat16),
+        ("NVIDIA H100 80GB HBM3", torch.float32),
+    ],
+)
+def test_peak_flops_that_no_data_sheet_has(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a GPU, or a slower one of the same name, is measured."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert flops.peak_on_paper(torch.device("cuda", 0), dtype) == 0
 
 
 class ReadsAValue(nn.Linear):

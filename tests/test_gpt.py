@@ -146,7 +146,8 @@ def test_sequences_of_a_batch_do_not_meet() -> None:
 def test_scores_depend_on_distance_alone() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(8, generator=generator, dtype=torch.float64) for _ in range(2))
-    turned = [gpt.rotate(x.expand(1, 1, 20, 8), 100.0, [])[0, 0] for x in (query, key)]
+    turns = gpt.rotations(20, gpt.Shape(11, 1, 1, 8, rope_base=100.0), query)
+    turned = [gpt.rotate(x.expand(1, 1, 20, 8), turns)[0, 0] for x in (query, key)]
     scores = turned[0] @ turned[1].T
     for distance in range(-19, 20):
         same = scores.diagonal(distance)
@@ -159,9 +160,11 @@ def test_scores_depend_on_distance_alone() -> None:
 def test_angles_are_exact_far_from_the_start_also_in_bfloat16() -> None:
     """Positions above 256 do not exist in bfloat16: they are counted in a wider type."""
     x = torch.ones(1, 1, 3000, 4, dtype=torch.bfloat16)
-    exact = gpt.rotate(x.double(), 10_000.0, [])
-    assert gpt.rotate(x, 10_000.0, []).dtype == torch.bfloat16
-    assert (gpt.rotate(x, 10_000.0, []).double() - exact).abs().max() < 0.02
+    shape = gpt.Shape(11, 1, 1, 4)
+    exact = gpt.rotate(x.double(), gpt.rotations(3000, shape, x.double()))
+    turned = gpt.rotate(x, gpt.rotations(3000, shape, x))
+    assert turned.dtype == torch.bfloat16
+    assert (turned.double() - exact).abs().max() < 0.02
 
 
 def test_grouped_heads_are_repeated_ones() -> None:
@@ -184,14 +187,15 @@ def test_a_part_of_the_heads_is_enough() -> None:
     """A rank that holds some of the heads, with their keys and values, computes its summand of the output."""
     attention = make().blocks["0"].attention
     x = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    turns = gpt.rotations(5, make().shape, x)
     total = torch.zeros_like(x)
     for rank in range(2):
         part = copy.deepcopy(attention)
         for linear in (part.query, part.key, part.value):
             linear.weight = nn.Parameter(linear.weight.chunk(2)[rank])
         part.output.weight = nn.Parameter(part.output.weight.chunk(2, 1)[rank])
-        total = total + part(x)
-    torch.testing.assert_close(total, attention(x), atol=1e-12, rtol=0)
+        total = total + part(x, turns)
+    torch.testing.assert_close(total, attention(x, turns), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -10,11 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from common import UserError
 from common.workloads import augment, images
+from PIL import Image
 
 from tests import conftest
 
@@ -366,6 +368,81 @@ def test_larger_images_are_read_when_needed(photos: Path) -> None:
     pixels, _ = train.read(np.zeros(8, np.int64), np.arange(8))
     assert all(float(image.float().mean()) > 100 for image in pixels[:4])
     assert all(float(image.float().mean()) < 90 for image in pixels[4:])
+
+
+def photo(width: int, height: int, orientation: int = 1) -> bytes:
+    """A JPEG with structure from the size of the whole down to single pixels."""
+    draw = np.random.default_rng(0)
+    total = np.zeros((height, width, 3))
+    for k in range(9):
+        coarse = Image.fromarray(draw.integers(0, 256, (2**k + 1, 2**k + 1, 3), dtype=np.uint8))
+        total += np.asarray(coarse.resize((width, height)), float) * 0.8**k
+    pixels = (255 * (total - total.min()) / np.ptp(total)).astype(np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG", quality=90, exif=exif)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("sides", "least_side", "decoded"),
+    [
+        ((640, 480), 240, (240, 320)),
+        ((640, 480), 241, (480, 640)),
+        ((645, 480), 60, (60, 81)),
+        ((640, 480), 1, (60, 80)),
+    ],
+)
+def test_jpegs_are_decoded_smaller(sides: tuple[int, int], least_side: int, decoded: tuple[int, int]) -> None:
+    """At 1/2, 1/4 or 1/8, never below the least side; other formats as they are, and turned photos the right way."""
+    rows: Any = None  # the cells are given
+    assert (
+        images.decode(rows, 0, cell={"bytes": photo(*sides), "path": None}, least_side=least_side).shape[1:] == decoded
+    )
+    turned = {"bytes": photo(*sides, orientation=6), "path": None}
+    assert images.decode(rows, 0, cell=turned, least_side=least_side).shape[1:] == decoded[::-1]
+    png = io.BytesIO()
+    Image.new("RGB", sides).save(png, "PNG")
+    as_it_is = images.decode(rows, 0, cell={"bytes": png.getvalue(), "path": None}, least_side=least_side)
+    assert as_it_is.shape[1:] == sides[::-1]
+
+
+def read_photos(content: bytes, train: bool) -> torch.Tensor:
+    """The same photo many times, in 32 x 32 pixels, (40, 3, 32, 32)."""
+    column = datasets.Features({"image": datasets.Image(decode=False)})
+    rows = datasets.Dataset.from_dict({"image": [{"bytes": content, "path": None}]}, features=column)
+    split = images.Images(torch.zeros(1, dtype=torch.int64), ["one"], 3, 32, rows=rows, train=train)
+    epochs = np.arange(40)  # as many random crops
+    return split.read(epochs, np.zeros_like(epochs))[0].float()
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_smaller_decoding_keeps_what_is_seen(train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 4 of 255 levels of a whole decoding in the mean of each sample. The mutant makes photos too small."""
+    content = photo(300, 225)
+    found = read_photos(content, train)
+    least_side = augment.least_side
+    monkeypatch.setattr(augment, "least_side", lambda *_: 0)
+    whole = read_photos(content, train)
+    apart = (found - whole).abs().mean((1, 2, 3))
+    assert 0 < apart.max() < 4, "it was decoded smaller"
+    monkeypatch.setattr(augment, "least_side", lambda size, draws: least_side(size, draws) // 4)
+    assert (read_photos(content, train) - whole).abs().mean((1, 2, 3)).max() > 4
+
+
+def test_photos_as_small_as_those_of_imagenet_are_decoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = photo(500, 375)
+    column = datasets.Features({"image": datasets.Image(decode=False)})
+    rows = datasets.Dataset.from_dict({"image": [{"bytes": content, "path": None}]}, features=column)
+    found = [
+        images.Images(torch.zeros(1, dtype=torch.int64), ["one"], 3, 224, rows=rows, train=train)
+        for train in (True, False)
+    ]
+    before = [split.read(np.arange(4), np.zeros(4, int))[0] for split in found]
+    monkeypatch.setattr(augment, "least_side", lambda *_: 0)
+    for split, pixels in zip(found, before, strict=True):
+        assert torch.equal(split.read(np.arange(4), np.zeros(4, int))[0], pixels)
 
 
 def test_broken_file_is_named_when_it_is_read(tmp_path: Path) -> None:

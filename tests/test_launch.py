@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.run import parse_args
 
 from tests.harness import mutants, runner
 
@@ -34,7 +35,8 @@ EVAL_METRIC = {"resnet": "val/top1", "gpt": "val/bits_per_byte", "ppo": "val/ret
 LAUNCH_VARIABLES = {
     *("NPROC_PER_NODE", "MAX_RESTARTS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"),
     *("PYTHONPATH", "LAUNCHED_AS", "STAGE_DIR", "STAGED_DATA", "ACCELERATE_CONFIG", "RUN_KEY"),
-    *("TORCHINDUCTOR_CACHE_DIR", "GLOO_SOCKET_IFNAME"),
+    *("TORCHINDUCTOR_CACHE_DIR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+    *("NUMA_BINDING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
 }
 
 
@@ -272,7 +274,8 @@ def test_dry_run(tmp_path: Path) -> None:
         (DDP, {}, 2),
         (DDP, {"NPROC_PER_NODE": "4"}, 4),
         (DDP, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 3),
-        (DDP, {"CUDA_VISIBLE_DEVICES": "GPU-3a,MIG-7,"}, 2),
+        (DDP, {"CUDA_VISIBLE_DEVICES": "GPU-3a,GPU-7,"}, 2),
+        (DDP, {"CUDA_VISIBLE_DEVICES": "MIG-3a,MIG-7"}, 1),
         (DDP, {"CUDA_VISIBLE_DEVICES": "5"}, 1),
         (DDP, {"CUDA_VISIBLE_DEVICES": "-1"}, 2),
         (DDP, {"CUDA_VISIBLE_DEVICES": "0,1,2", "NPROC_PER_NODE": "1"}, 1),
@@ -285,10 +288,131 @@ def test_number_of_processes(recipe: str, variables: dict[str, str], processes: 
     assert f"--nproc-per-node={processes}" in planned(recipe, cwd=tmp_path, **variables)
 
 
+NVIDIA = "GPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)"
+PARTS = NVIDIA.replace(
+    "\n", "\n  MIG 3g.40gb     Device  0: (UUID: MIG-1)\n  MIG 3g.40gb     Device  1: (UUID: MIG-2)\n"
+)
+NO_DRIVER = "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."
+
+
+@pytest.mark.parametrize(
+    ("listed", "variables", "processes"),
+    [
+        (NVIDIA, {}, 2),
+        (NVIDIA + "\nGPU 2: NVIDIA A100 (UUID: GPU-3)", {}, 3),
+        (PARTS, {}, 1),
+        (NO_DRIVER, {}, 2),
+        (NO_DRIVER, {"HIP_VISIBLE_DEVICES": "0,1,2"}, 3),
+        (NO_DRIVER, {"ROCR_VISIBLE_DEVICES": "5"}, 1),
+    ],
+    ids=["two", "three", "parts of GPUs", "no driver", "HIP", "ROCr"],
+)
+def test_number_of_gpus(listed: str, variables: dict[str, str], processes: int, tmp_path: Path) -> None:
+    """As the driver's tool lists them; none of them is here."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{listed}\nEND\n")
+    tool.chmod(0o755)
+    found = environ(variables) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    del found["CUDA_VISIBLE_DEVICES"]
+    command = ["bash", str(LAUNCHER), "--dry-run", DDP]
+    planned = subprocess.run(command, env=found, capture_output=True, text=True, check=True)
+    assert f"--nproc-per-node={processes} " in planned.stdout
+
+
+def test_number_of_amd_gpus(tmp_path: Path) -> None:
+    """As Linux lists them: processors have no SIMD units, and GPUs of other containers cannot be read."""
+    if os.getuid():
+        pytest.skip("needs root, to put another folder in the place of /sys/class")
+    nodes = tmp_path / "kfd/kfd/topology/nodes"
+    for node, units in enumerate((0, 256, 256, 256, None)):
+        (nodes / str(node)).mkdir(parents=True)
+        if units is not None:
+            (nodes / str(node) / "properties").write_text(f"cpu_cores_count 0\nsimd_count {units}\n")
+    script = 'mount --bind "$1" /sys/class && unset CUDA_VISIBLE_DEVICES && exec bash "$2" --dry-run "$3"'
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", str(tmp_path), str(LAUNCHER), DDP]
+    planned = subprocess.run(command, env=environ({}), capture_output=True, text=True, check=True)
+    assert "--nproc-per-node=3 " in planned.stdout
+
+
 def test_threads_share_the_cores(tmp_path: Path) -> None:
     for processes in (1, 2, 4096):
         command = planned(DDP, cwd=tmp_path, OMP_NUM_THREADS="", NPROC_PER_NODE=str(processes))
         assert command[0] == f"OMP_NUM_THREADS={max(1, len(os.sched_getaffinity(0)) // processes)}"
+
+
+NODES = {"numa_nodes": "2", "CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "binding"),
+    [
+        ({}, "node"),
+        ({"NUMA_BINDING": "socket"}, "socket"),
+        ({"NUMA_BINDING": ""}, ""),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, ""),  # no other rank to be apart from
+        ({"CUDA_VISIBLE_DEVICES": ""}, ""),
+        ({"NPROC_PER_NODE": "1"}, ""),  # it may use both GPUs, as dp_resnet does
+        ({"numa_nodes": "1"}, ""),
+        ({"devices": "hidden"}, ""),
+        ({"node of GPU 1": "-1"}, ""),  # a virtual machine: torch would take node 0
+        ({"numactl": ""}, ""),
+        ({"online": "0-999"}, ""),  # of which this job may use some: perhaps none beside this GPU
+    ],
+    ids=str,
+)
+def test_ranks_run_beside_their_gpus(changes: dict[str, str], binding: str, tmp_path: Path) -> None:
+    allowed = re.findall(r"^Cpus_allowed_list:\s*(.*)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    given = NODES | {"node of GPU 1": "1", "numactl": "there", "online": allowed[0]} | changes
+    for number in range(int(given.pop("numa_nodes"))):
+        (tmp_path / f"devices/system/node/node{number}").mkdir(parents=True)
+    (tmp_path / "devices/system/cpu").mkdir()
+    (tmp_path / "devices/system/cpu/online").write_text(f"{given.pop('online')}\n")
+    hidden = given.pop("devices", "")
+    # A network card may be anywhere.
+    for number, (vendor, node) in enumerate(
+        [("0x10de", "0"), ("0x10de", given.pop("node of GPU 1")), ("0x15b3", "-1")]
+    ):
+        device = tmp_path / hidden / f"bus/pci/devices/0000:0{number}:00.0"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text(f"{vendor}\n")
+        (device / "numa_node").write_text(f"{node}\n")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("bash", "dirname", "tr", "grep", "cat", "id", "nproc"):  # and no numactl but ours
+        (programs / name).symlink_to(shutil.which(name) or name)
+    if given.pop("numactl"):
+        write_program(programs / "numactl", "")
+    command = planned(DDP, cwd=tmp_path, SYSFS=str(tmp_path), PATH=str(programs), **given)
+    found = [word.partition("=")[2] for word in command if word.startswith("--numa-binding")]
+    assert found == [binding] * bool(binding)
+
+
+def write_program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_numa_binding_is_an_option_of_torchrun() -> None:
+    """Of the oldest torch, too, with which CI runs this test."""
+    assert parse_args(["--numa-binding=node", "train.py"]).numa_binding == "node"
+
+
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0"}, "expandable_segments:True"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, None),
+        ({"CUDA_VISIBLE_DEVICES": "0", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"CUDA_VISIBLE_DEVICES": "0", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+    ids=str,
+)
+def test_memory_of_gpus_can_grow(variables: dict[str, str], wanted: str | None, tmp_path: Path) -> None:
+    """What --dry-run shows is what the ranks get."""
+    shown = [word for word in planned(DDP, cwd=tmp_path, **variables) if word.startswith("PYTORCH_ALLOC_CONF=")]
+    assert shown == [f"PYTORCH_ALLOC_CONF={wanted}"] * (wanted is not None)
+    write_program(tmp_path / "python", 'echo "${PYTORCH_ALLOC_CONF-unset}"')
+    assert launch(DDP, PYTHON=str(tmp_path / "python"), **variables).stdout.strip() == (wanted or "unset")
 
 
 def test_several_machines(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def dp_gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe that is not there, as strategies can be exchanged: ddp_gpt with the strategy of dp_resnet."""
     strategy = ast.parse(runner.sections(runner.source("dp_resnet"))[3]).body
     changes = {node.name: ast.unparse(node) for node in strategy if isinstance(node, ast.FunctionDef)}
+    changes["parallelize"] += "\n" + changes.pop("in_dtype")  # which it calls, and ddp_gpt lacks
     imports = {"import contextlib": "import contextlib; from common import UserError"}
     made = mutants.mutate("ddp_gpt", tmp_path_factory.mktemp("recipes"), changes | {"": imports})
     folder = made.parent.rename(made.parent.with_name("dp_gpt"))

@@ -43,11 +43,14 @@ def make_run(
     lr: float = 0.1,
     rank: int = 0,
     sample: flops.Sample = flops.Sample(1e9, {"tokens": 3}),  # noqa: B008 (it is frozen)
+    num_devices: int = 1,
+    args: Args | None = None,
 ) -> log.Run:
     path.mkdir(exist_ok=True)
     division = sampler.Division(8, 8, 4)
     plan = sampler.Plan(99, 0, first_step, max_steps, first_step * 8, max_steps * 8, division)
-    return log.Run(path, __file__, Args(lr), make_world(rank, 4), plan, torch.float32, sample, [lr])
+    devices = [torch.device("cpu")] * num_devices
+    return log.Run(path, __file__, args or Args(lr), make_world(rank, 4), plan, torch.float32, sample, [lr], devices)
 
 
 def means(loss: float) -> dict[str, float]:
@@ -116,21 +119,21 @@ def test_rate_counts_training_alone(
     run = make_run(tmp_path)
     run.unpause()
     now[0] += 2
-    run.pause()
+    run.pause(False)
     now[0] += 5
     run.unpause()
-    run.pause()
+    run.pause(False)
     now[0] += 1
     run.unpause()
     now[0] += 2
     record(run, 10, 0.5, data_wait_s=0.5)
-    run.pause()
+    run.pause(False)
     now[0] += 3
     run.log_validation(12, means(0.5))
     run.unpause()
     now[0] += 1
     record(run, 20, 0.5, data_wait_s=0.75)
-    run.pause()
+    run.pause(False)
     now[0] += 9
     run.finish()
     first, second = (record for record in run_dir.records(tmp_path) if "perf/mfu" in record)
@@ -142,6 +145,46 @@ def test_rate_counts_training_alone(
     assert second["perf/samples_per_s"] == 80
     assert second["perf/data_wait_s"] == 0.25, "since the last line"
     assert "23.0 s, of which 5.0 s training at 32 samples/s" in capsys.readouterr().out, "160 samples in all"
+
+
+@pytest.mark.parametrize("due", [True, False])
+def test_steps_that_a_gpu_has_not_done_are_no_pause(due: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes next would wait for them. A mock: the queue of two GPUs, which takes 4 s."""
+    now = [100.0]
+    waited: list[object] = []
+
+    def synchronize(device: torch.device) -> None:
+        waited.append(device.index)
+        now[0] += 2
+
+    monkeypatch.setattr(log, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    run = make_run(tmp_path)
+    run._devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    monkeypatch.setattr(log, "memory_gib", lambda device: 2.0**device.index)
+    run.unpause()
+    now[0] += 4  # to queue them
+    run.pause(due)
+    assert waited == [0, 1] * due
+    now[0] += 100 if due else 0  # the evaluation
+    run.unpause()
+    record(run, 10, 0.5)
+    run.finish()
+    (perf,) = (line for line in run_dir.records(tmp_path) if "perf/mfu" in line)
+    assert perf["perf/samples_per_s"] == (10 if due else 20), "ten steps of 8"
+    assert perf["perf/memory_gib"] == 3, "of both"
+
+
+def test_mfu_is_of_all_devices_of_a_process(tmp_path: Path) -> None:
+    for number in (1, 8):
+        run = make_run(tmp_path / str(number), num_devices=number)
+        record(run, 10, 0.5)
+        run.finish()
+        (perf,) = (line for line in run_dir.records(tmp_path / str(number)) if "perf/mfu" in line)
+        wanted = perf["perf/samples_per_s"] * 1e9 / (1e12 * 4 * number)
+        assert perf["perf/mfu"] == pytest.approx(wanted, rel=1e-9)
+    config = json.loads((tmp_path / "8" / "config.json").read_text())
+    assert config["mfu_is_of"] == "1 TFLOP/s a device, reached by a large matmul (no data sheet)"
 
 
 def test_rates_are_those_that_the_samples_have(tmp_path: Path) -> None:
@@ -289,3 +332,41 @@ def test_early_stop_is_not_queued_again(tmp_path: Path, capsys: pytest.CaptureFi
 def test_memory_is_in_gib() -> None:
     """A process that has loaded torch holds 0.1 GiB at least, and less than a large machine has."""
     assert 0.1 < log.memory_gib(torch.device("cpu")) < 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads(Args):
+    """Flags of a recipe that reads samples."""
+
+    workers: int = 3  # loader processes
+
+
+@pytest.mark.parametrize(
+    ("args", "waits", "verdict"),
+    [
+        (Reads(), (8.0, 11.0), "30% of the training's time: raise --workers (now 3)"),
+        (Reads(), (8.0, 8.9), ""),
+        (Args(), (8.0, 11.0), ""),  # it has no such flag
+        (Reads(), (8.0,), ""),  # the workers' start
+    ],
+    ids=str,
+)
+def test_verdict_on_slow_reading(
+    args: Args,
+    waits: tuple[float, ...],
+    verdict: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ten seconds of training before each line, of which some were spent waiting; the first line does not count."""
+    now = [0.0]
+    monkeypatch.setattr(log, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    run = make_run(tmp_path, args=args)
+    for step, wait_s in enumerate(waits, start=1):
+        now[0] += 10
+        record(run, 10 * step, 0.5, data_wait_s=wait_s)
+    run.finish()
+    printed = capsys.readouterr().out
+    assert ("data     rank 0 waited" in printed) == bool(verdict), printed
+    assert verdict in printed

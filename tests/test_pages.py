@@ -25,7 +25,9 @@ OTHER_FLAGS = {
     "option",
     "config_file",
     "cpus-per-gpu",
+    "cpus-per-task",
     "array",
+    "numa-binding",
     *(field.name for field in dataclasses.fields(evaluate.Args)),
 }  # of other programs as well
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w-]*)")
@@ -82,6 +84,8 @@ def test_rows_of_some_recipes_are_replaced(tmp_path: Path) -> None:
     assert table.read(tmp_path / "rows.csv") == sorted(old, key=lambda each: each["recipe"])
     new = [row("disk: full", one, passes="0")]
     assert table.replace(table.read(tmp_path / "rows.csv"), new, [one]) == [old[1], *new]
+    new = [row("rank: hangs", one), row("disk: full", other, passes="0")]
+    assert table.replace(old, new, []) == [old[0], *new]
 
 
 def test_same_fault_run_twice() -> None:
@@ -113,7 +117,7 @@ def test_page_stays_if_pytest_does_not_finish(monkeypatch: pytest.MonkeyPatch) -
             return subprocess.CompletedProcess([], codes.pop(0))
 
         monkeypatch.setattr(table.subprocess, "run", ended)
-        return table.run(["ddp_gpt"], len(codes))
+        return table.run(["ddp_gpt"], "", len(codes))
 
     assert [found["runs"] for found in run([0, 1])] == ["2"]
     with pytest.raises(SystemExit, match="pytest ended with code -9 before the last fault"):
@@ -267,7 +271,8 @@ def filled(path: Path) -> set[str]:
 @pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda page: page.stem)
 def test_page_has_the_parts_of_its_command(page: Path) -> None:
     """Else a command measures for minutes, and fails when it writes."""
-    command = ROOT / ("tests/layouts_table.py" if page.stem == "checkpoints" else f"benchmarks/{page.stem}.py")
+    in_tests = {"checkpoints": "tests/layouts_table.py", "gpu-counts": "tests/cuda_table.py"}
+    command = ROOT / in_tests.get(page.stem, f"benchmarks/{page.stem}.py")
     has = set(pages.parts(page.read_text()))
     if page.stem == "faults":
         assert has == {"sum", "measured", *(row["fault"].split(": ")[0] for row in table.read(table.FILE))}

@@ -8,9 +8,11 @@ import os
 import re
 import runpy
 import sys
+import time
 import tomllib
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import diagnose, private_api, saver
+from common import diagnose, private_api, process_group, saver
 from launch import strategy
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -129,6 +131,45 @@ def test_frames_of_a_phase(phase: str, file: str, function: str) -> None:
 def test_functions_that_wait_for_a_message() -> None:
     functions = {one.__name__ for one in (schedules._wait_batch_p2p, dist.recv, dist.send)}
     assert functions == set(private_api.MESSAGES)
+
+
+def wait_for_one_second() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    process_group.set_timeout(mesh, 900.0)
+    for group in (dist.group.WORLD, *mesh.get_all_groups()):
+        found: Any = group._get_backend(CPU)
+        assert found.options._timeout == timedelta(seconds=960), "longer than a rank may take for a step"
+    private_api.set_timeout(timedelta(seconds=1), mesh.get_group("tp"))
+    if dist.get_rank() % 2:
+        time.sleep(4)
+    else:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+            dist.all_reduce(torch.ones(1), group=mesh.get_group("tp"))
+        assert time.monotonic() < began + 3
+
+
+def test_timeout_of_the_groups_of_a_mesh() -> None:
+    result = runner.spawn(wait_for_one_second, [()] * 4)
+    assert result.ok, str(result)
+
+
+def test_backend_of_nccl_is_one_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.15 builds "nccl2" where "nccl" is asked for. A mock: no NCCL is here."""
+    asked: list[tuple[Any, ...]] = []
+
+    def dump(*args: Any) -> str:
+        asked.append(args[2:])
+        return '{"entries": []}'
+
+    c10d = torch._C._distributed_c10d
+    monkeypatch.setattr(c10d, "_dump_fr_trace_json", dump)
+    private_api.flight_recorder(torch.device("cuda", 0), only_active=True)
+    names = {"gloo", *(name for args in asked for name in args)}
+    assert {"gloo", "nccl"} <= names
+    if hasattr(c10d, "ProcessGroupNCCL2"):
+        assert "nccl2" in names
 
 
 # --- tensors ---

@@ -1,7 +1,10 @@
 """Which device and backend this rank gets, and how the ranks come together and part."""
 
+import contextlib
 import os
+import socket
 import sys
+import types
 from collections.abc import Iterator
 
 import numpy
@@ -204,16 +207,34 @@ def test_world_in_words(size: int, local_size: int, text: str) -> None:
 # --- device, backend ---
 
 
-@pytest.mark.parametrize(("gpus", "told"), [(1, "which has 1 GPU, "), (2, "which has 2 GPUs, ")])
-def test_more_processes_than_gpus(gpus: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def see_gpus(number: int, patch: pytest.MonkeyPatch) -> list[torch.device]:
+    """A mock: torch sees so many; returns those that are chosen."""
     chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    with pytest.raises(UserError, match=f"^3 processes were started on .*{told}.* NPROC_PER_NODE={gpus} "):
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "device_count", lambda: number)
+    patch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
+def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = see_gpus(2, monkeypatch)
+    with pytest.raises(UserError, match=r"^3 processes were started on .* which has 2 GPUs, .* NPROC_PER_NODE=2 "):
         process_group._pick_device(0, 3)
-    assert process_group._pick_device(gpus - 1, gpus) == torch.device("cuda", gpus - 1)
-    assert chosen == [torch.device("cuda", gpus - 1)]
+    assert process_group._pick_device(1, 2) == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_processes_that_see_one_gpu_each(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a task of Slurm for each GPU: fine, unless it is the same GPU."""
+    see_gpus(1, monkeypatch)
+    store = dist.HashStore()
+    store.set("gpu/0", f"{socket.gethostname()} GPU-0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid=f"GPU-{own:d}"))
+    assert process_group._pick_device(1, 2) == GPU
+    same = contextlib.nullcontext() if own else pytest.raises(UserError, match=r"which has 1 GPU, .* NPROC_PER_NODE=1 ")
+    with same:
+        process_group._check_only_gpu(store, 1, 2, 2, GPU)
 
 
 def test_pick_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def test_port_in_use(port: int) -> None:
 
 def prepared(endpoint: str, monkeypatch: pytest.MonkeyPatch, **environ: str) -> argparse.Namespace:
     monkeypatch.setattr(rendezvous, "watch", lambda *_: None)
-    for name in ("GLOO_SOCKET_IFNAME", "RUN_KEY", "NODE_RANK"):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RUN_KEY", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -154,13 +154,14 @@ def test_one_machine_stays_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a key of its own for each start; what the user has set, stays."""
     args = prepared(rendezvous.HERE, monkeypatch)
     assert args.local_addr == "127.0.0.1"
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "=lo")
     first = os.environ["RUN_KEY"]
     assert len(first) == 64
     prepared(rendezvous.HERE, monkeypatch)
     assert os.environ["RUN_KEY"] != first
-    prepared(rendezvous.HERE, monkeypatch, GLOO_SOCKET_IFNAME="eth7", RUN_KEY=KEY)
-    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["RUN_KEY"]) == ("eth7", KEY)
+    prepared(rendezvous.HERE, monkeypatch, GLOO_SOCKET_IFNAME="eth7", NCCL_SOCKET_IFNAME="ib", RUN_KEY=KEY)
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RUN_KEY")
+    assert [os.environ[name] for name in names] == ["eth7", "ib", KEY]
 
 
 def test_address_on_the_way_to_machine_0(monkeypatch: pytest.MonkeyPatch) -> None:

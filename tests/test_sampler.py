@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+import torch
 from common import UserError, sampler
 from common.sampler import Request
 
@@ -255,6 +256,19 @@ def test_every_step_too_small_for_batchnorm() -> None:
         with pytest.raises(UserError, match=told.format(division[0])):
             make_plan(99, division, max_steps=5, least=2)
     assert make_plan(99, (12, 2, 2), max_steps=5, least=2).max_steps == 5
+
+
+def test_samples_of_a_gpu_are_as_torch_deals_them() -> None:
+    """Of every micro-batch of every rank; nn.DataParallel deals each by torch.chunk: 9 over 8 as 2, 2, 2, 2 and 1."""
+    for samples, micro, dp_size, num_devices in itertools.product(range(1, 40), (0, 3, 8), (1, 2), (1, 2, 3, 8)):
+        division = sampler.Division(40, (micro or 40) * dp_size, dp_size)
+        parts = [
+            stop - start
+            for dp_rank in range(dp_size)
+            for start, stop in sampler.micro_batches(0, samples, division, dp_rank)
+        ]
+        wanted = min(len(chunk) for part in parts for chunk in torch.empty(part).chunk(num_devices))
+        assert sampler._fewest(samples, division, num_devices) == wanted, (samples, micro, dp_size, num_devices)
 
 
 def test_proposed_length_is_accepted() -> None:

@@ -421,3 +421,21 @@ def test_what_fails_after_the_commit_is_no_failure(what: str, tmp_path: Path, mo
         patch.setattr(*where[what], fail)
         save(tmp_path, 6, keep=1)
     assert 6 in committed(tmp_path)
+
+
+def test_writing_beside_the_training_stays_on_this_ranks_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on GPU 0, and each rank that asks anything of it takes memory there. A mock: no GPU is here."""
+    calls: list[tuple[str, str]] = []
+
+    def note(call: str) -> None:
+        calls.append((threading.current_thread().name, call))
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    saving = make_saver(tmp_path, in_background=True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: note(f"GPU {device}"))
+    real = saver.dcp.save
+    monkeypatch.setattr(saver.dcp, "save", lambda *args, **kwargs: (note("write"), real(*args, **kwargs)))
+    saving.save(7, make_state(7), 70, last=False)
+    saving.drain()
+    assert calls == [("save", "GPU 3"), ("save", "write")]

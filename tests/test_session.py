@@ -356,6 +356,41 @@ def test_each_step_is_seeded_anew(tmp_path: Path) -> None:
 # --- the clock ---
 
 
+def note_pauses(folder: str) -> None:
+    paused: list[bool] = []
+    log.Run.pause = lambda self, due: paused.append(due)  # type: ignore[method-assign, assignment, misc]
+    run, *_ = begin(folder, max_steps=8, log_every=5, check_every=4, eval_every=3, save_every=6)
+    for step in run.steps(dp_rank=0):
+        run.finite.skip_if_not_finite(torch.ones(()))
+        run.log_train(step, {"count": torch.ones(())}, grad_norm=torch.ones(()), data_wait_s=0.0)
+        run.evaluates(step)
+    assert [step for step, due in enumerate(paused, start=1) if due] == [3, 4, 6, 8], paused
+    run.finish()
+
+
+def test_a_pause_knows_what_comes_next(tmp_path: Path) -> None:
+    """An evaluation every 3 steps, a comparison every 4, a save every 6; the queue of a GPU is waited for then only."""
+    in_one_process(note_pauses, str(tmp_path))
+
+
+def deal_over_gpus(folder: str, number: int) -> None:
+    """As a model under nn.DataParallel."""
+    nn.Sequential.device_ids = (*range(number),)  # type: ignore[attr-defined]
+    if number > 4:
+        with pytest.raises(UserError, match=r"--global-batch-size 8 gives one of 8 GPUs only 1 of the 2 samples"):
+            begin(folder)
+        process_group.finish()
+    else:
+        run, *_ = begin(folder)
+        assert len(run._log._devices) == number
+        run.finish()
+
+
+@pytest.mark.parametrize("number", [4, 8])
+def test_each_gpu_of_a_process_gets_enough_samples(number: int, tmp_path: Path) -> None:
+    in_one_process(deal_over_gpus, str(tmp_path), number)
+
+
 def tell_the_time(folder: str, mutant: bool) -> None:
     """A step takes 1 s; what comes after its log, such as an evaluation and a save, takes 100 s."""
     now = [1000.0]

@@ -376,17 +376,42 @@ def test_site_file_inside_an_allocation(cluster: Path, images: Path, tmp_path: P
 
 def test_node_without_its_gpus(cluster: Path, images: Path, tmp_path: Path) -> None:
     """Slurm says that the node has two; torch sees none: no training on the CPU that nobody asked for."""
-    where = site_copy(tmp_path, "export SLURM_GPUS_ON_NODE=2\nunset CUDA_VISIBLE_DEVICES NPROC_PER_NODE\n")
-    done = call("salloc", "-N1", "bash", where, "recipes/ddp_resnet", "--out", tmp_path / "runs", cwd=tmp_path)
+    flags = ("recipes/ddp_resnet", "--out", tmp_path / "runs")
+    done = call("salloc", "-N1", "--gpus-per-node=2", "bash", SLURM, *flags, cwd=tmp_path, NPROC_PER_NODE="")
+    assert "has 1 CPUs for 2 processes: ask for more" in done.stdout
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count(" has 2 GPUs for this job, but torch sees none: ") == 1
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
+    ("command", "processes", "cpus"),
+    [
+        (["bash", SLURM, "--gpus-per-node=2"], "", "CpusPerTres=gres:gpu:4"),
+        (["bash", SLURM, "--gpus-per-node=2", "--cpus-per-gpu=1"], "", "CpusPerTres=gres:gpu:1"),
+        (["bash", SLURM, "--gres=gpu:2", "-c3"], "", "NumCPUs=3"),
+        (["bash", SLURM], "", "NumCPUs=2"),
+        (["bash", SLURM, "-N2"], "3", "NumCPUs=6"),
+        (["bash", SLURM, "-N2", "--ntasks-per-node=1"], "3", "NumCPUs=2"),
+        (["sbatch", "--gpus-per-node=2"], "", "NumCPUs=1"),
+    ],
+    ids=["GPUs", "GPUs and CPUs", "CPUs of a task", "no GPUs", "more processes", "tasks", "sbatch alone"],
+)
+def test_cpus_are_asked_for(command: list[str], processes: str, cpus: str, cluster: Path, tmp_path: Path) -> None:
+    """Else a node gives one CPU to all its processes. The job is held, so it never starts."""
+    script = [SLURM] if command[0] == "sbatch" else []
+    out = run(*command, "--hold", *script, "recipes/ddp_resnet", cwd=tmp_path, NPROC_PER_NODE=processes)
+    job = re.fullmatch(r"Submitted batch job (\d+)\n", out)[1]
+    try:
+        assert f" {cpus} " in run("scontrol", "show", "job", job, "--oneliner")
+    finally:
+        run("scancel", job)
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpus-per-node=1", "recipes/ddp_resnet"], "Invalid generic resource"),
+        (["--gpus-per-node=9", "recipes/ddp_resnet"], "Requested node configuration is not available"),
         (["--nonsense", "recipes/ddp_resnet"], "unrecognized option '--nonsense'"),
         (["-N2", "recipes/none"], r"no recipe among the arguments \(recipes/none\)"),
         ([], r"no recipe among the arguments \(none\)"),
@@ -415,5 +440,7 @@ def test_without_a_cluster(tmp_path: Path) -> None:
 def test_dry_run(tmp_path: Path) -> None:
     """Says what would be submitted, also where there is no cluster."""
     out = run("bash", SLURM, "--dry-run", "-N2", "--time=4:00:00", "recipes/ddp_resnet", "--name", "a b", cwd=tmp_path)
-    expected = f"sbatch --job-name=ddp_resnet -N2 --time=4:00:00 {SLURM} {runner.ROOT}/recipes/ddp_resnet --name a\\ b"
+    cpus = f"--cpus-per-task={os.environ.get('NPROC_PER_NODE', '2')}"
+    options = f"--job-name=ddp_resnet {cpus} -N2 --time=4:00:00"
+    expected = f"sbatch {options} {SLURM} {runner.ROOT}/recipes/ddp_resnet --name a\\ b"
     assert out.strip() == expected

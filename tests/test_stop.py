@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from common import process_group, stop
+from common import diagnose, process_group, ranks, stop, watch
 
 from tests.harness import runner
 
@@ -95,4 +95,33 @@ def close_twice() -> None:
 def test_close_ends_the_thread() -> None:
     """A thread that still asks the store for news ends badly when the interpreter shuts down."""
     result = runner.spawn(close_twice, [()], timeout_s=30)
+    assert result.ok, str(result)
+
+
+def agree_with_the_dead() -> None:
+    """Rank 1 never answers; rank 0 stops waiting for it once somebody has been blamed."""
+    world = process_group.start()
+    stopping = stop.Stop(world, 0, 0, 10_000)
+    watch.alive._closing.set()  # it would end this process
+    watch.alive._threads[0].join()
+    if world.rank == 1:
+        stopping.close()
+    ranks.gather("closed")
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stopping.reason:
+            time.sleep(0.01)
+        time.sleep(2 * stop.POLL_S)
+        stopping._closing.set()
+        stopping._thread.join(2 * stop.POLL_S)
+        assert stopping._thread.is_alive(), "it waits for rank 1's answer"
+        world.store.set(diagnose.FINDING, "rank 1 is dead")
+        stopping._thread.join(5 * stop.POLL_S)
+        assert not stopping._thread.is_alive()
+    ranks.gather("done")
+    os._exit(0)
+
+
+def test_a_dead_rank_is_not_waited_for() -> None:
+    result = runner.spawn(agree_with_the_dead, [()] * 2, timeout_s=30)
     assert result.ok, str(result)

@@ -1,12 +1,15 @@
 """SyncBatchNorm over any division of a batch gives BatchNorm over the whole batch, to 1e-12 in float64."""
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from common import sync_batchnorm
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import runner
 
@@ -113,5 +116,65 @@ def test_bfloat16_keeps_statistics_in_float32(tmp_path: Path) -> None:
         wanted = nn.BatchNorm2d(4)(x.bfloat16().float())
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=1e-2)
+    finally:
+        dist.destroy_process_group()
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operators whose result the host reads, for which it would wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
+        return func(*args, **kwargs or {})
+
+
+def read_the_count(layer: Any, mean: torch.Tensor, var: torch.Tensor) -> None:
+    """A mutant: the host reads how many batches there were."""
+    layer.num_batches_tracked.add_(1)
+    layer.running_mean.lerp_(mean, 1 / float(layer.num_batches_tracked))
+
+
+def test_host_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layer = sync_batchnorm.convert(TwoBranches((3, 2), None), dist.group.WORLD)
+        for mutant in (None, read_the_count):
+            if mutant:
+                monkeypatch.setattr(sync_batchnorm.SyncBatchNorm, "_track", mutant)
+            with Waits() as waits:
+                layer(make_batch(4, 0, (3, 2))[0]).sum().backward()
+            assert waits.count == (2 if mutant else 0), mutant
+    finally:
+        dist.destroy_process_group()
+
+
+def test_every_device_has_the_same() -> None:
+    """No kernels of torch's own on any device, which meta stands for; and parameters, buffers and names stay."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.BatchNorm1d(4), nn.SyncBatchNorm(4)).to("meta")
+        before = dict(model.state_dict(keep_vars=True))
+        converted = sync_batchnorm.convert(model, dist.group.WORLD)
+        assert {type(module) for module in converted} == {sync_batchnorm.SyncBatchNorm}
+        after = converted.state_dict(keep_vars=True)
+        assert [*after] == [*before]
+        assert all(after[name] is value for name, value in before.items())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_without_running_statistics(affine: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain = nn.BatchNorm1d(4, affine=affine, track_running_stats=False).double()
+        layer = sync_batchnorm.convert(copy.deepcopy(plain), dist.group.WORLD)
+        x, _ = make_batch(6, 0, ())
+        torch.testing.assert_close(layer(x), plain(x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(layer.eval()(x), plain.eval()(x), rtol=1e-12, atol=1e-12)
     finally:
         dist.destroy_process_group()

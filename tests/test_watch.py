@@ -1,11 +1,13 @@
 """What the watching thread says of its rank: once, and in the phase that the run has noted."""
 
+import os
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
-from common import exits, process_group, watch
+from common import exits, heartbeat, process_group, watch
 
 from tests.harness import runner
 
@@ -62,3 +64,26 @@ def test_phase_that_was_noted(tmp_path: Path) -> None:
     ]
     beat = result.outputs[0].partition("beat: ")[2]
     assert '"phase": "the main loop"' in beat, str(result)
+
+
+def look_at_processes() -> None:
+    heart = heartbeat.Heartbeat(process_group.start())
+    mine = heart.look()
+    assert mine["pid"] == os.getpid()
+    assert not heart.has_died(mine)
+    other = subprocess.Popen(["sleep", "60"])
+    beat = mine | {"pid": other.pid}
+    assert not heart.has_died(beat)
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    assert heart.has_died(beat), "nobody has asked for its exit code yet"
+    other.wait()
+    assert heart.has_died(beat)
+    for elsewhere in (mine["processes"] + "1", ""):
+        assert not heart.has_died(beat | {"processes": elsewhere}), "another machine or container has other numbers"
+    process_group.finish()
+
+
+def test_end_of_a_process_is_seen_on_its_own_machine() -> None:
+    result = runner.spawn(look_at_processes, [()])
+    assert result.ok, str(result)

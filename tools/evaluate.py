@@ -19,6 +19,7 @@ from common import (
     checkpoint,
     cli,
     data,
+    devices,
     initial,
     keymap,
     manifest,
@@ -170,6 +171,7 @@ def run(args: Args, rows: Rows | None) -> None:
     folder, progress = choose(args)
     recipe = load_recipe(args, name)
     flags = cli.parse(recipe.Args, ["--config", str(config), *(["--data", args.data] if args.data else [])])
+    devices.configure(vars(flags).get("matmul_precision", "highest"), False)
     world = process_group.start("auto", flags.dtype)
     if world.size > 1:
         raise UserError(f"tools.evaluate is one process, not {world.size}: start it with python, without torchrun")

@@ -1,5 +1,7 @@
 """Random crops and mirror images of whole batches. Callers pass each sample's random numbers; none are drawn here."""
 
+import math
+
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
@@ -45,12 +47,34 @@ def crop_resized(image: torch.Tensor, size: int, draws: np.ndarray) -> torch.Ten
     from torchvision.transforms.v2 import functional as tv
 
     height, width = image.shape[-2:]
-    area = (0.08 + 0.92 * draws[0]) * height * width
-    aspect = (3 / 4) ** (1 - 2 * draws[1])
+    part, aspect = _area_and_aspect(draws)
+    area = part * height * width
     crop_height = min(height, max(1, round((area / aspect) ** 0.5)))
     crop_width = min(width, max(1, round((area * aspect) ** 0.5)))
     top, left = int(draws[2] * (height - crop_height + 1)), int(draws[3] * (width - crop_width + 1))
     return tv.resized_crop(image, top, left, crop_height, crop_width, [size, size], antialias=True)
+
+
+def _area_and_aspect(draws: np.ndarray) -> tuple[float, float]:
+    """Of a random crop: its part of the area, and its width divided by its height."""
+    return 0.08 + 0.92 * draws[0], (3 / 4) ** (1 - 2 * draws[1])
+
+
+def least_side(size: int, draws: np.ndarray | None) -> int:
+    """Pixels that the short side of an image must have, so that it is not made smaller than it should be.
+
+    Twice those of the result, as for `reducing_gap` in Pillow's `Image.thumbnail`: from there, resizing looks at
+    several pixels for each of the result, and little can be seen of an earlier reduction.
+
+    Args:
+        size: side of the result of `crop_resized` or `crop_center`, in pixels.
+        draws: of `crop_resized`; None for `crop_center`.
+    """
+    if draws is None:
+        return 2 * round(size * 8 / 7)
+    part, aspect = _area_and_aspect(draws)
+    # The shorter side of the crop, in a square image; in any other one it is longer.
+    return math.ceil(2 * size / (part * min(aspect, 1 / aspect)) ** 0.5)
 
 
 def crop_center(image: torch.Tensor, size: int) -> torch.Tensor:

@@ -7,13 +7,15 @@ computes the parts it has.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import checkpoint
 
 from common import UserError
 from common.workloads import gpt_names
@@ -21,6 +23,8 @@ from common.workloads import gpt_names
 INIT_STD = 0.02
 MOST_LAYERS = 10_000  # which take 10 s to create, before any weights
 MOST_ELEMENTS = 2**40  # of a matrix: 4 TB
+Recompute = Literal["none", "selective", "full"]
+KEPT = ("aten::mm", "aten::addmm", "aten::bmm")  # products of matrices
 SCALINGS = '"linear:FACTOR" or "llama3:FACTOR:LOW:HIGH:CONTEXT"'
 
 
@@ -127,22 +131,31 @@ def scale_frequencies(frequencies: torch.Tensor, scaling: list[float]) -> torch.
     return (1 - kept) * slow + kept * frequencies
 
 
-def rotate(x: torch.Tensor, base: float, scaling: list[float]) -> torch.Tensor:
-    """Rotary position embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), in halves, as in Llama's files.
+def rotations(length: int, shape: Shape, like: torch.Tensor) -> torch.Tensor:
+    """Cosines and sines of the rotary positions (Su et al. 2021, https://arxiv.org/abs/2104.09864), (2, T, D / 2).
+
+    Args:
+        length: T.
+        shape: of the model.
+        like: on whose device; in a wider type if its own has fewer digits than float32.
+    """
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    half = shape.head_width // 2
+    # Rounded as transformers rounds it: far from the start of a text, the angles would differ.
+    frequencies = 1 / shape.rope_base ** (torch.arange(half, device=like.device, dtype=dtype) / half)
+    frequencies = scale_frequencies(frequencies, parse_scaling(shape.rope_scaling))
+    angles = torch.arange(length, device=like.device, dtype=dtype)[:, None] * frequencies
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Turn queries or keys by their rotary positions, in halves, as in Llama's files.
 
     Args:
         x: (B, heads, T, D); the first and the second half of D are the parts of D / 2 complex numbers.
-        base: see `Shape.rope_base`.
-        scaling: see `scale_frequencies`.
+        turns: what `rotations` returns.
     """
-    angle_dtype = torch.promote_types(x.dtype, torch.float32)
-    length = x.shape[2]
-    half = x.shape[3] // 2
-    # Rounded as transformers rounds it: far from the start of a text, the angles would differ.
-    frequencies = 1 / base ** (torch.arange(half, device=x.device, dtype=angle_dtype) / half)
-    frequencies = scale_frequencies(frequencies, scaling)
-    angles = torch.arange(length, device=x.device, dtype=angle_dtype)[:, None] * frequencies  # (T, D / 2)
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    cos, sin = turns.to(x.dtype)
     real, imaginary = x.chunk(2, dim=3)
     return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], dim=3)
 
@@ -153,8 +166,6 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_width = shape.head_width
-        self.rope_base = shape.rope_base
-        self.rope_scaling = parse_scaling(shape.rope_scaling)
         self.query = nn.Linear(shape.width, shape.num_heads * shape.head_width, bias=shape.qkv_bias)
         self.key = nn.Linear(shape.width, shape.num_kv_heads * shape.head_width, bias=shape.qkv_bias)
         self.value = nn.Linear(shape.width, shape.num_kv_heads * shape.head_width, bias=shape.qkv_bias)
@@ -162,13 +173,12 @@ class Attention(nn.Module):
         self.key_norm = nn.RMSNorm(shape.head_width, shape.norm_eps) if shape.qk_norm else nn.Identity()
         self.output = nn.Linear(shape.num_heads * shape.head_width, shape.width, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, T, C) to (B, T, C)."""
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        """Map (B, T, C) to (B, T, C), with the `rotations` of T."""
         heads = [linear(x).unflatten(2, (-1, self.head_width)) for linear in (self.query, self.key, self.value)]
         query, key = self.query_norm(heads[0]), self.key_norm(heads[1])  # (B, T, heads, D)
         query, key, value = (part.transpose(1, 2) for part in (query, key, heads[2]))  # (B, heads, T, D)
-        query = rotate(query, self.rope_base, self.rope_scaling)
-        key = rotate(key, self.rope_base, self.rope_scaling)
+        query, key = rotate(query, turns), rotate(key, turns)
         grouped = query.shape[1] != key.shape[1]
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
         return self.output(mixed.transpose(1, 2).flatten(2))
@@ -198,9 +208,9 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(shape.width, shape.norm_eps)
         self.mlp = Mlp(shape)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, T, C) to (B, T, C)."""
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        """Map (B, T, C) to (B, T, C), with the `rotations` of T."""
+        x = x + self.attention(self.attention_norm(x), turns)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -220,11 +230,13 @@ class GPT(nn.Module):
 
         A part without the embedding takes the residual stream (B, T, C); a part without the last norm returns it.
         """
+        length = x.shape[1]  # of the whole sequences; after the embedding, a rank may have a part of each
         if not x.is_floating_point():
             assert self.embed is not None
             x = self.embed(x)
+        turns = rotations(length, self.shape, x)  # once, for the queries and keys of all blocks
         for block in self.blocks.values():
-            x = block(x)
+            x = block(x, turns)
         if self.norm is None:
             return x
         output = self.embed if self.head is None else self.head
@@ -260,6 +272,36 @@ class GPT(nn.Module):
         adds = name.endswith(("attention.output.weight", "mlp.down.weight"))
         std = INIT_STD / math.sqrt(2 * self.shape.num_layers) if adds else INIT_STD
         return torch.empty(size).normal_(0, std, generator=generator)
+
+
+def recompute(model: Any, what: Recompute) -> None:
+    """Let each block keep less for its backward pass, which computes the rest again.
+
+    Args:
+        model: with `blocks`, an nn.ModuleDict of its layers; nothing may copy it afterwards.
+        what: "full" keeps a block's input alone (Chen et al. 2016, https://arxiv.org/abs/1604.06174). "selective" also
+            keeps what takes long to compute: the results of matrix products and of attention.
+
+    Raises:
+        UserError: the model has no blocks.
+    """
+    if what == "none":
+        return
+    if not hasattr(model, "blocks"):
+        raise UserError(f"--recompute {what} needs a model with `blocks`, an nn.ModuleDict of its layers")
+    selective = functools.partial(checkpoint.create_selective_checkpoint_contexts, _what_to_keep)
+    how: dict[str, Any] = {"context_fn": selective} if what == "selective" else {}
+    for block in model.blocks.values():
+        # No layer draws random numbers, so their state need not be kept.
+        block.forward = functools.partial(
+            checkpoint.checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **how
+        )
+
+
+def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> checkpoint.CheckpointPolicy:
+    name = operation.name().partition(".")[0]
+    kept = name in KEPT or "scaled_dot_product" in name
+    return checkpoint.CheckpointPolicy.MUST_SAVE if kept else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

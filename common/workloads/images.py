@@ -109,7 +109,10 @@ class Images:
             cells = _cells(self.rows, indices)
             indices = indices.copy()
             for i, index in enumerate(indices.tolist()):
-                image, indices[i] = _decode_or_next(self.rows, index, self.unreadable, self.channels, cell=cells[i])
+                least = augment.least_side(self.size, draws[i] if self.train else None)
+                image, indices[i] = _decode_or_next(
+                    self.rows, index, self.unreadable, self.channels, cell=cells[i], least_side=least
+                )
                 images[i] = (
                     augment.crop_resized(image, self.size, draws[i, :4])
                     if self.train
@@ -286,6 +289,7 @@ def _decode_or_next(
     channels: int = 0,
     size: tuple[int, int] | None = None,
     cell: Cell = None,
+    least_side: int = 0,
 ) -> tuple[torch.Tensor, int]:
     """An image and its index: that at `index`, or the next one after those that cannot be decoded and may be skipped.
 
@@ -295,7 +299,7 @@ def _decode_or_next(
     while True:
         if unreadable is None or index not in unreadable:
             try:
-                return decode(rows, index, channels, size, cell), index
+                return decode(rows, index, channels, size, cell, least_side), index
             except UnreadableImageError as error:
                 if unreadable is None:
                     raise UserError(f"{error} (with --skip-unreadable, the next image takes its place)") from error
@@ -310,6 +314,7 @@ def decode(
     channels: int = 0,
     size: tuple[int, int] | None = None,
     cell: Cell = None,
+    least_side: int = 0,
 ) -> torch.Tensor:
     """Decode one image to uint8 (C, H, W): its first frame, turned as its EXIF orientation says.
 
@@ -319,6 +324,8 @@ def decode(
         channels: 1 for grey, 3 for colour, 0 to keep the image's own.
         size: height and width to resize to.
         cell: the row, if it has been read.
+        least_side: decode a JPEG at 1/2, 1/4 or 1/8 of its size if its short side then has this many pixels, which is
+            faster; 0 for its own size.
 
     Raises:
         UnreadableImageError: the row is empty, or what is in it or in its file is not a readable image; names it.
@@ -339,6 +346,8 @@ def decode(
     try:
         # By its name, Pillow would map a TIFF file into memory, and scramble one whose orientation is 5 to 8.
         with Image.open(io.BytesIO(content)) as file:
+            if least_side:
+                file.draft(None, (least_side, least_side))  # nothing, for other formats
             file.load()  # of several frames or pages, the first
             with contextlib.suppress(Exception):  # a damaged EXIF block: the pixels are whole
                 ImageOps.exif_transpose(file, in_place=True)

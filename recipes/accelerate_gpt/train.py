@@ -25,7 +25,7 @@ import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, ParallelismConfig
@@ -35,7 +35,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from common import UserError, ranks
-from common import checkpoint, cli, data, exits, flops, guard, initial, metrics, precision
+from common import checkpoint, cli, data, devices, exits, flops, guard, initial, metrics, precision
 from common import process_group, rates, run_dir, sampler, schedule, session, start
 from common.process_group import World
 from common.workloads import gpt, text
@@ -71,7 +71,7 @@ class Args:
     on_bad_state: Literal["stop", "rewind"] = "stop"  # a faulty state, never saved: stop, or compute it again
     hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
     global_batch_size: cli.PositiveInt = 32  # sequences per optimizer step, over all ranks
-    micro_batch_size: cli.NonNegativeInt = 0  # most sequences of a rank's forward pass; 0 for one micro-batch per step
+    micro_batch_size: cli.Smaller = 0  # most sequences of a rank's forward pass; 0 for one micro-batch per step
     lr: cli.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
     lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr was chosen for
     weight_decay: cli.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
@@ -79,7 +79,10 @@ class Args:
     warmup_steps: cli.NonNegativeInt = 20  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
     dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16, float16 or float64
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high is TF32 on GPUs
+    deterministic: bool = False  # the same bits each time on GPUs too, if slower; a CPU gives them anyway
     compile: bool = False  # torch.compile the model
+    recompute: Annotated[gpt.Recompute, cli.Frees("full")] = "none"  # what the backward pass computes again
     seq_len: cli.PositiveInt = 128  # tokens in a sequence
     tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
     text_columns: str = ""  # columns to read, such as "title,body"; "" for the one with the most text
@@ -199,6 +202,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     """Put the plain model on its device and under the strategy, which Accelerate's file has chosen."""
     dtype = precision.compute_dtype(args.dtype, device)
     model = initial.materialize(model, args.seed, device, precision.param_dtype(dtype))
+    gpt.recompute(model, args.recompute)
     # FSDP2 wants an optimizer beside the model. Main makes its own, of the parameters that come of this.
     make_accelerator(args).free_memory()  # of models before --on-bad-state rewind
     model, _ = make_accelerator(args).prepare(model, make_optimizer(args, model))
@@ -265,6 +269,7 @@ def evaluate(args: Args, model: Any, batches: data.Loader) -> metrics.Sums:
 def main() -> None:
     """Train to the end, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
+    devices.configure(args.matmul_precision, args.deterministic)
     # Compares flags and code over the ranks, because nothing else would notice a rank with others.
     world = process_group.start(args.backend, args.dtype, __file__, flag=dataclasses.asdict(args))
     mesh = make_mesh(args, world)

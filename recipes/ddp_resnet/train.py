@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import checkpoint, cli, data, exits, flops, guard, initial, metrics, precision
+from common import checkpoint, cli, data, devices, exits, flops, guard, initial, metrics, precision
 from common import process_group, rates, run_dir, sampler, schedule, seed, session, start, sync_batchnorm
 from common.process_group import World
 from common.workloads import images, resnet
@@ -72,7 +72,7 @@ class Args:
     on_bad_state: Literal["stop", "rewind"] = "stop"  # a faulty state, never saved: stop, or compute it again
     hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
     global_batch_size: cli.PositiveInt = 128  # samples per optimizer step, over all ranks
-    micro_batch_size: cli.NonNegativeInt = 0  # most samples of a rank's forward pass; 0 for one micro-batch per step
+    micro_batch_size: cli.Smaller = 0  # most samples of a rank's forward pass; 0 for one micro-batch per step
     lr: cli.NonNegativeFloat = 0.2  # peak learning rate at lr_reference_batch samples per step, scaled linearly
     lr_reference_batch: cli.PositiveInt = 256  # samples per step that lr was chosen for
     weight_decay: cli.NonNegativeFloat = 5e-4  # weight decay of weights; none on norms and biases
@@ -80,6 +80,8 @@ class Args:
     warmup_steps: cli.NonNegativeInt = 30  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 0.0  # clip the global gradient norm to this; 0 for never
     dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16, float16 or float64
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high is TF32 on GPUs
+    deterministic: bool = False  # the same bits each time on GPUs too, if slower; a CPU gives them anyway
     compile: bool = False  # torch.compile the model
     model: str = "resnet18"  # a residual network of torchvision
     momentum: cli.Fraction = 0.9  # momentum of SGD
@@ -211,6 +213,7 @@ def evaluate(args: Args, model: Any, batches: data.Loader) -> metrics.Sums:
 def main() -> None:
     """Train to the end, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
+    devices.configure(args.matmul_precision, args.deterministic)
     # Compares flags and code over the ranks, because nothing else would notice a rank with others.
     world = process_group.start(args.backend, args.dtype, __file__, flag=dataclasses.asdict(args))
     mesh = make_mesh(args, world)

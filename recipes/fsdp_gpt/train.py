@@ -17,26 +17,24 @@ the results. Clipping adds one all-reduce.
     NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/fsdp_gpt --dp-replicate 2           # HSDP, 2 groups of 2
     bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/fsdp_gpt --num-layers 24 --num-heads 16 --width 2048
 
-Measured: val/loss 1.789 nats a byte after 200 steps and 77 s of training, 2 processes, AMD EPYC, 2 cores, bfloat16,
-gloo, torch 2.15.0, 2026-11-21 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
+Measured: val/loss 1.749 nats a byte after 200 steps and 88 s of training, 2 processes, Intel Xeon, 2 cores, bfloat16,
+gloo, torch 2.15.0, 2026-11-23 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
 
 Base: recipes/ddp_gpt. Open: 0 1 3
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint as recomputed
 
-from common import checkpoint, cli, data, exits, flops, guard, initial, metrics, precision
+from common import checkpoint, cli, data, devices, exits, flops, guard, initial, metrics, precision
 from common import process_group, rates, run_dir, sampler, schedule, session, start
 from common.process_group import World
 from common.workloads import gpt, text
@@ -72,7 +70,7 @@ class Args:
     on_bad_state: Literal["stop", "rewind"] = "stop"  # a faulty state, never saved: stop, or compute it again
     hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
     global_batch_size: cli.PositiveInt = 32  # sequences per optimizer step, over all ranks
-    micro_batch_size: cli.NonNegativeInt = 0  # most sequences of a rank's forward pass; 0 for one micro-batch per step
+    micro_batch_size: cli.Smaller = 0  # most sequences of a rank's forward pass; 0 for one micro-batch per step
     lr: cli.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
     lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr was chosen for
     weight_decay: cli.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
@@ -80,7 +78,10 @@ class Args:
     warmup_steps: cli.NonNegativeInt = 20  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
     dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16, float16 or float64
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high is TF32 on GPUs
+    deterministic: bool = False  # the same bits each time on GPUs too, if slower; a CPU gives them anyway
     compile: bool = False  # torch.compile the model
+    recompute: Annotated[gpt.Recompute, cli.Frees("full")] = "none"  # what the backward pass computes again
     seq_len: cli.PositiveInt = 128  # tokens in a sequence
     tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
     text_columns: str = ""  # columns to read, such as "title,body"; "" for the one with the most text
@@ -99,7 +100,6 @@ class Args:
     rope_scaling: str = ""  # stretched positions: "linear:FACTOR" or "llama3:FACTOR:LOW:HIGH:CONTEXT"; "" for none
     dp_replicate: cli.PositiveInt = 1  # groups that each hold the whole model (HSDP)
     reshard_after_forward: bool = True  # free gathered parameters until the backward pass, which saves memory
-    recompute: bool = False  # recompute each block in the backward pass instead of keeping its activations
 
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
@@ -153,11 +153,13 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     compute = dtype if dtype in precision.HALVES else None
     # FSDP's param_dtype is the type it gathers in, our compute type. It adds up gradients in our storage type.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.param_dtype(dtype))
+    # Parameters come in the compute type, so section 2's autocast has nothing to do. On GPUs it would compute each norm
+    # in float32, and cast the result back once for each matrix that reads it.
+    model.forward = torch.autocast(device.type, enabled=False)(model.forward)
     # Two axes make it HSDP.
     axes = mesh["dp_replicate", "dp_shard"] if args.dp_replicate > 1 else mesh["dp_shard"]
+    gpt.recompute(model, args.recompute)  # inside FSDP's hooks: they gather the parameters before
     for block in model.blocks.values():
-        if args.recompute:  # wraps forward, inside FSDP's hooks: they gather the parameters before it recomputes
-            block.forward = functools.partial(recomputed, block.forward, use_reentrant=False)
         fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=args.reshard_after_forward)
     # The rest: embedding, last norm and head. It stays gathered, as the backward pass begins with the head.
     fully_shard(model, mesh=axes, mp_policy=policy, reshard_after_forward=False)
@@ -225,6 +227,7 @@ def evaluate(args: Args, model: Any, batches: data.Loader) -> metrics.Sums:
 def main() -> None:
     """Train to the end, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
+    devices.configure(args.matmul_precision, args.deterministic)
     # Compares flags and code over the ranks, because nothing else would notice a rank with others.
     world = process_group.start(args.backend, args.dtype, __file__, flag=dataclasses.asdict(args))
     mesh = make_mesh(args, world)

@@ -6,15 +6,15 @@
     batch                         each pipeline: an equal part, in micro-batches of --micro-batch-size
 
 --schedule decides when each rank computes which stage, and so how long ranks wait. Neighbours send each other every
-micro-batch's activations (samples x length x width), and their gradient back. Then all-reduces follow: a tied
-embedding's gradient over its two stages, all gradients over the pipelines, the norm over the stages.
+micro-batch's activations (samples x length x width), and their gradient back. Then all-reduces follow: all gradients
+of a stage over the pipelines, a tied embedding's over its two stages, the norm over all ranks.
 
     bash launch/torchrun.sh recipes/pipeline_gpt                                         # 2 stages
     NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/pipeline_gpt --pp 2                 # 2 pipelines of 2
     bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/pipeline_gpt --pp 8 --num-layers 32
 
-Measured: val/loss 1.773 nats a byte after 200 steps and 88 s of training, 2 processes, AMD EPYC, 2 cores, bfloat16,
-gloo, torch 2.15.0, 2026-11-21 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
+Measured: val/loss 1.795 nats a byte after 200 steps and 68 s of training, 2 processes, Intel Xeon, 2 cores, bfloat16,
+gloo, torch 2.15.0, 2026-11-23 (docs/language.md; a bigram model has 2.403). Several GPUs and NCCL: not run.
 
 Base: recipes/ddp_gpt. Open: 0 1 3
 """
@@ -24,7 +24,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.optim import Optimizer
 
 from common import UserError, private_api
-from common import checkpoint, cli, data, exits, flops, guard, initial, metrics, precision
+from common import checkpoint, cli, data, devices, exits, flops, guard, initial, metrics, precision
 from common import process_group, rates, run_dir, sampler, schedule, session, start
 from common.process_group import World
 from common.workloads import gpt, text
@@ -71,7 +71,7 @@ class Args:
     on_bad_state: Literal["stop", "rewind"] = "stop"  # a faulty state, never saved: stop, or compute it again
     hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
     global_batch_size: cli.PositiveInt = 32  # sequences per optimizer step, over all ranks
-    micro_batch_size: cli.NonNegativeInt = 4  # most sequences of a rank's forward pass; 0 for one micro-batch per step
+    micro_batch_size: cli.Smaller = 4  # most sequences of a rank's forward pass; 0 for one micro-batch per step
     lr: cli.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
     lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr was chosen for
     weight_decay: cli.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
@@ -79,7 +79,10 @@ class Args:
     warmup_steps: cli.NonNegativeInt = 20  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
     dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16, float16 or float64
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high is TF32 on GPUs
+    deterministic: bool = False  # the same bits each time on GPUs too, if slower; a CPU gives them anyway
     compile: bool = False  # torch.compile the model
+    recompute: Annotated[gpt.Recompute, cli.Frees("full")] = "none"  # what the backward pass computes again
     seq_len: cli.PositiveInt = 128  # tokens in a sequence
     tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
     text_columns: str = ""  # columns to read, such as "title,body"; "" for the one with the most text
@@ -172,13 +175,15 @@ class Pipeline(nn.Module):
 
 
 def make_mesh(args: Args, world: World) -> DeviceMesh:
-    """The ranks and their axes: pipelines, and the ranks of a pipeline."""
+    """The ranks and their axes: the ranks of a pipeline, and pipelines."""
     cli.check_divides("--pp", args.pp, {"the number of ranks": world.size})
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, world.size // args.pp)
     if args.schedule in V_SHAPED and torch.__version__ < "2.15":  # 2.11 sends between two stages of one rank, and stops
         raise UserError(
             f"--schedule {args.schedule} needs torch 2.15, and this is {torch.__version__}: try another one"
         )
+    if args.schedule in ZERO_BUBBLE and args.recompute == "selective":  # torch computes again for one backward pass
+        raise UserError(f"--schedule {args.schedule} goes back through a stage twice: use --recompute full or none")
     stages_here = len(stage_numbers(args, 0))
     # torch's own limits for 1F1B and DualPipeV. With fewer than --pp, the other schedules could not fill a pipeline.
     least = {"GPipe": 1, "DualPipeV": 2 * args.pp}.get(args.schedule, args.pp)
@@ -190,7 +195,8 @@ def make_mesh(args: Args, world: World) -> DeviceMesh:
     if args.pp < stages_here or args.num_layers < args.pp * stages_here:
         needs = f"--schedule {args.schedule} needs --pp {stages_here} or more, and --num-layers for every stage"
         raise UserError(f"{needs} ({stages_here} a rank), not --pp {args.pp} and --num-layers {args.num_layers}")
-    return init_device_mesh(world.device.type, (world.size // args.pp, args.pp), mesh_dim_names=("dp", "pp"))
+    # Ranks with the same stage are neighbours: on several machines, activations cross the network, not gradients.
+    return init_device_mesh(world.device.type, (args.pp, world.size // args.pp), mesh_dim_names=("pp", "dp"))
 
 
 def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
@@ -218,6 +224,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
         stage.norm = stage.norm if is_last else None
         stage.head = stage.head if is_last else None
         stages[i] = initial.materialize(stage, args.seed, device, precision.param_dtype(dtype))
+        gpt.recompute(stage, args.recompute)
         # A schedule calls the stage itself, not section 2's forward, which would choose the type.
         stages[i].forward = precision.autocast(device, dtype)(stage.forward)
     pipeline = Pipeline()
@@ -231,7 +238,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
         pipeline.ends[1].embed = pipeline.ends[0].embed
     if args.tied and args.pp > 1 and args.schedule not in V_SHAPED and model.embed.weight.requires_grad:
         # The first and the last rank of each pipeline.
-        pipeline.tied_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh[:, [0, -1]].tolist())
+        pipeline.tied_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh[[0, -1]].T.tolist())
     parts = [PipelineStage(stage, i, num_stages, device, group=group) for i, stage in stages.items()]
 
     # scale_grads=False: the weight divides, by the samples of the whole step.
@@ -270,10 +277,14 @@ def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scal
     # The mean over the samples of the whole step; gradients are added up over the pipelines, which are dp_size.
     model.weight = scale / model.mesh["dp"].size() / step[0].step_samples
     sums = run_schedule(model, step, model.schedule.step)
+    if mine := trained(model):  # in one buffer, because by now the activations' memory is free
+        total = torch.cat([p.grad.flatten() for p in mine])
+        dist.all_reduce(total, group=model.mesh.get_group("dp"))
+        for p, part in zip(mine, total.split([p.numel() for p in mine]), strict=True):
+            p.grad = part.view_as(p)
     if model.tied_group:  # the embedding has a gradient at both ends of the pipeline
+        # Last, because a sum of two is the same at both, and sums over the pipelines may be rounded in another order.
         dist.all_reduce((model.ends[0] or model.ends[1]).embed.weight.grad, group=model.tied_group)
-    for p in trained(model):
-        dist.all_reduce(p.grad, group=model.mesh.get_group("dp"))
     return sums
 
 
@@ -297,9 +308,9 @@ def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     copied = model.ends[1].embed.weight if model.tied_group and model.ends[1] else None
     grads = [p.grad for p in trained(model) if p is not copied]
     norm = nn.utils.get_total_norm(grads) if grads else next(model.parameters()).new_zeros(())
-    square = norm.square()
-    # Over the stages only: the pipelines have equal gradients by now.
-    dist.all_reduce(square, group=model.mesh.get_group("pp"))
+    # Over all ranks, so that all have the same bits. The pipelines have equal gradients by now.
+    square = norm.square() / model.mesh["dp"].size()
+    dist.all_reduce(square)
     nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm or float("inf"), square.sqrt())
     return square.sqrt()
 
@@ -337,6 +348,7 @@ def evaluate(args: Args, model: Any, batches: data.Loader) -> metrics.Sums:
 def main() -> None:
     """Train to the end, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
+    devices.configure(args.matmul_precision, args.deterministic)
     # Compares flags and code over the ranks, because nothing else would notice a rank with others.
     world = process_group.start(args.backend, args.dtype, __file__, flag=dataclasses.asdict(args))
     mesh = make_mesh(args, world)

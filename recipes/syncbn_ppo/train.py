@@ -36,8 +36,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import checkpoint, cli, exits, guard, initial, metrics, precision, process_group, run_dir, sampler
-from common import schedule, seed, session, start, sync_batchnorm
+from common import checkpoint, cli, devices, exits, guard, initial, metrics, precision, process_group, run_dir
+from common import sampler, schedule, seed, session, start, sync_batchnorm
 from common.process_group import World
 from common.workloads import actor_critic, environments
 
@@ -74,6 +74,8 @@ class Args:
     warmup_steps: cli.NonNegativeInt = 0  # updates of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 0.5  # clip the global gradient norm to this; 0 for never
     dtype: Literal["float32", "float64"] = "float32"  # bfloat16 is too coarse for the ratio of two probabilities
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high is TF32 on GPUs
+    deterministic: bool = False  # the same bits each time on GPUs too, if slower; a CPU gives them anyway
     compile: bool = False  # torch.compile the model
     width: cli.PositiveInt = 64  # units of a hidden layer
     batch_norm: bool = True  # SyncBatchNorm after each hidden layer
@@ -257,6 +259,7 @@ def evaluate(args: Args, model: Any, dp_rank: int, dp_size: int) -> metrics.Sums
 def main() -> None:
     """Train to the end, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
+    devices.configure(args.matmul_precision, args.deterministic)
     # Compares flags and code over the ranks, because nothing else would notice a rank with others.
     world = process_group.start(args.backend, args.dtype, __file__, flag=dataclasses.asdict(args))
     mesh = make_mesh(args, world)

@@ -1,8 +1,8 @@
 """Run the fault matrix and write docs/faults.csv and docs/faults.md: `uv run python -m tests.faults.table`.
 
 The file has a row for each fault and recipe; the page sums it up, and its prose is written by people. With names of
-recipes (`... -m tests.faults.table ddp_gpt fsdp_gpt`) it takes minutes and replaces the rows of those recipes only.
-`--no-run` writes the page again from the file.
+recipes (`... -m tests.faults.table ddp_gpt fsdp_gpt`) it takes minutes and replaces the rows of those recipes only;
+with `-k EXPRESSION`, as of pytest, the rows that it has run. `--no-run` writes the page again from the file.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -37,6 +38,9 @@ def main() -> None:
     """Run pytest as often as asked, and write the file and the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(RECIPES)}; default: all")
+    parser.add_argument(
+        "-k", dest="tests", default="", metavar="EXPRESSION", help="these tests only, as pytest selects them"
+    )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--no-run", action="store_true", help="write the page from docs/faults.csv as it is")
     args = parser.parse_args()
@@ -47,23 +51,25 @@ def main() -> None:
         PAGE.write_text(pages.fill(before, **render(read(FILE), pages.parts(before)["measured"].split("\n\n"))))
         return
     began = time.monotonic()
-    rows = run(args.recipes, args.repeats)
-    words = [*args.recipes, *([f"--repeats {args.repeats}"] if args.repeats > 1 else [])]
+    rows = run(args.recipes, args.tests, args.repeats)
+    words = [*args.recipes, *(["-k", shlex.quote(args.tests)] if args.tests else [])]
+    words += [f"--repeats {args.repeats}"] if args.repeats > 1 else []
     measured = [pages.measured(" ".join(["uv run python -m tests.faults.table", *words]), "gloo", began=began)]
-    if args.recipes:
-        rows = replace(read(FILE), rows, args.recipes)
+    if args.recipes or args.tests:
+        rows = replace(read(FILE), rows, [] if args.tests else args.recipes)
         measured = [*(line for line in pages.parts(before)["measured"].split("\n\n") if line), *measured]
     save(rows)
     PAGE.write_text(pages.fill(before, **render(rows, measured)))
 
 
-def run(recipes: Sequence[str], repeats: int) -> list[Row]:
-    """The rows of these recipes, of all if none is named."""
+def run(recipes: Sequence[str], tests: str, repeats: int) -> list[Row]:
+    """The rows of these recipes and tests, of all if none is named."""
+    selected = " and ".join(f"({part})" for part in (selection(recipes), tests) if part)
     found: dict[tuple[str, str], list[dict[str, Any]]] = collections.defaultdict(list)
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder, "rows.jsonl")
-            command = [sys.executable, "-m", "pytest", "-m", "faults", "tests/faults", "-k", selection(recipes)]
+            command = [sys.executable, "-m", "pytest", "-m", "faults", "tests/faults", "-k", selected]
             code = subprocess.run(
                 command, cwd=ROOT, env=os.environ | {"FAULTS_RECORD": str(record)}, check=False
             ).returncode
@@ -106,9 +112,11 @@ def plain(message: str) -> str:
     return line if len(line) <= 160 else f"{line[:157]}..."
 
 
-def replace(rows: Iterable[Row], new: Iterable[Row], recipes: Sequence[str]) -> list[Row]:
-    """All rows, those of these recipes by the new ones; recipes that no longer exist are dropped."""
-    return [*(row for row in rows if row["recipe"] in RECIPES and row["recipe"] not in recipes), *new]
+def replace(rows: Iterable[Row], new: Sequence[Row], recipes: Sequence[str]) -> list[Row]:
+    """All rows: the new ones, and the old ones of other faults, but none of these recipes or of those that are gone."""
+    again = {(row["fault"], row["recipe"]) for row in new}
+    kept = [row for row in rows if row["recipe"] in RECIPES and row["recipe"] not in recipes]
+    return [*(row for row in kept if (row["fault"], row["recipe"]) not in again), *new]
 
 
 def read(file: Path) -> list[Row]:

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from common.watch import DEAD_S
 
-from tests.faults.test_ranks import HANG_S, PROMPT_S, _patient, who  # noqa: F401
+from tests.faults.test_ranks import BUSY_S, HANG_S, PROMPT_S, _patient, end_frozen, who  # noqa: F401
 from tests.harness import inject, runner
 from tests.harness.fault_case import FaultCase, checkpoints, events_in, find_line, temporaries, wait_for
 
 HOW = ("synchronous", "asynchronous")
 SAVE_S = 5.0  # process_group.TIMEOUT_S of these runs, longer than --hang-timeout
+NOTICE_S = 5.0  # to notice the end of a process that no connection tells; 3 to 3.5 are usual
 SLOW_S = 8.0  # a save that takes longer than both
 
 
@@ -141,6 +142,30 @@ def test_killed_early(case: FaultCase) -> None:
     last = case.size - 1
     case.check_named(result, PROMPT_S + DEAD_S, f"dead or frozen; last heartbeat of {who(last, 0)}", culprits=[last])
     case.resume_and_check(exact=True)
+
+
+@pytest.mark.fault("rank: SIGKILL, as NCCL shows it: no connection ends, and nobody's collective fails", least=2)
+def test_killed_without_a_word(case: FaultCase) -> None:
+    """Rank 0 waits for nobody, as the host of a GPU whose kernel spins; its own limit is far."""
+    last = case.size - 1
+    faults = [("update", "sleep", 0, 4), ("update", "signal later", last, 4, "SIGKILL")]
+    result = case.start("--hang-timeout", "100", faults=faults, mutant="no connection ends")
+    finding = f"dead or frozen; last heartbeat of {who(last, 4)}: optimizer"
+    case.check_named(result, NOTICE_S, finding, culprits=[last])
+    case.resume_and_check()
+
+
+@pytest.mark.rest
+@pytest.mark.fault("rank: hangs, SIGSTOP, as a machine without power shows: no connection ends", least=2)
+def test_frozen_without_a_word(case: FaultCase) -> None:
+    """Longer than a dead process of the same machine, which can be told: a frozen one may come back."""
+    last = case.size - 1
+    faults = [("update", "sleep", 0, 4), ("update", "signal later", last, 4, "SIGSTOP")]
+    result = case.start("--hang-timeout", "100", faults=faults, mutant="no connection ends", meanwhile=end_frozen)
+    finding = f"dead or frozen; last heartbeat of {who(last, 4)}: optimizer"
+    case.check_named(result, 10 + DEAD_S + 2 * BUSY_S, finding, culprits=[last])
+    assert case.row.notice_s is not None
+    assert case.row.notice_s > 9
 
 
 @pytest.mark.rest

@@ -248,7 +248,7 @@ def stop_at_own_pace(pace_s: float, folder: str, agree: bool) -> None:
     world = process_group.start()
     stopping = stop.Stop(world, deadline_min=0, first_step=0, last_step=10_000)
     if not agree:  # a mutant: every rank stops after its own next step
-        stop.max = lambda _: stopping._done
+        stop.max = lambda *_: stopping._done
     step, rank = 0, world.rank
     while not stopping.after(step):
         step += 1

@@ -677,6 +677,11 @@ def _need_room() -> None:
     run_dir.write_config = write_config
 
 
+def _feel_nothing() -> None:
+    _replace(watch.Watch, "_feel_next", lambda _: None)
+    _replace(watch.Watch, "_next_is_silent", lambda _: False)
+
+
 MUTANTS = {
     "TensorBoard's writer is kept": _keep_events,
     "damaged records are not left out": _read_whole_records,
@@ -684,7 +689,8 @@ MUTANTS = {
     "the bytes of a save do not count": lambda: _replace(heartbeat.Heartbeat, "_bytes_written", lambda _: 0),
     "who fails alone in a save stays in its group": lambda: _replace(saver.Saver, "_leave", lambda _: None),
     "nobody notices that it was frozen": lambda: _replace(heartbeat.Heartbeat, "own_freeze", lambda _: ""),
-    "no rank feels the end of the next one": lambda: _replace(watch.Watch, "_feel_next", lambda _: None),
+    "no connection ends": lambda: _replace(watch.Watch, "_feel_next", lambda _: None),
+    "no rank feels the end of the next one": _feel_nothing,
     "no thread of C watches the interpreter": lambda: _replace(
         faulthandler, "dump_traceback_later", lambda *_, **__: None
     ),

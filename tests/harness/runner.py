@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import flops, run_dir, stop
+from common import devices, flops, run_dir, stop
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
@@ -173,6 +173,9 @@ def layouts(recipe: str) -> list[Layout]:
         elif has_flag(recipe, "--tp"):
             slices = [tp for tp in (4, 2, 1) if size % tp == 0][:2]
             found += [Layout(recipe, size, ("--tp", str(tp)), size // tp) for tp in slices if tp > 1 or size % 2]
+        elif has_flag(recipe, "--sync"):  # in several buckets, small as the model is
+            kinds = choices(recipe, "--sync") if size > 1 else choices(recipe, "--sync")[:1]
+            found += [Layout(recipe, size, ("--sync", kind, "--bucket-mb", "0.02"), size) for kind in kinds]
         else:
             odd = ("--mlp-width", "45") if has_flag(recipe, "--dp-replicate") else ()  # parts of unequal size
             found.append(Layout(recipe, size, odd, size))
@@ -414,6 +417,7 @@ class _State:
         GradientState._reset_state()
         debug._clear_sharding_prop_cache()
         functorch.donated_buffer = self._donated
+        devices.configure("highest", deterministic=False)
         torch._dynamo.reset()
         gc.collect()
         # DTensor's caches outlive a process group: with torch 2.11 the next training uses the groups of the last one.

@@ -84,7 +84,7 @@ def share(layout: runner.Layout, rank: int) -> Term:
     flags = options(layout)
     if "--pp" in flags:
         of = zip(owners(layout), stage_bytes(layout), strict=True)
-        return "its own layers", sum(size for owner, size in of if owner == rank % int(flags["--pp"]))
+        return "its own layers", sum(size for owner, size in of if owner == rank // layout.dp_size)
     if layout.recipe in REPLICAS:
         return "P", P
     if "--dp-replicate" in flags:
@@ -123,7 +123,7 @@ def traffic(layout: runner.Layout, rank: int) -> dict[str, list[Term]]:
             found["all-gather"] += [("norms are whole", 2 * whole), ("first and last layers gathered once", -once)]
             found["reduce-scatter"] += [("norms are whole", whole)]
     elif "--pp" in flags:
-        me = rank % int(flags["--pp"])
+        me = rank // layout.dp_size
         count = sum(me in border for border in itertools.pairwise(owners(layout)) if border[0] != border[1])
         found |= {kind: [(f"{count} B T C", count * stream)] for kind in ("send", "receive")}
         if layout.dp_size > 1:

@@ -1,0 +1,71 @@
+"""What a step of each recipe launches, copies, casts, sends and holds on CUDA, without a GPU.
+
+It is counted by tests/harness/fake_cuda.py. The figures are those of docs/gpu-counts.md, so whoever changes one makes
+the page again. Each count has a mutant, a mistake that it must show.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests import cuda_table
+from tests.harness import pages, runner
+from tests.harness.theory import P
+
+pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch was built without CUDA")
+
+
+def each_recipe() -> Iterator[Any]:
+    """The recipes that can be counted; a plain `pytest` counts one of each workload."""
+    for recipe in runner.RECIPES:
+        if cuda_table.cases(recipe):
+            rest = () if runner.stands_for_workload(recipe) else pytest.mark.all_recipes
+            yield pytest.param(recipe, marks=rest)
+
+
+GRADIENTS = {"ddp_gpt": "all-reduce dp", "fsdp_gpt": "reduce-scatter dp_shard"}  # what sends them
+
+
+def test_every_recipe_is_counted_or_has_a_reason() -> None:
+    assert {recipe for recipe in runner.RECIPES if not cuda_table.cases(recipe)} == {*cuda_table.NOT_RUN}
+
+
+@pytest.mark.parametrize("recipe", list(each_recipe()))
+def test_counts_are_those_of_the_page(recipe: str) -> None:
+    cases = cuda_table.cases(recipe)
+    page = pages.parts(cuda_table.PAGE.read_text())
+    for case, counted in zip(cases, cuda_table.count(cases), strict=True):
+        for part in ("step", "evaluate"):
+            found = counted[part]
+            assert not found["syncs"], f"{case}: in {part}, the host waits for the GPU"
+            assert not found["to_host"]
+            assert not found["cpu_tensors"], f"{case}: in {part}, a kernel takes a tensor of the CPU"
+        if kind := GRADIENTS.get(recipe):
+            assert counted["step"]["sent"][kind]["bytes"] == P, f"{case}: 4 bytes for each parameter, once"
+        waits = sum(counted["check"]["syncs"].values())
+        assert waits <= 2, f"{case}: to compare replicas, the host waits {waits} times, not once for all tensors"
+        if f"torch {torch.__version__}," in page["measured"]:  # other versions launch other kernels
+            assert cuda_table.row(case, counted) in page["counts"], f"{case}: make the page again"
+
+
+SHOWN_BY = {"item": "syncs", "cast": "casts", "cpu index": "cpu_tensors", "to host": "to_host"}
+
+
+def test_mutants() -> None:
+    mutants = ("", *SHOWN_BY, "lost collective", "held")
+    counted = cuda_table.count([cuda_table.Case("ddp_gpt", 8)] * len(mutants), mutants=mutants)
+    steps = {mutant: one["step"] for mutant, one in zip(mutants, counted, strict=True)}
+    for mutant, key in SHOWN_BY.items():
+        assert steps[mutant][key] != steps[""][key], f"{mutant} is not seen"
+    lost, sent = (steps[mutant]["sent"]["all-reduce dp"]["bytes"] for mutant in ("lost collective", ""))
+    assert lost < sent
+    assert steps["held"]["held_bytes"] > steps[""]["held_bytes"] + 2**22
+
+
+def test_process_is_not_changed() -> None:
+    """The harness runs in processes of its own."""
+    assert "tests.harness.fake_cuda" not in sys.modules
+    assert torch.cuda.is_available.__module__ == "torch.cuda"
