@@ -43,6 +43,7 @@ class Layout:
 
     @property
     def workload(self) -> str:
+        """What it trains."""
         return workload(self.recipe)
 
 
@@ -116,6 +117,8 @@ def layouts(recipe: str, size: int, gpus: bool) -> list[Layout]:
     # One rank of the reference is the reference.
     same = two if recipe == reference(workload(recipe)).recipe else ""
     found = [Layout(recipe, dp_size=size, needs=same)]
+    if has_flag(recipe, "--sync"):
+        found = [Layout(recipe, ("--sync", way), size) for way in choices(recipe, "--sync")]
     if has_flag(recipe, "--dp-replicate"):
         lacks = "" if size % 2 == 0 and size >= 4 else "4 ranks, or a larger even number"
         found.append(Layout(recipe, ("--dp-replicate", "2"), size, needs=lacks))

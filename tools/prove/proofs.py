@@ -1,5 +1,6 @@
 """The proofs: which runs they take, what is compared, and how far apart it may be."""
 
+import json
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,9 +50,11 @@ class Asked:
     folder: Path
 
     def ways(self) -> list[layouts.Layout]:
+        """All ways of these recipes, also those that cannot run here."""
         return [one for recipe in self.recipes for one in layouts.layouts(recipe, self.size, self.gpus)]
 
     def can_run(self) -> list[layouts.Layout]:
+        """Those that this number of ranks and these devices allow."""
         return [layout for layout in self.ways() if not layout.needs]
 
     def job(self, name: str, layout: layouts.Layout, dtype: str, *flags: str, **how: Any) -> Job:
@@ -72,7 +75,7 @@ def all_of(asked: Asked, run: Run) -> tuple[list[Row], dict[str, list[dict[str, 
 
 def write_text(folder: Path) -> None:
     """A text that is the same everywhere: Python's own differs between its versions."""
-    words = "the ranks send what they hold and wait for all the others before they take a step".split()
+    words = ("ranks", "send", "what", "they", "hold", "and", "wait", "for", "the", "others", "before", "a", "step")
     folder.mkdir(parents=True)
     state, lines = 1, []
     for _ in range(3000):
@@ -94,7 +97,7 @@ def equal_and_moved(asked: Asked, run: Run) -> Iterator[Row]:
             dtype: run(asked.job(f"{kind} {dtype} reference", alone, dtype))
             for dtype in (("float64", "float32") if supervised else ("float64",))
         }
-        first = []  # one layout of each recipe also computes in the coarser types
+        first: list[layouts.Layout] = []  # one layout of each recipe also computes in the coarser types
         for layout in here:
             first += [] if layout.recipe in [one.recipe for one in first] else [layout]
         done = []
@@ -247,7 +250,8 @@ def stopped(asked: Asked, run: Run) -> Iterator[Row]:
             assert first
             assert second
             assert whole
-            stop = int(ranks.printable((first.job.run_dir / "stopped.json").read_text()).split('"step": ')[1].split(",")[0])
+            step = json.loads((first.job.run_dir / "stopped.json").read_text())["step"]
+            assert STOPS_AT <= step < STEPS, f"it has stopped at step {step} of {STEPS}"
             worst = max(
                 apart(second.job.run_dir, whole.job.run_dir, tag, 1, STEPS) for tag in ("train/loss", "train/grad_norm")
             )

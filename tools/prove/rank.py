@@ -43,7 +43,8 @@ def run(
     sys.path.insert(0, str(Path(path).parent))
     if not rates:
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-        flops.count_sample = lambda _loss, _model, train: flops.Sample(0.0, train.sample_units)  # it takes a second
+        none: Any = lambda _loss, _model, train: flops.Sample(0.0, train.sample_units)  # noqa: E731
+        flops.count_sample = none  # it takes a second
     with noted(Path(notes), int(env["RANK"])) if notes else contextlib.nullcontext(), _signalled(notes, *signal_at):
         runpy.run_path(path, run_name="__main__")
     sys.stdout.flush()
@@ -59,7 +60,7 @@ def noted(notes: Path, rank: int) -> Iterator[None]:
     save = saver.Saver.save
     holds: list[Any] = []
 
-    def noting_begin(self: guard.FiniteGuard, model: Any, optimizer: Any, *more: Any) -> None:
+    def noting_begin(self: Any, model: Any, optimizer: Any, *more: Any) -> None:
         begin(self, model, optimizer, *more)
         holds[:] = model, optimizer
         _note(notes / f"begin-{rank}.json", *holds)
@@ -68,8 +69,8 @@ def noted(notes: Path, rank: int) -> Iterator[None]:
         _note(notes / f"end-{rank}.json", *holds)
         save(self, *what)
 
-    guard.FiniteGuard.__init__ = noting_begin  # type: ignore[method-assign]
-    saver.Saver.save = noting_save  # type: ignore[method-assign]
+    guard.FiniteGuard.__init__ = noting_begin  # type: ignore[method-assign, assignment]
+    saver.Saver.save = noting_save  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

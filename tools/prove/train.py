@@ -46,13 +46,13 @@ def main() -> None:
         if ranks.from_rank0(lambda: time.monotonic() - began > 60 * args.minutes):
             return None
         ranks.print0(f"{time.monotonic() - began:5.0f} s  {job.name}")
-        outcome = world.run(dataclasses.replace(job, timeout_s=args.timeout), run_key, visible)
-        return outcome
+        return world.run(dataclasses.replace(job, timeout_s=args.timeout), run_key, visible)
 
     asked = proofs.Asked(args.recipes or tuple(layouts.RECIPES), args.proofs, place.size, gpus, folder)
     rows, figures = proofs.all_of(asked, run)
     shutil.rmtree(folder / "runs", ignore_errors=True) if place.rank == 0 and not args.keep else None
-    done = ranks.from_rank0(lambda: page.write(out, rows, figures, page.machine(place.size, gpus)))
+    where = page.machine(place.size, gpus)
+    done = ranks.from_rank0(lambda: page.write(out, rows, figures, where))
     ranks.print0(done)
     process_group.finish()
     sys.exit(0 if all(row.verdict == "passed" or row.needs for row in rows) else 1)

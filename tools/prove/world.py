@@ -46,10 +46,12 @@ class Job:
 
     @property
     def notes(self) -> Path:
+        """Where the ranks write down what they hold."""
         return self.folder / "notes" / self.name
 
     @property
     def run_dir(self) -> Path:
+        """The run's folder."""
         return self.folder / "runs" / (self.run or self.name)
 
     def log(self, number: int) -> Path:
@@ -67,6 +69,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
+        """Whether all ranks have ended with 0."""
         return not any(code != 0 for code in self.codes)
 
     def lines(self, most: int = 4) -> str:
@@ -85,7 +88,7 @@ class Outcome:
 def environment(alone: bool, config: str, run_key: str, gpus: str | None) -> dict[str, str]:
     """The environment of a rank that meets the others at a new port (all ranks take part)."""
     given = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "ROLE_"))}
-    for name in ("RUN_DIR_FILE", "CUDA_VISIBLE_DEVICES", "SLURM_STEP_NUM_TASKS", "ACCELERATE_CONFIG"):
+    for name in ("RUN_DIR_FILE", "CUDA_VISIBLE_DEVICES", "SLURM_STEP_NUM_TASKS", "ACCELERATE_CONFIG", "LAUNCHED_AS"):
         given.pop(name, None)
     port = ranks.from_rank0(_free_port)
     several = ranks.env_int("GROUP_WORLD_SIZE", default=1) > 1

@@ -1,0 +1,113 @@
+"""`python -m tools.prove` passes on this machine, and each of its proofs fails for a defect that it is there for."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import mutants, runner
+
+pytestmark = pytest.mark.timeout(900)
+PARTS = ("common", "launch", "recipes", "tools")
+
+
+def prove(folder: Path, size: int, *flags: str, root: Path = runner.ROOT) -> tuple[int, dict[str, Any], str]:
+    """Its exit code, what prove.json holds, and what it prints."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "LAUNCHED_AS", "RUN_KEY")}
+    environ = kept | {"NPROC_PER_NODE": str(size), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tools.prove", "--out", str(folder), *flags]
+    done = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=840, check=False)
+    page = folder / "prove.json"
+    assert page.exists(), done.stdout + done.stderr
+    return done.returncode, json.loads(page.read_text()), done.stdout
+
+
+def failed(found: dict[str, Any]) -> list[str]:
+    """The proofs that a page says have failed."""
+    return [f"{row['proof']}: {row['what']}: {row['figure']}" for row in found["proofs"] if row["verdict"] == "failed"]
+
+
+def test_short(tmp_path: Path) -> None:
+    """Two recipes on two ranks: all proofs are reached and pass, and the page has the figures."""
+    code, found, printed = prove(tmp_path, 2, "--recipes", "ddp_resnet", "fsdp_gpt")
+    assert not failed(found)
+    assert code == 0, printed
+    assert {row["proof"] for row in found["proofs"]} == {"equal", "moves", "kill", "stop", "rates", "collectives"}
+    assert {one["layout"] for one in found["figures"]["rates"]} == {"ddp_resnet", "fsdp_gpt"}
+    assert all(one["bytes_per_s"] > 0 for one in found["figures"]["collectives"])
+    page = (tmp_path / "prove.md").read_text()
+    assert "0 failed" in page
+    assert "| ranks | 2 on 1 machine |" in page
+    assert not list(tmp_path.glob("*/runs")), "checkpoints of a run that nobody asked to keep"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_whole(size: int, tmp_path: Path) -> None:
+    code, found, printed = prove(tmp_path, size, "--minutes", "13")
+    assert not failed(found)
+    assert code == 0, printed
+    proven = {row["what"].split()[0] for row in found["proofs"] if row["proof"] == "equal"}
+    assert proven >= {recipe for recipe in runner.RECIPES if recipe != "ddp_gpt"}
+
+
+def test_time_that_is_over_is_no_success(tmp_path: Path) -> None:
+    code, found, _ = prove(tmp_path, 1, "--recipes", "ddp_resnet", "--minutes", "0")
+    assert code == 1
+    assert {row["figure"] for row in found["proofs"] if not row["needs"]} == {"the time was over (--minutes)"}
+
+
+# Recipe, the defect, and the proof that fails for it.
+NEVER_SENDS = {"forward_backward": {"contextlib.nullcontext() if batch.last else model.no_sync()": "model.no_sync()"}}
+WRONG_MEAN = {"forward_backward": {"scale / batch.step_samples": "scale / (batch.step_samples + 1)"}}
+DEFECTS: dict[str, tuple[mutants.Changes, str]] = {
+    "gradients are never sent": (NEVER_SENDS, "equal"),
+    "a wrong divisor": (WRONG_MEAN, "equal"),
+}
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    """Of what the command runs, to be changed."""
+    for part in PARTS:
+        shutil.copytree(runner.ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_defect_of_a_recipe(defect: str, tmp_path: Path) -> None:
+    root = copy_of_the_tree(tmp_path / "tree")
+    changes, proof = DEFECTS[defect]
+    mutated = mutants.mutate("ddp_resnet", tmp_path / "mutant", changes)
+    shutil.copy(mutated, root / "recipes/ddp_resnet/train.py")
+    code, found, _ = prove(tmp_path / "out", 2, "--recipes", "ddp_resnet", "--proofs", proof, root=root)
+    assert code == 1
+    assert failed(found)
+
+
+FLIP = """
+_load = load
+def load(path, tensors):
+    _load(path, tensors)
+    one = next(tensor for tensor in tensors.values() if tensor.ndim > 1)
+    one.view(-1)[:1].view(torch.uint8)[0] ^= 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "more", "proof"),
+    [("checkpoint.py", FLIP, "moves"), ("watch.py", "Watch._accuse = lambda self, stalled: None", "kill")],
+    ids=["a checkpoint comes back with a flipped bit", "nobody names the dead"],
+)
+def test_defect_of_common(file: str, more: str, proof: str, tmp_path: Path) -> None:
+    root = copy_of_the_tree(tmp_path / "tree")
+    with (root / "common" / file).open("a") as module:
+        module.write(f"\n{more}\n")
+    flags = ("--recipes", "ddp_resnet", "--proofs", proof, "--timeout", "40")
+    code, found, _ = prove(tmp_path / "out", 2, *flags, root=root)
+    assert code == 1
+    assert failed(found)
