@@ -17,7 +17,8 @@ mpl.use("Agg")
 import torch
 from matplotlib import pyplot as plt
 from tests.harness import runner
-from tests.harness.runner import ROOT, Layout, cpu_name
+from tests.harness.runner import ROOT, Layout
+from tools.about import cpu_name
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ mpl.use("Agg")
 import torch
 from matplotlib import pyplot as plt
 from tests.harness import pages, runner
-from tests.harness.runner import ROOT, cpu_name
+from tools.about import ROOT, cpu_name
 
 EPOCHS, SAMPLES, WARMUP_EPOCHS = 10, 1433, 2
 LR, REFERENCE = 0.2, 256  # the recipe's defaults

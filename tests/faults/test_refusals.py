@@ -172,7 +172,7 @@ def test_other_version(package: str, case: FaultCase) -> None:
 
 @pytest.mark.fault("refused: --dtype auto is another type on a rank", least=2)
 def test_other_dtype(case: FaultCase) -> None:
-    if "auto" not in ast.unparse(runner.fields(case.recipe)["dtype"]):
+    if "auto" not in ast.unparse(about.fields(case.recipe)["dtype"]):
         pytest.skip("not applicable: this recipe has no --dtype auto")
     faults = [("at the start", "bfloat16", rank, 0, rank == 0) for rank in range(case.size)]
     result = case.start("--dtype", "auto", faults=faults)

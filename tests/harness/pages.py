@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from tests.harness.runner import cpu_name
+from tools.about import cpu_name
 
 # On lines of their own: after a comment, Markdown takes the rest of the line for HTML.
 MARK = re.compile(r"^<!-- begin (\w+) -->\n(.*?)^<!-- end \1 -->$", re.DOTALL | re.MULTILINE)

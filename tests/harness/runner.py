@@ -6,7 +6,6 @@ is used for the next one (`rerun` says what is put back in between); one that fa
 covers the real torchrun.
 """
 
-import ast
 import contextlib
 import functools
 import gc
@@ -14,7 +13,6 @@ import json
 import multiprocessing
 import multiprocessing.util
 import os
-import platform
 import re
 import runpy
 import signal
@@ -29,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from common import devices, flops, run_dir, stop
+from tools.about import RECIPES, ROOT, choices, has_flag, is_single, source, workload
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.harness.preload"])
 SIZES = ("--num-layers", "--mlp-width")  # of the model, that a layout may choose
@@ -65,43 +62,12 @@ class Result:
         )
 
 
-def cpu_name() -> str:
-    """Model of this machine's processor, for what is written beside a measurement."""
-    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return names[0] if names else platform.machine()
-
-
-def source(recipe: str) -> str:
-    return (ROOT / "recipes" / recipe / "train.py").read_text()
-
-
-@functools.cache
-def fields(recipe: str) -> dict[str, ast.AnnAssign]:
-    """The fields of a recipe's Args by name, as its source declares them."""
-    body = ast.parse(source(recipe)).body
-    args = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == "Args")
-    return {node.target.id: node for node in args.body if isinstance(node, ast.AnnAssign)}
-
-
-def has_flag(recipe: str, flag: str) -> bool:
-    return flag.lstrip("-").replace("-", "_") in fields(recipe)
-
-
-def choices(recipe: str, flag: str) -> list[str]:
-    """What a flag of type Literal may be, its default first."""
-    field = fields(recipe)[flag.lstrip("-").replace("-", "_")]
-    default = ast.literal_eval(field.value)
-    return sorted(ast.literal_eval(field.annotation.slice), key=lambda choice: choice != default)
-
-
 SUPERVISED = [recipe for recipe in RECIPES if has_flag(recipe, "--data")]  # which train on a set of samples
 
 
 def world_sizes(recipe: str, most: int = 4) -> list[int]:
     """World sizes that a recipe runs on: one process only, if its launch.env says so."""
-    env = ROOT / "recipes" / recipe / "launch.env"
-    single = env.exists() and "NPROC_PER_NODE=1" in env.read_text()
-    return [1] if single else list(range(1, most + 1))
+    return [1] if is_single(recipe) else list(range(1, most + 1))
 
 
 @dataclass(frozen=True)
@@ -188,11 +154,6 @@ def layout(recipe: str, size: int) -> Layout:
     """The first way to run a recipe on this many ranks, or on the most that it can."""
     size = min(size, world_sizes(recipe)[-1])
     return next(layout for layout in layouts(recipe) if layout.size == size)
-
-
-def workload(recipe: str) -> str:
-    """The last word of its name."""
-    return recipe.rpartition("_")[2]
 
 
 def base(recipe: str) -> str:

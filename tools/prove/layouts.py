@@ -1,13 +1,11 @@
 """Which recipes there are, and in which ways each of them runs on so many ranks."""
 
-import ast
-import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
+from tools.about import RECIPES, ROOT, choices, has_flag, is_single, workload
+
 SAMPLES = 8  # of a step, for each rank
 # Flags for a model that is quick in float64 on a CPU, and whose sizes 2, 4 and 8 divide. Eight layers are two stages
 # for each of four ranks.
@@ -45,45 +43,6 @@ class Layout:
     def workload(self) -> str:
         """What it trains."""
         return workload(self.recipe)
-
-
-def source(recipe: str) -> str:
-    """Text of a recipe's train.py."""
-    return (ROOT / "recipes" / recipe / "train.py").read_text()
-
-
-def workload(recipe: str) -> str:
-    """What it trains: the last word of its name."""
-    return recipe.rpartition("_")[2]
-
-
-@functools.cache
-def fields(recipe: str) -> dict[str, ast.AnnAssign]:
-    """The fields of a recipe's Args by name, as its source declares them."""
-    args = next(node for node in ast.parse(source(recipe)).body if getattr(node, "name", "") == "Args")
-    assert isinstance(args, ast.ClassDef)
-    found = [node for node in args.body if isinstance(node, ast.AnnAssign)]
-    return {node.target.id: node for node in found if isinstance(node.target, ast.Name)}
-
-
-def has_flag(recipe: str, flag: str) -> bool:
-    """Whether a recipe has a flag."""
-    return flag.lstrip("-").replace("-", "_") in fields(recipe)
-
-
-def choices(recipe: str, flag: str) -> list[str]:
-    """What a flag of type Literal may be, its default first."""
-    field = fields(recipe)[flag.lstrip("-").replace("-", "_")]
-    assert field.value
-    assert isinstance(field.annotation, ast.Subscript)
-    default = ast.literal_eval(field.value)
-    return sorted(ast.literal_eval(field.annotation.slice), key=lambda choice: choice != default)
-
-
-def is_single(recipe: str) -> bool:
-    """Whether its launch.env says that it is one process."""
-    env = ROOT / "recipes" / recipe / "launch.env"
-    return env.exists() and "NPROC_PER_NODE=1" in env.read_text()
 
 
 def reference(kind: str) -> Layout:

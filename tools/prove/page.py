@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import platform
-import re
 import socket
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from common import ranks
+from tools.about import cpu_name
 from tools.prove.proofs import Row
 
 
@@ -29,13 +29,6 @@ def machine(size: int, gpus: bool) -> dict[str, str]:
         "CUDA of torch": str(torch.version.cuda),
         "date": time.strftime("%Y-%m-%d %H:%M %Z"),
     }
-
-
-def cpu_name() -> str:
-    """Model of this machine's processor."""
-    file = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.*)$", file.read_text() if file.exists() else "", re.MULTILINE)
-    return names[0] if names else platform.machine()
 
 
 def cells(*values: object) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ranks, run_dir
+from tools import about
 from tools.prove import collectives, layouts
 from tools.prove.rank import held
 from tools.prove.world import Job, Outcome
@@ -60,7 +61,7 @@ class Asked:
     def job(self, name: str, layout: layouts.Layout, dtype: str, *flags: str, **how: Any) -> Job:
         """One short training."""
         flags = (*layouts.flags(layout, self.size, STEPS), "--dtype", dtype, *flags)
-        if layouts.has_flag(layout.recipe, "--data") and layout.workload == "gpt":
+        if about.has_flag(layout.recipe, "--data") and layout.workload == "gpt":
             flags = (*flags, "--data", str(self.folder / "text"))
         return Job(name.replace(" ", "_").replace("/", "-"), layout, flags, self.folder, **how)
 
@@ -91,7 +92,7 @@ def equal_and_moved(asked: Asked, run: Run) -> Iterator[Row]:
             yield Row("equal", f"{layout}", needs=layout.needs)
     for kind in dict.fromkeys(layout.workload for layout in asked.can_run()):
         alone = layouts.reference(kind)
-        supervised = layouts.has_flag(alone.recipe, "--data")
+        supervised = about.has_flag(alone.recipe, "--data")
         here = [layout for layout in asked.can_run() if layout.workload == kind]
         wanted = {
             dtype: run(asked.job(f"{kind} {dtype} reference", alone, dtype))
@@ -199,7 +200,7 @@ def moved(what: str, source: Outcome | None, target: Outcome | None) -> Row:
 
 def one_of_all_ranks(asked: Asked) -> layouts.Layout | None:
     """A layout of all ranks to disturb; None if there is none."""
-    found = [one for one in asked.can_run() if not one.alone and layouts.has_flag(one.recipe, "--data")]
+    found = [one for one in asked.can_run() if not one.alone and about.has_flag(one.recipe, "--data")]
     return found[0] if found else None
 
 

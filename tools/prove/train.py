@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 from common import cli, exits, process_group, ranks
-from tools.prove import layouts, page, proofs, world
+from tools import about
+from tools.prove import page, proofs, world
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +49,7 @@ def main() -> None:
         ranks.print0(f"{time.monotonic() - began:5.0f} s  {job.name}")
         return world.run(dataclasses.replace(job, timeout_s=args.timeout), run_key, visible)
 
-    asked = proofs.Asked(args.recipes or tuple(layouts.RECIPES), args.proofs, place.size, gpus, folder)
+    asked = proofs.Asked(args.recipes or tuple(about.RECIPES), args.proofs, place.size, gpus, folder)
     rows, figures = proofs.all_of(asked, run)
     shutil.rmtree(folder / "runs", ignore_errors=True) if place.rank == 0 and not args.keep else None
     where = page.machine(place.size, gpus)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common import ranks
+from tools import about
 from tools.prove import layouts, rank
 
 # A process that has imported torch once, without a process group, threads or a GPU in use; each rank is a fork of it.
@@ -123,7 +124,7 @@ def run(job: Job, run_key: str, gpus: str | None) -> Outcome:
     job.log(me).touch()
     args: tuple[Any, ...] = (list(job.flags), env, str(job.log(me)))
     if job.target is None:
-        path = layouts.ROOT / "recipes" / job.layout.recipe / "train.py"
+        path = about.ROOT / "recipes" / job.layout.recipe / "train.py"
         where = ["--out", str(job.run_dir.parent), "--name", job.run_dir.name]
         signal_at = job.signal_at if me == last or job.layout.alone else (0, 0)
         args = (str(path), [*job.flags, *where], env, str(job.log(me)), str(job.notes), signal_at, job.rates)

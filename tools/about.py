@@ -1,0 +1,56 @@
+"""The recipes that there are, as their source declares them, and this machine's processor."""
+
+import ast
+import functools
+import platform
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
+
+
+def cpu_name() -> str:
+    """Model of this machine's processor, for what is written beside a measurement."""
+    file = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", file.read_text() if file.exists() else "", re.MULTILINE)
+    return names[0] if names else platform.machine()
+
+
+def source(recipe: str) -> str:
+    """Text of a recipe's train.py."""
+    return (ROOT / "recipes" / recipe / "train.py").read_text()
+
+
+def workload(recipe: str) -> str:
+    """What it trains: the last word of its name."""
+    return recipe.rpartition("_")[2]
+
+
+@functools.cache
+def fields(recipe: str) -> dict[str, ast.AnnAssign]:
+    """The fields of a recipe's Args by name, as its source declares them."""
+    args = next(node for node in ast.parse(source(recipe)).body if getattr(node, "name", "") == "Args")
+    assert isinstance(args, ast.ClassDef)
+    found = [node for node in args.body if isinstance(node, ast.AnnAssign)]
+    return {node.target.id: node for node in found if isinstance(node.target, ast.Name)}
+
+
+def has_flag(recipe: str, flag: str) -> bool:
+    """Whether a recipe has a flag."""
+    return flag.lstrip("-").replace("-", "_") in fields(recipe)
+
+
+def choices(recipe: str, flag: str) -> list[str]:
+    """What a flag of type Literal may be, its default first."""
+    field = fields(recipe)[flag.lstrip("-").replace("-", "_")]
+    assert field.value
+    assert isinstance(field.annotation, ast.Subscript)
+    default = ast.literal_eval(field.value)
+    return sorted(ast.literal_eval(field.annotation.slice), key=lambda choice: choice != default)
+
+
+def is_single(recipe: str) -> bool:
+    """Whether its launch.env says that it is one process."""
+    env = ROOT / "recipes" / recipe / "launch.env"
+    return env.exists() and "NPROC_PER_NODE=1" in env.read_text()
