@@ -32,6 +32,8 @@ from common import devices, flops, run_dir, stop
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
+# As launch/torchrun.sh has it: a rank whose store ends may print a stack of C++, or not, as the threads happen to run.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.harness.preload"])
 SIZES = ("--num-layers", "--mlp-width")  # of the model, that a layout may choose
