@@ -100,8 +100,11 @@ def knowing(loader: data.Loader, batches: Iterator[data.Batch]) -> Iterator[data
 @pytest.mark.parametrize("mutant", [False, True], ids=["", "mutant: a generator that knows its loader"])
 def test_workers_end_with_their_loader(mutant: bool) -> None:
     """Not when the garbage collector next runs: at exit it does not, and Python waits for the workers for ever."""
+    before = set(multiprocessing.active_children())  # another test's, which this process of tests has not ended yet
     batches = data.Loader(SlowReader(), endless(), 1, torch.device("cpu"))
     next(batches)
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 1
     if mutant:
         batches._batches = knowing(batches, batches._batches)
     freed = weakref.ref(batches)
@@ -109,7 +112,7 @@ def test_workers_end_with_their_loader(mutant: bool) -> None:
     try:
         del batches
         assert (freed() is None) != mutant
-        assert bool(multiprocessing.active_children()) == mutant
+        assert all(worker.is_alive() == mutant for worker in workers)
     finally:
         gc.enable()
         gc.collect()
