@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -290,7 +291,6 @@ class Loader:
     """Iterates over the batches of a stream of requests.
 
     Attributes:
-        wait_s: seconds that the device has waited for data so far; its copies from the host are not counted.
         batches_read: batches read by all loaders of this process; `watch` takes a change as progress.
     """
 
@@ -304,8 +304,7 @@ class Loader:
         """
         if workers and isinstance(reader, IterableStyle):
             raise UserError(f"--workers {workers}: a stream is read in its order, by the rank itself: use --workers 0")
-        self.wait_s = 0.0
-        self._device = device
+        self._waited = _Waited()
         # batch_size=None: an index is a whole batch. One loader serves the whole run, so no epoch restarts the workers.
         loader = DataLoader(
             _Reads(reader),
@@ -317,8 +316,13 @@ class Loader:
             # in the first step after each start, and a resumed run would not be the same.
             generator=torch.Generator(),
         )
-        batches = self._timed(_raise_here(loader))
-        self._batches = self._ahead(batches) if device.type == "cuda" else batches
+        batches = _timed(_raise_here(loader), device, self._waited)
+        self._batches = _ahead(batches, device) if device.type == "cuda" else batches
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the device has waited for data so far; its copies from the host are not counted."""
+        return self._waited.s
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -336,33 +340,46 @@ class Loader:
             if batch.last:
                 return
 
-    def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Add up how long the device has waited. If it still computes when a batch comes, only this process has."""
-        while True:
-            start = time.perf_counter()
-            batch = next(batches, None)
-            if self._device.type != "cuda" or torch.cuda.current_stream(self._device).query():
-                self.wait_s += time.perf_counter() - start
-            if batch is None:
-                return
-            yield batch
 
-    def _ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Copy the next batch to the device on a CUDA stream of its own, while the current one is computed."""
-        copies = torch.cuda.Stream(self._device)
-        compute = torch.cuda.current_stream(self._device)
-        waiting: collections.deque[tuple[Batch, torch.cuda.Event]] = collections.deque()
-        for batch in itertools.chain(batches, [None]):
-            if batch is not None:
-                with torch.cuda.stream(copies):
-                    copied = map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
-                    waiting.append((copied, copies.record_event()))
-            if len(waiting) == 2 or (batch is None and waiting):
-                ready, arrival = waiting.popleft()
-                compute.wait_event(arrival)
-                # Otherwise their memory is reused while the step still reads them.
-                map_tensors(lambda tensor: tensor.record_stream(compute), ready)
-                yield ready
+@dataclass
+class _Waited:
+    """Seconds that the device has waited for data so far."""
+
+    s: float = 0.0
+
+
+# The next two know no loader: one that holds a generator that holds it is freed late, and until then its workers live,
+# for whose end Python waits at exit.
+
+
+def _timed(batches: Iterator[Batch], device: torch.device, waited: _Waited) -> Iterator[Batch]:
+    """Add up how long the device has waited. If it still computes when a batch comes, only this process has."""
+    while True:
+        start = time.perf_counter()
+        batch = next(batches, None)
+        if device.type != "cuda" or torch.cuda.current_stream(device).query():
+            waited.s += time.perf_counter() - start
+        if batch is None:
+            return
+        yield batch
+
+
+def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    """Copy the next batch to the device on a CUDA stream of its own, while the current one is computed."""
+    copies = torch.cuda.Stream(device)
+    compute = torch.cuda.current_stream(device)
+    waiting: collections.deque[tuple[Batch, torch.cuda.Event]] = collections.deque()
+    for batch in itertools.chain(batches, [None]):
+        if batch is not None:
+            with torch.cuda.stream(copies):
+                copied = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+                waiting.append((copied, copies.record_event()))
+        if len(waiting) == 2 or (batch is None and waiting):
+            ready, arrival = waiting.popleft()
+            compute.wait_event(arrival)
+            # Otherwise their memory is reused while the step still reads them.
+            map_tensors(lambda tensor: tensor.record_stream(compute), ready)
+            yield ready
 
 
 def twins(train: BatchReader, plan: Plan, device: torch.device) -> Iterator[Loader]:

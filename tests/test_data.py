@@ -1,10 +1,13 @@
 """Batches come out as they were requested, whoever reads them, and waiting for them is counted."""
 
 import collections
+import gc
 import itertools
+import multiprocessing
 import random
 import time
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -81,11 +84,38 @@ def test_wait_is_the_time_in_next_alone() -> None:
 def test_wait_counts_when_a_gpu_has_nothing_to_do(computes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process runs ahead of its GPU, so it may wait for data though the GPU does not. (Mocked: no GPU is here.)"""
     batches = data.Loader(SlowReader(), itertools.islice(endless(), 3), 0, torch.device("cpu"))
-    batches._device = torch.device("cuda", 0)
     stream = types.SimpleNamespace(query=lambda: not computes)  # whether all that was asked for is done
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    assert len(list(batches)) == 3
-    assert batches.wait_s == 0 if computes else batches.wait_s >= 3 * 0.02
+    waited = data._Waited()
+    assert len(list(data._timed(batches, torch.device("cuda", 0), waited))) == 3
+    assert waited.s == 0 if computes else waited.s >= 3 * 0.02
+
+
+def knowing(loader: data.Loader, batches: Iterator[data.Batch]) -> Iterator[data.Batch]:
+    for batch in batches:
+        assert loader
+        yield batch
+
+
+@pytest.mark.parametrize("mutant", [False, True], ids=["", "mutant: a generator that knows its loader"])
+def test_workers_end_with_their_loader(mutant: bool) -> None:
+    """Not when the garbage collector next runs: at exit it does not, and Python waits for the workers for ever."""
+    before = set(multiprocessing.active_children())  # another test's, which this process of tests has not ended yet
+    batches = data.Loader(SlowReader(), endless(), 1, torch.device("cpu"))
+    next(batches)
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 1
+    if mutant:
+        batches._batches = knowing(batches, batches._batches)
+    freed = weakref.ref(batches)
+    gc.disable()
+    try:
+        del batches
+        assert (freed() is None) != mutant
+        assert all(worker.is_alive() == mutant for worker in workers)
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -147,8 +147,8 @@ def test_mutant_that_takes_another_image_each_time(tmp_path: Path, monkeypatch: 
     draws = iter(range(1000))
     real = images._decode_or_next
 
-    def any_one(rows: object, index: int, *args: object, cell: object) -> tuple[torch.Tensor, int]:
-        return real(rows, next(draws) if index == 7 else index, *args)  # type: ignore[arg-type]
+    def any_one(rows: object, index: int, *args: object, **more: object) -> tuple[torch.Tensor, int]:
+        return real(rows, next(draws) if index == 7 else index, *args, **(more | {"cell": None}))  # type: ignore[arg-type]
 
     monkeypatch.setattr(images, "_decode_or_next", any_one)
     once, again = (train.read(np.zeros(1, int), np.array([7]))[0] for _ in range(2))

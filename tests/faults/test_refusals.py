@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tools import about
 
 from tests.harness import runner
 from tests.harness.fault_case import STEPS, FaultCase, checkpoints, events_in, wait_for

@@ -12,7 +12,7 @@ It replaces, because none of it can run without a device:
 - device counts, names, streams and events of `torch.cuda`: a race between streams cannot be seen;
 - DistributedDataParallel's C++ reducer, by `Replicas`, which forms the same buckets and calls the same all-reduces;
 - the choice of an attention kernel: flash attention is taken; and the algorithms of cuDNN, which nothing chooses;
-- the DataLoader, by a loop that neither pins nor forks; the batches are not data, and go through `Loader._ahead`;
+- the DataLoader, by a loop that neither pins nor forks; the batches are not data, and go through `data._ahead`;
 - `ranks.gather`, which sends Python objects: every rank has said the same.
 
 It also cannot see NCCL, kernels' host code that waits, CUDA's allocator (the peak is

@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 import torch
-
 from tools.about import cpu_name
 
 # On lines of their own: after a comment, Markdown takes the rest of the line for HTML.
