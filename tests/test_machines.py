@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ SAVE_EVERY = 2
 HANG_S = 5.0
 OUTAGE_S = 1.0  # after that it takes TCP as long again to notice that the link is back
 NOTICE_S = 15.0  # 5 to 8 are usual; what else the machine does may add to that
+END_S = 5.0  # to notice that a process of another machine has ended
 FLAGS = (
     *("--epochs", "1", "--max-steps", "0", "--global-batch-size", str(BATCH), "--warmup-steps", "2"),
     *("--dtype", "float64", "--log-every", "1", "--eval-every", "1000"),
@@ -76,7 +78,7 @@ def train(recipe: str, folder: str, argv: Sequence[str], mutant: str = "") -> No
             step += request.last
 
     def held_after(self: stop.Stop, step: int) -> bool:
-        note(event="done", step=step, size=int(os.environ["WORLD_SIZE"]))
+        note(event="done", step=step, size=int(os.environ["WORLD_SIZE"]), pid=os.getpid())
         while Path(folder, f"hold{step}").exists() and not self.reason:
             time.sleep(0.02)
         return after(self, step)
@@ -272,6 +274,20 @@ def test_link_down_and_restarts(machines: list[Machine], tmp_path: Path) -> None
     numbers = {step: len(indices) for step, indices in reads(job.notes("read")).items()}
     assert [numbers[step] for step in (1, STEPS - 1)] == [2 * 2, 3], "2 on each of two ranks, and 3 on one"
     assert runner.records(job.run, "train/lr") == runner.records(wanted, "train/lr")
+
+
+def test_killed_without_a_word(machines: list[Machine], tmp_path: Path) -> None:
+    """A process of another machine, while this one waits for nobody: no collective fails, and its limit is far."""
+    job = Job(tmp_path, machines[:2], *EXACT, "--hang-timeout", "100")
+    job.hold(4)
+    processes = [job.start(machine) for machine in job.machines]
+    job.wait_done(4, 2)
+    pid = next(note["pid"] for note in job.notes("done") if note["rank"] == 1)
+    os.kill(pid, signal.SIGKILL)
+    took_s = job.wait(lambda: "dead or frozen; last heartbeat of rank 1 (host machine1, " in job.output(machines[0]))
+    print(f"noticed {took_s:.1f} s after the end")
+    assert took_s <= END_S, str(job)
+    assert all(job.wait_ended(*processes)), str(job)
 
 
 # --- a machine lost ---------------------------------------------------------------------------------------

@@ -17,12 +17,18 @@ from tools.about import cpu_name
 from tools.prove.proofs import Row
 
 
-def machine(size: int, gpus: bool) -> dict[str, str]:
-    """Where this ran, and with what (all ranks)."""
+def machine(size: int, folder: Path) -> dict[str, str]:
+    """Where this ran, and with what (all ranks).
+
+    Args:
+        size: number of ranks.
+        folder: where the runs' ranks have noted their devices.
+    """
+    devices = sorted({file.read_text() for file in folder.glob("notes/*/device-*")})
     hosts = sorted(set(ranks.gather(socket.gethostname())))
     return {
         "ranks": f"{size} on {len(hosts)} machine{'s' * (len(hosts) > 1)}",
-        "devices": "GPUs, NCCL (names in the logs)" if gpus else "CPU, gloo",
+        "devices": " and ".join(devices),
         "processor": f"{cpu_name()}, {os.cpu_count()} CPUs",
         "system": f"{platform.system()} {platform.release()}",
         "versions": ", ".join(f"{name} {version}" for name, version in ranks.versions().items()),

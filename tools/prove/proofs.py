@@ -244,24 +244,25 @@ def stopped(asked: Asked, run: Run) -> Iterator[Row]:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         name = f"{number.name} at step {STOPS_AT}"
         first = run(asked.job(name, layout, "float64", signal_at=(STOPS_AT, int(number))))
-        more = asked.job(f"{name} continued", layout, "float64", run=first.job.run_dir.name if first else "")
-        second = run(more)
+        ended = first and Outcome(first.job, [code if code != 128 + number else 0 for code in first.codes], first.ended)
 
-        def look(first: Outcome | None = first, second: Outcome | None = second) -> tuple[bool, str]:
+        def stops(first: Outcome | None = first) -> tuple[bool, str]:
             assert first
+            step = json.loads((first.job.run_dir / "stopped.json").read_text())["step"]
+            return STOPS_AT <= step < STEPS, f"after step {step}"
+
+        yield judge("stop", f"{layout}: {name}", [ended], stops, f"before step {STEPS}")
+        second = run(asked.job(f"{name} continued", layout, "float64", run=first.job.run_dir.name if first else ""))
+
+        def continues(second: Outcome | None = second) -> tuple[bool, str]:
             assert second
             assert whole
-            step = json.loads((first.job.run_dir / "stopped.json").read_text())["step"]
-            assert STOPS_AT <= step < STEPS, f"it has stopped at step {step} of {STEPS}"
             worst = max(
                 apart(second.job.run_dir, whole.job.run_dir, tag, 1, STEPS) for tag in ("train/loss", "train/grad_norm")
             )
             return worst <= most, f"{worst:.1e} apart"
 
-        # A stopped run exits with 128 + N.
-        codes = {0, 128 + int(number)}
-        ended_well = Outcome(first.job, [0 if c in codes else c for c in first.codes], first.ended) if first else None
-        yield judge("stop", f"{layout}: {name}, continued", [whole, ended_well, second], look, f"{most:g}")
+        yield judge("stop", f"{layout}: {name}, continued", [whole, ended, second], continues, f"{most:g}")
 
 
 def rates(asked: Asked, run: Run, rows: list[Row]) -> Iterator[dict[str, Any]]:

@@ -63,6 +63,8 @@ def noted(notes: Path, rank: int) -> Iterator[None]:
     def noting_begin(self: Any, model: Any, optimizer: Any, *more: Any) -> None:
         begin(self, model, optimizer, *more)
         holds[:] = model, optimizer
+        device = torch.cuda.get_device_name() if torch.cuda.is_initialized() else "CPU"
+        (notes / f"device-{rank}").write_text(device)
         _note(notes / f"begin-{rank}.json", *holds)
 
     def noting_save(self: saver.Saver, *what: Any) -> None:

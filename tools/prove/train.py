@@ -52,7 +52,7 @@ def main() -> None:
     asked = proofs.Asked(args.recipes or tuple(about.RECIPES), args.proofs, place.size, gpus, folder)
     rows, figures = proofs.all_of(asked, run)
     shutil.rmtree(folder / "runs", ignore_errors=True) if place.rank == 0 and not args.keep else None
-    where = page.machine(place.size, gpus)
+    where = page.machine(place.size, folder)
     done = ranks.from_rank0(lambda: page.write(out, rows, figures, where))
     ranks.print0(done)
     process_group.finish()
