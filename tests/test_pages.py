@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tools import evaluate
+from tools.prove import train as prove
 
 from tests.faults import table
 from tests.harness import pages, runner
@@ -29,6 +30,7 @@ OTHER_FLAGS = {
     "array",
     "numa-binding",
     *(field.name for field in dataclasses.fields(evaluate.Args)),
+    *(field.name for field in dataclasses.fields(prove.Args)),
 }  # of other programs as well
 FLAG = re.compile(r"(?<![\w-])--([a-z][\w-]*)")
 

@@ -7,11 +7,12 @@ compares what the runs have written. See docs/prove.md.
 import dataclasses
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
 
-from common import cli, exits, process_group, ranks
+from common import UserError, cli, exits, process_group, ranks
 from tools import about
 from tools.prove import page, proofs, world
 
@@ -33,6 +34,10 @@ class Args:
 def main() -> None:
     """Run all proofs and write the page; exits with 1 if one has failed or was not reached."""
     args = cli.parse(Args)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, exits.HELD_BACK)  # there is nothing to save
+    for flag, given, known in (("recipes", args.recipes, about.RECIPES), ("proofs", args.proofs, proofs.ALL)):
+        if unknown := [name for name in given if name not in known]:
+            raise UserError(f"--{flag} {' '.join(unknown)}: there is no such; there are {', '.join(known)}")
     run_key = os.environ.get("RUN_KEY", "")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these ranks only start others, which get the GPUs
