@@ -210,8 +210,10 @@ def test_commands_exist(page: Path) -> None:
     text = page.read_text()
     modules = re.findall(r"python -m ((?:benchmarks|common|launch|recipes|tests|tools)\.[\w.]*\w)", text)
     scripts = re.findall(r"\b((?:benchmarks|launch|tests|tools)/[\w./]*\w)", text)
-    files = [*(f"{module.replace('.', '/')}.py" for module in modules), *scripts]
-    missing = {name for name in files if not (ROOT / name).exists()} - {"launch/site.sh"}  # the user's own
+    paths = [module.replace(".", "/") for module in modules]
+    runs = [path for path in paths if (ROOT / f"{path}.py").exists() or (ROOT / path / "__main__.py").exists()]
+    missing = [name for name in scripts if not (ROOT / name).exists() and name != "launch/site.sh"]  # the user's own
+    assert runs == paths
     assert not missing
 
 
