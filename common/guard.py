@@ -204,6 +204,10 @@ class StateCheck:
         )
         return [_not_finite(finite), _hashes(shared) if "replicas" in self.kinds else {}]
 
+    def is_shared(self, name: str) -> bool:
+        """Whether all ranks that hold the same part of a tensor hold the same bits."""
+        return name in self._shared or name.startswith(keymap.OPTIMIZER)
+
     def judge(self, summaries: list[list[Any]], step: int) -> None:
         """Compare the summaries of all ranks.
 
@@ -245,16 +249,17 @@ def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 def _hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """A hash of each tensor, by its name and, if it is split, the part of it that this rank holds."""
-    found = {}
-    for name, tensor in tensors.items():
-        part = ""
-        if isinstance(tensor, DTensor):
-            mesh = tensor.device_mesh
-            coordinate = mesh.get_coordinate() or ()
-            split = [i for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-            part = f" {[(mesh.size(i), coordinate[i]) for i in split]}"
-        found[name + part] = position_hash(_local(tensor))
-    return _read(found)
+    return _read({name + part(tensor): position_hash(_local(tensor)) for name, tensor in tensors.items()})
+
+
+def part(tensor: torch.Tensor) -> str:
+    """Which part of a tensor this rank holds: the same text on all ranks that hold the same; "" if it is not split."""
+    if not isinstance(tensor, DTensor):
+        return ""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate() or ()
+    split = [i for i, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return f" {[(mesh.size(i), coordinate[i]) for i in split]}"
 
 
 def position_hash(tensor: torch.Tensor) -> torch.Tensor:

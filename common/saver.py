@@ -7,6 +7,7 @@ and if one rank failed, all drop the checkpoint.
 import errno
 import functools
 import gc
+import hashlib
 import os
 import shutil
 import socket
@@ -175,16 +176,17 @@ class Saver:
         partial = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
         try:
             partial = Path(self._together(lambda: self._make(partial, tensors) if dist.get_rank() == 0 else None)[0])
+            mine = self._share(tensors)
             rows: Tensors = {}  # contiguous copies, because safetensors does not store strides
-            self._together(lambda: rows.update({name: tensor.contiguous() for name, tensor in tensors.items()}))
+            self._together(lambda: rows.update({name: tensors[name].contiguous() for name in mine}))
             writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
             # A tensor that several ranks hold is taken from the lowest: BatchNorm's running statistics differ between
             # ranks, and mixing them would match no rank.
             planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
             dcp.save(rows, storage_writer=writer, planner=planner, process_group=self._group)
             # Each rank reads back and hashes the files that it wrote.
-            mine = functools.partial(private_api.files_of_rank, partial, dist.get_rank())
-            files = self._together(lambda: {path.name: manifest.seal(path) for path in mine()})
+            written = functools.partial(private_api.files_of_rank, partial, dist.get_rank())
+            files = self._together(lambda: {path.name: manifest.seal(path) for path in written()})
             everything = {name: entry for part in files for name, entry in part.items()}
             # After the writing, so that nothing that changes meanwhile is kept either.
             self._check.judge(self._together(lambda: self._check.summarize(tensors)), facts["step"])
@@ -200,6 +202,18 @@ class Saver:
                 shutil.rmtree(partial, ignore_errors=True)
         if alone:  # now that the error no longer refers to the group
             self._leave()
+
+    def _share(self, tensors: Tensors) -> list[str]:
+        """Names of the tensors that this rank writes: ranks that hold the same parts take some each (all ranks)."""
+        parts = {name: name + guard.part(tensor) for name, tensor in tensors.items()}
+        held = hashlib.sha256("\n".join(sorted(parts.values())).encode()).hexdigest()
+        same = [rank for rank, theirs in enumerate(self._together(lambda: held)) if theirs == held]
+        names = dict.fromkeys(tensors, same[0])
+        load = dict.fromkeys(same, 0)
+        for name in sorted(filter(self._check.is_shared, tensors), key=lambda name: (-tensors[name].numel(), name)):
+            names[name] = min(same, key=load.__getitem__)
+            load[names[name]] += tensors[name].numel()
+        return [name for name, rank in names.items() if rank == dist.get_rank()]
 
     def _together(self, part: Callable[[], Any]) -> list[Any]:
         """Let every rank do its part; every rank gets all results, JSON values, or every rank raises SaveError."""

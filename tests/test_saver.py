@@ -69,6 +69,36 @@ def test_common_names_come_from_rank_0_and_own_ones_from_each(tmp_path: Path) ->
         assert [found[f"own.{i}"].tolist() for i in range(2)] == [[1, 1], [2, 2]]
 
 
+REPLICA = {f"optimizer.w{i}.exp_avg": torch.arange(1000.0 * (i + 1)) for i in range(4)}
+
+
+def save_replicas(run_dir: str, mutant: bool) -> None:
+    dist.init_process_group("gloo")
+    statistic = {"running_mean": torch.full((9,), float(dist.get_rank()))}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    check = guard.StateCheck(torch.nn.Module(), compare=True)
+    if mutant:
+        check.is_shared = lambda name: False  # type: ignore[method-assign]
+    saver.Saver(Path(run_dir), str(RECIPE), mesh, check, {}, 9, False, has_one=True).save(
+        1, REPLICA | statistic, 0, True
+    )
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mutant", [False, True], ids=["", "mutant: rank 0 writes what all hold"])
+def test_ranks_share_the_writing_of_what_they_all_hold(mutant: bool, tmp_path: Path) -> None:
+    """And rank 0 writes what may differ, as BatchNorm's running statistics do."""
+    result = runner.spawn(save_replicas, [(str(tmp_path), mutant)] * 2)
+    assert result.ok, str(result)
+    folder = checkpoint.folder(tmp_path, 1)
+    facts, fault = manifest.verify(folder)
+    assert not fault
+    sizes = [entry["bytes"] for _, entry in sorted(facts["files"].items())]
+    assert (len(sizes) == 2 and min(sizes) > 0.4 * sum(sizes)) != mutant
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in REPLICA.items()} | {"running_mean": torch.ones(9)}
+    check_equal(loaded(folder, zeros), REPLICA | {"running_mean": torch.zeros(9)})
+
+
 # --- what stays ---
 
 
@@ -379,7 +409,7 @@ def run_out_of_memory(run_dir: str, told: str) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError
 
-    saving, state = make_saver(Path(run_dir)), {"weight": torch.ones(3)}
+    saving, state = make_saver(Path(run_dir)), {f"weight{dist.get_rank()}": torch.ones(3)}  # each writes its own
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(torch.Tensor, "contiguous", fail)
