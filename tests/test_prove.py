@@ -58,7 +58,7 @@ def test_whole(size: int, tmp_path: Path) -> None:
 
 def test_time_that_is_over_is_no_success(tmp_path: Path) -> None:
     code, found, _ = prove(tmp_path, 1, "--recipes", "ddp_resnet", "--minutes", "0")
-    assert code == 1
+    assert code == 2
     assert {row["figure"] for row in found["proofs"] if not row["needs"]} == {"the time was over (--minutes)"}
 
 
@@ -85,7 +85,7 @@ def test_defect_of_a_recipe(defect: str, tmp_path: Path) -> None:
     mutated = mutants.mutate("ddp_resnet", tmp_path / "mutant", changes)
     shutil.copy(mutated, root / "recipes/ddp_resnet/train.py")
     code, found, _ = prove(tmp_path / "out", 2, "--recipes", "ddp_resnet", "--proofs", proof, root=root)
-    assert code == 1
+    assert code == 2
     assert failed(found)
 
 
@@ -109,5 +109,5 @@ def test_defect_of_common(file: str, more: str, proof: str, tmp_path: Path) -> N
         module.write(f"\n{more}\n")
     flags = ("--recipes", "ddp_resnet", "--proofs", proof, "--timeout", "40")
     code, found, _ = prove(tmp_path / "out", 2, *flags, root=root)
-    assert code == 1
+    assert code == 2
     assert failed(found)

@@ -70,7 +70,7 @@ def all_of(asked: Asked, run: Run) -> tuple[list[Row], dict[str, list[dict[str, 
     """All rows of the page, and its figures (all ranks)."""
     ranks.from_rank0(lambda: write_text(asked.folder / "text"))
     rows = [*equal_and_moved(asked, run), *killed(asked, run), *stopped(asked, run)]
-    figures = {"rates": list(rates(asked, run, rows)), "collectives": list(measured(asked, run, rows))}
+    figures = {"collectives": list(measured(asked, run, rows)), "rates": list(rates(asked, run, rows))}
     return rows, figures
 
 
@@ -199,9 +199,10 @@ def moved(what: str, source: Outcome | None, target: Outcome | None) -> Row:
 
 
 def one_of_all_ranks(asked: Asked) -> layouts.Layout | None:
-    """A layout of all ranks to disturb; None if there is none."""
+    """A layout of all ranks to disturb, plain DistributedDataParallel if it may be; None if there is none."""
     found = [one for one in asked.can_run() if not one.alone and about.has_flag(one.recipe, "--data")]
-    return found[0] if found else None
+    plain = [one for one in found if one.recipe == layouts.reference(one.workload).recipe]
+    return next(iter([*plain, *found]), None)
 
 
 def killed(asked: Asked, run: Run) -> Iterator[Row]:

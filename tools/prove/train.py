@@ -8,7 +8,6 @@ import dataclasses
 import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -32,7 +31,11 @@ class Args:
 
 @exits.entry
 def main() -> None:
-    """Run all proofs and write the page; exits with 1 if one has failed or was not reached."""
+    """Run all proofs and write the page.
+
+    Raises:
+        UserError: a proof has failed, or was not reached in time.
+    """
     args = cli.parse(Args)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, exits.HELD_BACK)  # there is nothing to save
     for flag, given, known in (("recipes", args.recipes, about.RECIPES), ("proofs", args.proofs, proofs.ALL)):
@@ -58,10 +61,11 @@ def main() -> None:
     rows, figures = proofs.all_of(asked, run)
     shutil.rmtree(folder / "runs", ignore_errors=True) if place.rank == 0 and not args.keep else None
     where = page.machine(place.size, folder)
-    done = ranks.from_rank0(lambda: page.write(out, rows, figures, where))
-    ranks.print0(done)
+    told = ranks.from_rank0(lambda: page.write(out, rows, figures, where))
+    if any(row.verdict != "passed" and not row.needs for row in rows):
+        raise UserError(f"{told} (--minutes {args.minutes:g} ends the time, --keep keeps what has run)")
+    ranks.print0(told)
     process_group.finish()
-    sys.exit(0 if all(row.verdict == "passed" or row.needs for row in rows) else 1)
 
 
 if __name__ == "__main__":
