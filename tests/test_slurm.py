@@ -200,6 +200,17 @@ def test_file_of_accelerate(cluster: Path, tmp_path: Path) -> None:
     assert "\nresume   ACCELERATE_CONFIG=configs/cpu.yaml bash " in log.read_text()
 
 
+def test_prove(cluster: Path, tmp_path: Path) -> None:
+    """The proofs on the nodes of a job, each rank of which starts one process after the other."""
+    asked = ("--recipes", "ddp_gpt", "--proofs", "equal", "kill", "collectives", "--out", tmp_path)
+    run("bash", SLURM, "-N2", "--wait", "tools/prove", *asked, cwd=tmp_path)
+    (page,) = tmp_path.glob("job-*/prove.md")
+    text = page.read_text()
+    assert ", 0 failed, 0 not reached in time, " in text
+    for proof in ("| equal | ddp_gpt float64 |", "| kill | ddp_gpt: rank 1 of 2 ", "| collectives | all "):
+        assert proof in text
+
+
 def test_time_limit(cluster: Path, images: Path, tmp_path: Path, reference: Path) -> None:
     """The signal comes before the limit; saved, queued again, and no step is done twice."""
     job = Job(tmp_path, images, "--time=10", "--signal=B:USR1@100", STEP_S="2")
