@@ -23,6 +23,7 @@ from common import UserError, diagnose, health, precision, private_api, ranks, s
 TIMEOUT_S = 600
 # After a limit of `watch`, whose finding must come before NCCL's own watchdog ends the process without one.
 MARGIN_S = 60
+MOST_TIMEOUT_S = 1e8  # three years: a timedelta, and C++ in nanoseconds, have an end
 ADVICE_S = 60.0  # NCCL makes its connections in its first collective, in seconds at most
 # What runs beside the training, ended before interpreter shutdown: a thread inside C++ would abort the process.
 background = contextlib.ExitStack()
@@ -254,7 +255,7 @@ def set_timeout(mesh: DeviceMesh, hang_timeout_s: float) -> None:
 
     The groups of a mesh's axes begin with torch's own timeout of 10 or 30 minutes.
     """
-    timeout = timedelta(seconds=max(hang_timeout_s, TIMEOUT_S) + MARGIN_S)
+    timeout = timedelta(seconds=min(max(hang_timeout_s, TIMEOUT_S) + MARGIN_S, MOST_TIMEOUT_S))
     for group in (None, *mesh.get_all_groups()):
         private_api.set_timeout(timeout, group)
 
