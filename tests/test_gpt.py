@@ -240,6 +240,33 @@ def test_sequence_losses() -> None:
     assert bool(logits.grad[targets != -100].any(1).all())
 
 
+@pytest.mark.parametrize("again", [True, False], ids=["", "mutant: all is kept"])
+def test_losses_in_parts(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as all at once, and the backward pass finds nothing in float32."""
+    torch.manual_seed(0)
+    logits, targets = torch.randn(5, 7, 11).bfloat16(), torch.randint(11, (5, 7))
+    targets[1, 2:4] = -100
+
+    def compute(most: int) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        monkeypatch.setattr(gpt, "FLOAT_LOGITS", most)
+        leaf = logits.clone().requires_grad_()
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+            losses = gpt.sequence_losses(leaf, targets)
+        (losses * torch.arange(5)).sum().backward()
+        return losses, leaf.grad, sum(one.nbytes for one in kept if one.dtype == torch.float32 and one.ndim == 2)
+
+    wanted, wanted_grad, at_once = compute(1000)
+    if not again:
+        monkeypatch.setattr(gpt.checkpoint, "checkpoint", lambda function, *args, **_: function(*args))
+    for most in (1, 2 * 7 * 11):  # one sequence at a time; two, and one that is left
+        losses, grad, kept = compute(most)
+        assert torch.equal(losses, wanted)
+        assert torch.equal(grad, wanted_grad)
+        assert (kept == 0) == again
+    assert at_once > 0
+
+
 def test_loss_of_the_model_is_that_of_its_logits() -> None:
     model, rows, targets = make(), tokens(), tokens().roll(1)
     wanted = F.cross_entropy(model(rows).flatten(0, 1), targets.flatten(), reduction="none").view(2, 9).mean(1)

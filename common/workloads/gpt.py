@@ -26,6 +26,7 @@ MOST_ELEMENTS = 2**40  # of a matrix: 4 TB
 Recompute = Literal["none", "selective", "full"]
 KEPT = ("aten::mm", "aten::addmm", "aten::bmm")  # products of matrices
 SCALINGS = '"linear:FACTOR" or "llama3:FACTOR:LOW:HIGH:CONTEXT"'
+FLOAT_LOGITS = 2**24  # that are computed with in float32 at a time: 64 MiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +306,21 @@ def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> ch
 
 
 def sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of each sequence in nats, (B,), from logits (B, T, V); targets of -100 count as loss 0."""
+    """Mean cross-entropy of each sequence in nats, (B,), from logits (B, T, V); targets of -100 count as loss 0.
+
+    Some sequences at a time, and again in the backward pass: of all logits at once, float32 and its softmax would take
+    several times the memory of the logits, which for a large vocabulary is more than that of all blocks.
+    """
+    size = max(1, FLOAT_LOGITS // max(1, logits.shape[1:].numel()))
+    if len(logits) <= size:
+        return _sequence_losses(logits, targets)
+    parts = zip(logits.split(size), targets.split(size), strict=True)
+    # Nothing here draws random numbers.
+    again = functools.partial(checkpoint.checkpoint, _sequence_losses, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([again(*part) for part in parts])
+
+
+def _sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     float_logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(float_logits, targets.flatten(), reduction="none").view(targets.shape).mean(1)
 
