@@ -6,12 +6,14 @@ import json
 import os
 import runpy
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 
 def run(
@@ -39,6 +41,8 @@ def run(
         from launch.strategy import environment
 
         os.environ.update(environment(os.environ.pop("ACCELERATE_CONFIG")))
+    # A rank that is killed would leave tqdm's usual lock, one between processes, to multiprocessing, which then warns.
+    tqdm.set_lock(threading.RLock())
     sys.argv = [path, *argv]
     sys.path.insert(0, str(Path(path).parent))
     if not rates:
