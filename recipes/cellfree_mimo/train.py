@@ -441,8 +441,12 @@ def add_up(tensors: list[torch.Tensor], mesh: DeviceMesh, axis: str) -> list[tor
     real = [torch.view_as_real(one) if one.is_complex() else one for one in tensors]
     sent = torch.cat([one.flatten() for one in real])
     dist.all_reduce(sent, group=mesh.get_group(axis))
-    parts = [part.view_as(one) for part, one in zip(sent.split([one.numel() for one in real]), real, strict=True)]
-    return [torch.view_as_complex(part) if one.is_complex() else part for part, one in zip(parts, tensors, strict=True)]
+    found = [part.view_as(one) for part, one in zip(sent.split([one.numel() for one in real]), real, strict=True)]
+    # A complex number begins at an even place of its storage, so each part gets a storage of its own.
+    return [
+        torch.view_as_complex(part.clone()) if one.is_complex() else part
+        for part, one in zip(found, tensors, strict=True)
+    ]
 
 
 # --- 4 Step -----------------------------------------------------------------------------------------------
