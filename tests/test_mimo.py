@@ -259,10 +259,11 @@ def test_one_pilot_user_each_and_other_micro_batches(tmp_path: Path) -> None:
 REDUCE = "dist.all_reduce(sent, group=mesh.get_group('antennas'))"
 SUM = "dist.all_reduce(sent, group=mesh.get_group(axis))"
 DROPPED = "sent *= mesh.get_rank() != 1"
+DROPPED_THERE = "sent *= mesh[axis].size() == 1 or mesh.get_rank() != 1"
 MUTANTS = {  # what is wrong: how it is split, and where
     "a part is dropped from the fronthaul": ("antennas", {"fronthaul": {REDUCE: f"{DROPPED}\n{REDUCE}"}}),
-    "a part is dropped from a drop's sums": ("users", {"add_up": {SUM: f"{DROPPED}\n{SUM}"}}),
-    "a part is dropped from a drop's means": ("antennas", {"add_up": {SUM: f"{DROPPED}\n{SUM}"}}),
+    "a part is dropped from a drop's sums": ("users", {"add_up": {SUM: f"{DROPPED_THERE}\n{SUM}"}}),
+    "a part is dropped from a drop's means": ("antennas", {"add_up": {SUM: f"{DROPPED_THERE}\n{SUM}"}}),
     "nothing is added up over the blocks' ranks": ("users", {"add_up": {SUM: "pass"}}),
     "all ranks take the first blocks": ("users", {"simulate": {"mesh.get_local_rank('users')": "0"}}),
     "blocks are counted from each part's first": (
@@ -531,8 +532,8 @@ def test_resume_is_exact(tmp_path: Path) -> None:
     simulate(MIMO, 2, tmp_path, "--max-steps", "2", "--split", "antennas", name="other")
     other = simulate(MIMO, 3, tmp_path, "--max-steps", "4", name="other")
     assert worst(other, whole) < 1e-9
-    again = simulate(MIMO, 1, tmp_path, "--max-steps", "4", "--resume", str(tmp_path / "whole"), "--stop-after", "4")
-    assert (again == whole).all()
+    third = str(tmp_path / "whole" / "checkpoints" / "step_00000003")
+    assert worst(simulate(MIMO, 1, tmp_path, "--max-steps", "4", "--resume", third), whole) < 1e-9
 
 
 def test_results_are_written(mimo: ModuleType, wanted: np.ndarray, tmp_path: Path) -> None:
