@@ -79,7 +79,8 @@ class Args:
 
 SIDE = 1000.0  # m, of the square; what leaves it at one edge comes back at the opposite one
 HEIGHT = 10.0  # m, of an access point above the users
-GAIN_AT_1M, GAIN_PER_DECADE = -30.5, -36.7  # dB
+GAIN_AT_1M = -30.5  # dB
+GAIN_PER_DECADE = -36.7  # dB, for ten times the distance
 SHADOWING = 4.0  # dB, standard deviation
 DECORRELATION = 9.0  # m, at which the correlation of two users' shadowing is 1/2
 NOISE = -174 + 10 * math.log10(20e6) + 5  # dBm, of 20 MHz and a noise figure of 5 dB
@@ -160,7 +161,8 @@ def drop_users(run_seed: int, drop: int, sizes: Sizes) -> Drop:
     with as many users as there are pilots. A user belongs to the station with the best gain, shadowing included. A
     user of a full cell is dropped again elsewhere. Within a cell, users take the pilots in turn.
     """
-    stations, share = grid(STATIONS), math.ceil(sizes.users / STATIONS)
+    stations = grid(STATIONS)
+    share = math.ceil(sizes.users / STATIONS)
     places = np.zeros((sizes.users, 2))
     pilots = np.zeros(sizes.users, int)
     roots = np.zeros((sizes.users, sizes.users))
@@ -423,7 +425,8 @@ def pack(gram: torch.Tensor) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
     """The Hermitian matrix that `pack` has packed."""
-    lower, upper = packed.tril(), packed.triu(1)
+    lower = packed.tril()
+    upper = packed.triu(1)
     return torch.complex(lower + lower.tril(-1).mT, upper - upper.mT)
 
 

@@ -47,6 +47,10 @@ SMALL = {
         *("--num-envs", "12", "--rollout-steps", "16", "--global-batch-size", "96", "--width", "8"),
         *("--update-epochs", "2", "--eval-episodes", "3"),
     ),
+    "mimo": (
+        *("--access-points", "9", "--antennas", "2", "--users", "8", "--pilots", "2"),
+        *("--global-batch-size", "12"),
+    ),
 }
 
 
@@ -96,6 +100,7 @@ def choices(recipe: str, flag: str) -> list[str]:
     return sorted(ast.literal_eval(field.annotation.slice), key=lambda choice: choice != default)
 
 
+TRAINING = [recipe for recipe in RECIPES if has_flag(recipe, "--lr")]  # which train; another one simulates
 SUPERVISED = [recipe for recipe in RECIPES if has_flag(recipe, "--data")]  # which train on a set of samples
 
 
@@ -195,6 +200,11 @@ def layout(recipe: str, size: int) -> Layout:
 def workload(recipe: str) -> str:
     """The last word of its name."""
     return recipe.rpartition("_")[2]
+
+
+def curve(recipe: str) -> str:
+    """The tag of what every step records, and that faults must not change."""
+    return "train/loss" if recipe in TRAINING else "se/l4_mmse"
 
 
 def base(recipe: str) -> str:
