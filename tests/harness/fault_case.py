@@ -137,6 +137,16 @@ class FaultCase:
             self.skip_unless_it_trains()
 
     @property
+    def in_update(self) -> str:
+        """Where a rank is at the point "update", as a finding names it."""
+        return "optimizer" if self.recipe in runner.TRAINING else "the main loop"
+
+    @property
+    def place(self) -> int:
+        """The seed of a place in a parameter: of results, a place that the first step has filled in."""
+        return 0 if self.recipe in runner.TRAINING else 2
+
+    @property
     def curve(self) -> str:
         """The tag of what every step records."""
         return runner.curve(self.recipe)
