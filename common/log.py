@@ -50,7 +50,7 @@ class Run:
             plan: its steps and their samples.
             dtype: of the computation.
             sample: FLOPs and units of a training sample, for rates.
-            rates: the peak learning rate of each group of parameters.
+            rates: the peak learning rate of each group of parameters; empty if nothing is trained.
             computes_on: the devices of this process, the world's first.
         """
         self.path = path
@@ -94,8 +94,9 @@ class Run:
         ranks.print0(f"{world}\n{plan}{details if plan.first_step < plan.max_steps else ''}")
         for line in devices.notes(world.device, bool(vars(args).get("compile"))):
             ranks.print0(line)
-        peak = " to ".join(f"{rate:.4g}" for rate in sorted({min(rates), max(rates)}))
-        ranks.print0(f"peak learning rate {peak}{_after(args, plan.max_steps)}")
+        if rates:
+            peak = " to ".join(f"{rate:.4g}" for rate in sorted({min(rates), max(rates)}))
+            ranks.print0(f"peak learning rate {peak}{_after(args, plan.max_steps)}")
         if world.device.type == "cuda" and peak_flops:
             ranks.print0(f"MFU is of {mfu_is_of}")
         # disable=None shows a bar on a terminal, and none in a pipe or a file.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 # Purposes; each has its own stream, because its number is mixed in after the seed.
-INIT, ORDER, AUGMENT, STEP, HOLD_OUT, EPISODE, ACTION = range(7)
+INIT, ORDER, AUGMENT, STEP, HOLD_OUT, EPISODE, ACTION, PLACE, SHADOW, FADING = range(10)
 
 
 def mix(*keys: int | np.ndarray) -> np.ndarray:

@@ -47,7 +47,8 @@ class Session:
     """Everything that a run needs from its first step to its last.
 
     Attributes:
-        finite: skips updates whose gradient is not finite; the recipe's train_step calls it before each update.
+        finite: skips updates whose gradient is not finite; the recipe's train_step calls it before each update. There
+            is none without an optimizer.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Session:
         found: checkpoint.Found,
         plan: sampler.Plan,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         sample: flops.Sample | None = None,
     ) -> None:
         """Claim the run's folder, and start to handle signals, watch the ranks and log (main thread, all ranks).
@@ -73,7 +74,7 @@ class Session:
             found: the checkpoint that the run starts from, already loaded.
             plan: which samples each step reads.
             model: the model under its strategy.
-            optimizer: the optimizer of its parameters.
+            optimizer: the optimizer of its parameters; None if nothing is trained, and the model only holds results.
             sample: FLOPs and units of a sample; without it, neither MFU nor tokens per second are shown.
 
         Raises:
@@ -95,7 +96,9 @@ class Session:
         self._no_better = ""  # why --patience ends the run
         self._doubted = went_back_from[-1] if went_back_from else 0
         # For --keep-best and --patience: the metric at each evaluation so far, and the step of the checkpoint to keep.
-        self._tag = f"val/{args.keep_best or 'loss'}"
+        self._keep_best = vars(args).get("keep_best", "")
+        self._patience = vars(args).get("patience", 0)
+        self._tag = f"val/{self._keep_best or 'loss'}"
         self._evaluations = ranks.from_rank0(lambda: _evaluations(found.run_dir, self._tag, plan.first_step))
         self._best_step = -1
         # The order matters: claim the folder before anything is written to it, take over signals before the first
@@ -109,7 +112,8 @@ class Session:
         self._watch.begin(found.run_dir, plan.first_step, args.hang_timeout)
         dtype = precision.compute_dtype(args.dtype, world.device)
         self._scale = precision.LossScale(dtype, world.device, found.progress.get("loss_scale"))
-        self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips, self._scale)
+        if optimizer:
+            self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips, self._scale)
         self._check = guard.StateCheck(model, compare=args.check_every > 0)
         self._saver = saver.Saver(
             found.run_dir,
@@ -121,7 +125,7 @@ class Session:
             args.async_save,
             has_one=found.newest >= 0,
         )
-        rates = [group["lr"] for group in optimizer.param_groups]
+        rates = [group["lr"] for group in optimizer.param_groups] if optimizer else []
         sample = sample or flops.Sample()
         self._log = log.Run(found.run_dir, recipe, args, world, plan, dtype, sample, rates, devices)
 
@@ -143,7 +147,8 @@ class Session:
         """Whether the run ends after `step` (all ranks). The first call after a step also completes that step."""
         if step != self._done:
             self._done = step
-            self.finite.restore_if_skipped(step)
+            if self._optimizer:
+                self.finite.restore_if_skipped(step)
             self._stops = self._stop.after(step) or step == self._last_step
         return self._stops
 
@@ -169,21 +174,22 @@ class Session:
         return due or self._is_last(step)
 
     def log_train(
-        self, step: int, sums: metrics.Sums, *, grad_norm: torch.Tensor, data_wait_s: float, **more: float
+        self, step: int, sums: metrics.Sums, *, grad_norm: torch.Tensor | None, data_wait_s: float, **more: float
     ) -> None:
         """Add up a step's sums, and log their means if a line is due (all ranks); stops the clock until the next step.
 
         Args:
             step: the step that has just been done.
             sums: this rank's sums over its samples of the step.
-            grad_norm: the global gradient norm, ().
+            grad_norm: the global gradient norm, (); None if nothing is trained.
             data_wait_s: seconds that this rank has waited for data so far.
             **more: other values for train/, such as lr; a name that has a group already, such as rl/return, keeps it.
         """
         self._is_last(step)
         self._log.add(sums)
         if self.logs(step):
-            logged = self._log.log_train(step, data_wait_s, grad_norm=grad_norm.item(), **more)
+            norm = {} if grad_norm is None else {"grad_norm": grad_norm.item()}
+            logged = self._log.log_train(step, data_wait_s, **norm, **more)
             self._report_skips()
             self._look_at_loss(step, abs(logged.get("train/loss", 0.0)))
         self._log.pause(self._evaluation_is_due(step) or self._comparison_is_due(step) or self.saves(step))
@@ -195,21 +201,21 @@ class Session:
             UserError: --keep-best names none of them.
         """
         self._log.log_validation(step, means)
-        if not self._args.keep_best and not self._args.patience:
+        if not self._keep_best and not self._patience:
             return
         metric = self._tag.removeprefix("val/")
         if metric not in means:
-            flag = f"--keep-best {metric}" if self._args.keep_best else f"--patience {self._args.patience}"
+            flag = f"--keep-best {metric}" if self._keep_best else f"--patience {self._patience}"
             raise UserError(f"{flag}: an evaluation gives {', '.join(means)}; name one of them with --keep-best")
         self._evaluations.append({"step": step, self._tag: means[metric]})
         value, best_step = metrics.best(self._evaluations).get(self._tag, (math.nan, 0))
-        if self._args.keep_best and best_step == step:
+        if self._keep_best and best_step == step:
             self._best_step = step
         since = sum(one["step"] > best_step for one in self._evaluations)
-        if since >= self._args.patience > 0 and not self._stops:
+        if since >= self._patience > 0 and not self._stops:
             self._stops = True
             self._no_better = (
-                f"--patience {self._args.patience}: no better {self._tag} for {since} evaluations, best {value:.4g} at "
+                f"--patience {self._patience}: no better {self._tag} for {since} evaluations, best {value:.4g} at "
                 f"step {best_step}"
             )
             ranks.print0(f"{self._no_better}: saving and stopping after step {step}")
@@ -248,7 +254,8 @@ class Session:
             if not name.startswith(keymap.NO_WEIGHTS):
                 raise UserError(f"run.save got {name!r}, which is no part of the model: call it {f'extra.{name}'!r}")
         self._report_skips()  # first: a checkpoint must not hide what has led to it
-        tensors = keymap.tensors(self._model, self._optimizer) | (more or {})
+        optimizer = keymap.optimizer_tensors(self._model, self._optimizer) if self._optimizer else {}
+        tensors = keymap.model_tensors(self._model) | optimizer | (more or {})
         with self._goes_back():
             self._saver.save(
                 step, tensors, self._plan.position(step), self._is_last(step), self._best_step, self._scale.state()
@@ -260,7 +267,7 @@ class Session:
     def _report_skips(self) -> None:
         """Report skipped updates (all ranks)."""
         with self._goes_back():
-            if skipped := self.finite.report():
+            if self._optimizer and (skipped := self.finite.report()):
                 self._look_again(skipped, "the gradient was not finite")
 
     def _look_at_loss(self, step: int, loss: float) -> None:

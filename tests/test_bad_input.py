@@ -121,7 +121,7 @@ BAD_FLAGS = {
 }
 # Sections 4 and 5 are the same text in a family, which test_skeleton.py checks: one recipe stands for all that share
 # its main. Accelerate starts its ranks in its own way, before it.
-MAINS = (DDP, "accelerate_gpt", "syncbn_ppo")
+MAINS = (DDP, "accelerate_gpt", "syncbn_ppo", "cellfree_mimo")
 
 
 def told_by_parse(recipe: str, flags: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:

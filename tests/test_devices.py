@@ -74,7 +74,7 @@ def first_losses(recipe: str | Path, name: str, data: Path | None, out: Path, *f
     layout = runner.layout(kind, 2)
     result = runner.run_recipe(recipe, layout.size, *runner.small(kind), *layout.flags, *size, *steps, *where, *flags)
     assert result.ok, str(result)
-    return runner.records(out / name, "train/loss"), result.outputs[0]
+    return runner.records(out / name, runner.curve(kind)), result.outputs[0]
 
 
 @pytest.mark.parametrize("recipe", each_recipe())

@@ -27,11 +27,11 @@ SIGNALS = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 HERE = ("--rdzv-backend=brigade", "--rdzv-endpoint=here")  # the rendezvous of one machine
 KEY = 32 * "0a"
 TWO_STEPS = ("--max-steps", "2", "--global-batch-size", "8", "--log-every", "1")
+OF_TRAINING = {"train/loss", "train/lr", "train/grad_norm"}
 TAGS = {
-    *("train/loss", "train/lr", "train/grad_norm"),
     *("perf/samples_per_s", "perf/memory_gib", "perf/data_wait_s"),
 }
-EVAL_METRIC = {"resnet": "val/top1", "gpt": "val/bits_per_byte", "ppo": "val/return"}  # of each workload
+EVAL_METRIC = {"resnet": "val/top1", "gpt": "val/bits_per_byte", "ppo": "val/return", "mimo": "se_median/l4_mmse"}
 LAUNCH_VARIABLES = {
     *("NPROC_PER_NODE", "MAX_RESTARTS", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"),
     *("PYTHONPATH", "LAUNCHED_AS", "STAGE_DIR", "STAGED_DATA", "ACCELERATE_CONFIG", "RUN_KEY"),
@@ -89,8 +89,8 @@ def training_flags(data: Path, out: Path, name: str) -> list[str]:
     return [*TWO_STEPS, "--data", str(data), "--out", str(out), "--name", name]
 
 
-def assert_trained(run: Path, world_size: int) -> None:
-    assert list(runner.records(run, "train/loss")) == [1, 2]
+def assert_trained(run: Path, world_size: int, curve: str = "train/loss") -> None:
+    assert list(runner.records(run, curve)) == [1, 2]
     assert json.loads((run / "config.json").read_text())["world_size"] == world_size
 
 
@@ -108,7 +108,8 @@ def test_copied_recipe(recipe: str, small_data: dict[str, Path], tmp_path: Path)
         file.write('\n\nimport os\n\nos.write(1, f"imported {__file__}\\n".encode())\n')  # whole: ranks share a pipe
     (tmp_path / "elsewhere").mkdir()
     workload = runner.workload(recipe)
-    supervised = recipe in runner.SUPERVISED
+    supervised, trains = recipe in runner.SUPERVISED, recipe in runner.TRAINING
+    curve = runner.curve(recipe)
     flags = ["--max-steps", "2", "--log-every", "1", *runner.small(recipe), "--out", "our runs", "--name", "first"]
     if supervised:
         flags = training_flags(small_data[workload], Path("our runs"), "first")
@@ -119,10 +120,10 @@ def test_copied_recipe(recipe: str, small_data: dict[str, Path], tmp_path: Path)
     assert imported == [str(copy / "common" / "__init__.py")] * world_size
 
     run = tmp_path / "elsewhere" / "our runs" / "first"
-    assert_trained(run, world_size)
+    assert_trained(run, world_size, curve)
     for line in (
         "done     step 2 of 2 in ",
-        f"best     {EVAL_METRIC[workload]} ",
+        f"best     {EVAL_METRIC[workload]} " if trains else f"step 2/2  {EVAL_METRIC[workload]} ",
         f"files    {run}\n",
         "plot     tensorboard ",
     ):
@@ -136,15 +137,16 @@ def test_copied_recipe(recipe: str, small_data: dict[str, Path], tmp_path: Path)
     events = EventAccumulator(str(run))
     events.Reload()
     more = {"val/loss", "perf/mfu"} if supervised else {"rl/return", "rl/length"}
-    assert set(events.Tags()["scalars"]) >= TAGS | more | {EVAL_METRIC[workload]}
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
+    wanted = TAGS | {curve, EVAL_METRIC[workload]} | ((OF_TRAINING | more) if trains else set())
+    assert set(events.Tags()["scalars"]) >= wanted
+    assert [event.step for event in events.Scalars(curve)] == [1, 2]
     logs = [path.name for path in sorted(run.glob("logs/*"))]
     assert logs == [f"rank_{rank:05d}.log" for rank in range(1, world_size)]
     assert (run / "train.py").read_text() == runner.source(recipe)
     config = ("--config", str(run / "config.json"), "--out", str(tmp_path / "again"), "--name", "second")
     repeated = runner.run_recipe(recipe, world_size, *config)
     assert repeated.ok, str(repeated)
-    for tag in ("train/loss", "train/grad_norm", EVAL_METRIC[workload]):
+    for tag in (curve, "train/grad_norm", EVAL_METRIC[workload]):
         assert runner.records(tmp_path / "again" / "second", tag) == runner.records(run, tag), tag
 
     digest = hashlib.sha256((copy / "common" / "__init__.py").read_bytes()).hexdigest()

@@ -70,7 +70,7 @@ def eval_metric(recipe: str) -> str:
     return "val/loss" if recipe in runner.SUPERVISED else "val/return"
 
 
-@pytest.mark.parametrize("recipe", each_recipe())
+@pytest.mark.parametrize("recipe", each_recipe(runner.TRAINING))  # another one: tests/test_mimo.py
 def test_same_ranks_bitwise(recipe: str, reference: Reference, tiny: Tiny, tmp_path: Path) -> None:
     world_size = runner.world_sizes(recipe, most=2)[-1]
     out, curves = reference(recipe, world_size, "float32")
@@ -84,7 +84,7 @@ def test_same_ranks_bitwise(recipe: str, reference: Reference, tiny: Tiny, tmp_p
     assert same_tensors(tmp_path / "parts" / last, out / last)
 
 
-@pytest.mark.parametrize("recipe", each_recipe([name for name in runner.RECIPES if len(runner.world_sizes(name)) > 1]))
+@pytest.mark.parametrize("recipe", each_recipe([name for name in runner.TRAINING if len(runner.world_sizes(name)) > 1]))
 def test_other_ranks(recipe: str, reference: Reference, tiny: Tiny, tmp_path: Path) -> None:
     flags = ("--dtype", "float64")
     _, curves = reference(recipe, 2, "float64")

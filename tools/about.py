@@ -54,3 +54,6 @@ def is_single(recipe: str) -> bool:
     """Whether its launch.env says that it is one process."""
     env = ROOT / "recipes" / recipe / "launch.env"
     return env.exists() and "NPROC_PER_NODE=1" in env.read_text()
+
+
+TRAINING = [recipe for recipe in RECIPES if has_flag(recipe, "--lr")]  # which train; another one simulates

@@ -150,7 +150,7 @@ def test_killed_without_a_word(case: FaultCase) -> None:
     last = case.size - 1
     faults = [("update", "sleep", 0, 4), ("update", "signal later", last, 4, "SIGKILL")]
     result = case.start("--hang-timeout", "100", faults=faults, mutant="no connection ends")
-    finding = f"dead or frozen; last heartbeat of {who(last, 4)}: optimizer"
+    finding = f"dead or frozen; last heartbeat of {who(last, 4)}: {case.in_update}"
     case.check_named(result, NOTICE_S, finding, culprits=[last])
     case.resume_and_check()
 
@@ -162,7 +162,7 @@ def test_frozen_without_a_word(case: FaultCase) -> None:
     last = case.size - 1
     faults = [("update", "sleep", 0, 4), ("update", "signal later", last, 4, "SIGSTOP")]
     result = case.start("--hang-timeout", "100", faults=faults, mutant="no connection ends", meanwhile=end_frozen)
-    finding = f"dead or frozen; last heartbeat of {who(last, 4)}: optimizer"
+    finding = f"dead or frozen; last heartbeat of {who(last, 4)}: {case.in_update}"
     case.check_named(result, 10 + DEAD_S + 2 * BUSY_S, finding, culprits=[last])
     assert case.row.notice_s is not None
     assert case.row.notice_s > 9
@@ -228,7 +228,7 @@ def test_killed_and_frozen(case: FaultCase) -> None:
 @pytest.mark.fault("rank: two at once, one raises and one is killed", least=2)
 def test_raises_and_killed(case: FaultCase) -> None:
     result = case.start(faults=[("update", "signal", -1, 4, "SIGKILL"), ("update", "raise", 0, 4)])
-    case.record_message(result.outputs[0], f"{who(0, 4)} failed in optimizer: ArithmeticError")
+    case.record_message(result.outputs[0], f"{who(0, 4)} failed in {case.in_update}: ArithmeticError")
     find_line(result.outputs[0], rf"dead or frozen; last heartbeat of rank {case.size - 1} ")
     case.resume_and_check()
 

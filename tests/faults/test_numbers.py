@@ -20,7 +20,7 @@ def test_nan(case: FaultCase) -> None:
     saved = checkpoints(case.run_dir)
     assert same_tensors(saved[3], saved[2], but="rollout.")
     assert not same_tensors(saved[4], saved[3], but="rollout.")
-    assert max(runner.records(case.run_dir, "train/loss")) == STEPS
+    assert max(runner.records(case.run_dir, case.curve)) == STEPS
 
 
 @pytest.mark.fault("numbers: mutant, updates that are not finite are made")
@@ -90,7 +90,7 @@ def test_other_world_size(case: FaultCase) -> None:
         result = case.start(*flags, "--stop-after", until, size=size)
         assert result.ok, str(result)
     case.record_cost(4)
-    for tag in ("train/loss", "train/grad_norm"):
+    for tag in (case.curve, "train/grad_norm"):
         close: Any = pytest.approx(runner.records(case.out / "reference", tag), rel=1e-9)
         assert runner.records(case.run_dir, tag) == close, tag
     case.record_message(result.outputs[0], "resuming from step 4 of")

@@ -53,7 +53,7 @@ def test_mutant(what: str, target: str, case: FaultCase) -> None:
 
 ENDS = {  # flags, faults, and the exit code
     "trains to its end": ([], [], 0),
-    "is refused": (["--lr", "-1"], [], 2),
+    "is refused": (["--log-every", "-1"], [], 2),
     "raises": ([], [("end of a step", "raise", 0, 3)], 1),
 }
 
@@ -86,7 +86,7 @@ def lose_events(case: FaultCase, place: Path, mutant: str = "") -> runner.Result
 def steps_on_board(case: FaultCase) -> list[int]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    return [event.step for event in EventAccumulator(str(case.run_dir)).Reload().Scalars("train/loss")]
+    return [event.step for event in EventAccumulator(str(case.run_dir)).Reload().Scalars(case.curve)]
 
 
 @pytest.mark.fault("output: TensorBoard's file on a full disk for a while")
@@ -102,7 +102,7 @@ def test_events_return(case: FaultCase) -> None:
         steps = steps_on_board(case)
         assert {1, 2, *range(32, 41)} <= {*steps}
         assert len(steps) == len({*steps})
-        assert {*range(31, 41)} <= runner.records(case.run_dir, "train/loss").keys()
+        assert {*range(31, 41)} <= runner.records(case.run_dir, case.curve).keys()
         last = result.outputs[0].partition("31/40")[2]
         assert last
         assert "warning: " not in last.partition("32/40")[2], "none that is false, once there is room"
@@ -129,7 +129,7 @@ def damage_record(case: FaultCase, what: str) -> int:
     case.copy_reference(until=4)
     file = case.run_dir / "metrics.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
-    hit = next(i for i, line in enumerate(lines) if b"train/loss" in line and json.loads(line)["step"] == 2)
+    hit = next(i for i, line in enumerate(lines) if case.curve.encode() in line and json.loads(line)["step"] == 2)
     lines[hit] = DAMAGES[what](lines[hit])
     file.write_bytes(b"".join(lines))
     return hit + 1
@@ -144,10 +144,8 @@ def test_damaged_record(what: str, case: FaultCase) -> None:
     assert result.ok, str(result)
     assert result.outputs[0].count("is damaged") == 1
     case.record_message(result.outputs[0], rf"warning: line {number} of \S+/metrics\.jsonl is damaged")
-    losses = {
-        record["step"]: record["train/loss"] for record in run_dir.records(case.run_dir) if "train/loss" in record
-    }
-    wanted = runner.records(case.reference(), "train/loss")
+    losses = {record["step"]: record[case.curve] for record in run_dir.records(case.run_dir) if case.curve in record}
+    wanted = runner.records(case.reference(), case.curve)
     del wanted[2]
     assert losses == wanted
     case.check_same_checkpoints(STEPS)

@@ -128,7 +128,7 @@ def result(
 @pytest.mark.waits(("update", "signal later", -1, 4, "SIGKILL"))
 def test_killed(result: runner.Result, case: FaultCase) -> None:
     last = case.size - 1
-    finding = f"dead or frozen; last heartbeat of {who(last, 4)}: optimizer"
+    finding = f"dead or frozen; last heartbeat of {who(last, 4)}: {case.in_update}"
     assert result.codes[last] == -signal.SIGKILL, str(result)
     if case.size > 1:
         case.check_named(result, PROMPT_S + DEAD_S, finding, culprits=[last])
@@ -164,7 +164,13 @@ def test_rank_0_raises(case: FaultCase) -> None:
 def check_raises(case: FaultCase, rank: int, phase: str) -> None:
     result = case.start("--eval-every", "1", faults=[(PHASES[phase], "raise", rank, 4)])
     what = "ArithmeticError: a fault that was put in"
-    case.check_named(result, PROMPT_S, f"{who(rank, 4)} failed in {phase}", what, r'inject\.py", line \d+, in _raise')
+    case.check_named(
+        result,
+        PROMPT_S,
+        f"{who(rank, 4)} failed in {case.in_update if phase == 'optimizer' else phase}",
+        what,
+        r'inject\.py", line \d+, in _raise',
+    )
     case.resume_and_check("--eval-every", "1", exact=False)
     assert case.row.steps_lost in (1, 2)
 
@@ -173,7 +179,7 @@ def check_raises(case: FaultCase, rank: int, phase: str) -> None:
 @pytest.mark.waits(("update", "signal later", -1, 4, "SIGSTOP"), meanwhile=end_frozen)
 def test_frozen(result: runner.Result, case: FaultCase) -> None:
     last = case.size - 1
-    finding = f"dead or frozen; last heartbeat of {who(last, 4)}: optimizer"
+    finding = f"dead or frozen; last heartbeat of {who(last, 4)}: {case.in_update}"
     case.check_named(result, HANG_S, finding, culprits=[last])
     case.resume_and_check()
 

@@ -104,7 +104,7 @@ def test_umask(case: FaultCase) -> None:
     result = case.start(faults=[("at the start", "umask", rank, 0, 0) for rank in range(case.size)])
     assert result.ok, str(result)
     case.record_message(result.outputs[0], "resuming from step 4 of")
-    case.check_same_curves("train/loss", "train/grad_norm")
+    case.check_same_curves(case.curve, "train/grad_norm")
     case.check_same_checkpoints(STEPS)
 
 
@@ -143,7 +143,7 @@ def test_mutant_overtaken(case: FaultCase) -> None:
     result = run_meanwhile(case, mutant="the folder is looked at once")
     assert result.ok, str(result)
     case.record_message(result.outputs[0], "reached  step 4 of")
-    assert list(runner.records(case.run_dir, "train/loss")) == [1, 2, 3, 4]
+    assert list(runner.records(case.run_dir, case.curve)) == [1, 2, 3, 4]
 
 
 @pytest.mark.fault("refused: the server has lost checkpoints/, {what}")

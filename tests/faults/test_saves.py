@@ -146,7 +146,7 @@ def test_disk_at_the_start(what: str, disk: Path, case: FaultCase) -> None:
     assert (case.run_dir / "config.json").read_bytes() == before
     assert not [*case.run_dir.glob("*.tmp")]
     assert all(file.stat().st_size for file in case.run_dir.glob("events.out.tfevents.*"))
-    assert runner.records(case.run_dir, "train/loss").items() <= runner.records(case.reference(), "train/loss").items()
+    assert runner.records(case.run_dir, case.curve).items() <= runner.records(case.reference(), case.curve).items()
     case.check_same_checkpoints(2, 6)
 
 

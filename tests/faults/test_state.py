@@ -22,8 +22,10 @@ def damage(
 
 def skip_if_not_there(case: FaultCase, kind: str, *flags: str) -> tuple[str, ...]:
     """Flags with which buffers are the same on all ranks; or the kind of state does not exist here."""
+    if kind == "moment":
+        case.skip_unless_it_trains()
     if kind == "buffer":
-        if runner.workload(case.recipe) == "gpt":
+        if runner.workload(case.recipe) in ("gpt", "mimo"):
             pytest.skip("not applicable: no buffers are saved")
         if runner.has_flag(case.recipe, "--sync-bn"):
             return ("--sync-bn", *flags)
@@ -66,7 +68,7 @@ def test_rank_0_is_late(case: FaultCase) -> None:
 def test_bit_is_not_saved(kind: str, case: FaultCase) -> None:
     """With the defaults, --check-every 100 among them."""
     flags = skip_if_not_there(case, kind)
-    result = start_damaged(case, damage(kind, "bit"), *flags)
+    result = start_damaged(case, damage(kind, "bit", case.place), *flags)
     case.check_refused(result, r"error: replicas differ at step 4: \S+( \[.*\])? on rank ")
     assert list(checkpoints(case.run_dir)) == [2]
     if not flags:
@@ -75,7 +77,7 @@ def test_bit_is_not_saved(kind: str, case: FaultCase) -> None:
 
 @pytest.mark.fault("numbers: mutant, state is not looked at before a save", least=2)
 def test_mutant_saves_it(case: FaultCase) -> None:
-    result = start_damaged(case, damage("parameter", "bit"), mutant="state is not looked at")
+    result = start_damaged(case, damage("parameter", "bit", case.place), mutant="state is not looked at")
     assert result.ok, str(result)
     case.record_message(result.outputs[0], "done     step 6 of 6")
     with pytest.raises(AssertionError):
@@ -94,13 +96,14 @@ def check_went_back(case: FaultCase, result: runner.Result, fault: str) -> None:
 @pytest.mark.fault("numbers: a bit of a parameter, --on-bad-state rewind", least=2)
 def test_rewind(case: FaultCase) -> None:
     """The same processes compute the steps again, and end as if there had been no fault."""
-    result = start_damaged(case, damage("parameter", "bit"), *REWIND)
+    result = start_damaged(case, damage("parameter", "bit", case.place), *REWIND)
     check_went_back(case, result, "replicas differ at step 4")
     case.check_same_as_reference()
 
 
 @pytest.mark.fault("numbers: NaN in a parameter before the first save, --on-bad-state rewind")
 def test_rewind_to_the_start(case: FaultCase) -> None:
+    case.skip_unless_it_trains()  # else nobody looks at a step before it is saved
     result = case.start(*REWIND, "--name", "", "--save-every", "4", faults=[damage("parameter", "nan", step=1)])
     assert result.ok, str(result)
     [run] = case.out.iterdir()
@@ -122,7 +125,7 @@ def test_request_outlives_it(case: FaultCase) -> None:
     """The ranks go back, stop as asked, and continue as if undisturbed."""
     request = ("end of a step", "signal", 0, 3, "SIGTERM", 0.5)
     pauses = [("end of a step", "sleep a little", -1, 3)] * 2  # the second after it has gone back
-    result = case.start(*REWIND, faults=[damage("parameter", "bit"), request, *pauses])
+    result = case.start(*REWIND, faults=[damage("parameter", "bit", case.place), request, *pauses])
     if any(event["event"] == "nothing shared" for event in case.events):
         pytest.skip("not applicable: no two ranks hold the same part of this state")
     assert result.ok, str(result)
@@ -143,7 +146,7 @@ def test_lasting_nan(case: FaultCase) -> None:
 
 @pytest.mark.fault("numbers: a bit of a parameter, also when it is computed again", least=2)
 def test_lasting_bit(case: FaultCase) -> None:
-    faults = [damage("parameter", "bit")] * 2
+    faults = [damage("parameter", "bit", case.place)] * 2
     result = case.start(*REWIND, faults=faults)
     if any(event["event"] == "nothing shared" for event in case.events):
         pytest.skip("not applicable: no two ranks hold the same part of this state")
@@ -156,6 +159,7 @@ def test_lasting_bit(case: FaultCase) -> None:
 @pytest.mark.fault("numbers: a loss spike in one step, computed again by --on-bad-state rewind")
 def test_passing_spike(case: FaultCase) -> None:
     """Finite, and the same on all ranks: as when a batch or a checkpoint in memory was scaled by mistake."""
+    case.skip_unless_it_trains()
     result = case.start(*REWIND, faults=[("end of a step", "grow", rank, 3) for rank in range(case.size)])
     check_went_back(case, result, "the loss was over 10 times the largest before in step 4")
     case.check_same_as_reference()

@@ -19,7 +19,7 @@ def check_stopped(case: FaultCase, output: str, reason: str) -> int:
     """All ranks stopped after one step, which is saved and the last one that was done; returns it."""
     marker = json.loads((case.run_dir / "stopped.json").read_text())
     assert marker["reason"].startswith(reason)
-    assert max(checkpoints(case.run_dir)) == marker["step"] == max(runner.records(case.run_dir, "train/loss"))
+    assert max(checkpoints(case.run_dir)) == marker["step"] == max(runner.records(case.run_dir, case.curve))
     case.record_message(output, rf"stopped  checkpoint saved \({reason}")
     return marker["step"]
 
@@ -50,7 +50,7 @@ def test_stop_after(case: FaultCase) -> None:
         assert max(checkpoints(case.run_dir)) == step
     result = case.resume_and_check(exact=False)
     case.record_message(result.outputs[0], "resuming from step 3 of")
-    case.check_same_curves("train/loss", "train/grad_norm")  # each part was evaluated at its end
+    case.check_same_curves(case.curve, "train/grad_norm")  # each part was evaluated at its end
     case.check_same_checkpoints(STEPS)
 
 
@@ -60,7 +60,7 @@ def test_mutant_shifted_position(case: FaultCase) -> None:
     assert case.start("--stop-after", "2", mutant="the position is that of the step before").ok
     with pytest.raises(AssertionError):
         case.resume_and_check()
-    losses, wanted = (runner.records(run, "train/loss") for run in (case.run_dir, case.reference()))
+    losses, wanted = (runner.records(run, case.curve) for run in (case.run_dir, case.reference()))
     assert losses[2] == wanted[2]
     assert losses[3] != wanted[3]
     case.row.message = f"losses of step 3: {losses[3]:.4f} and {wanted[3]:.4f}"
@@ -97,7 +97,7 @@ def test_in_evaluation(case: FaultCase) -> None:
     flags = ("--eval-every", "2")
     fault = ("evaluation", "signal", -1, 2, "SIGTERM", 0.5)
     assert stop_and_continue(case, fault, *flags) == 3, "the step after the evaluation is still done"
-    case.check_same_curves("train/loss", "train/grad_norm")
+    case.check_same_curves(case.curve, "train/grad_norm")
     case.check_same_checkpoints(STEPS)
 
 

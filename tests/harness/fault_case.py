@@ -33,8 +33,10 @@ SMALLER = {
         *("--num-envs", "12", "--rollout-steps", "2", "--update-epochs", "1", "--width", "8"),
         *("--eval-episodes", "3"),
     ),
+    "mimo": ("--access-points", "9", "--antennas", "2", "--users", "8", "--pilots", "2"),
 }
-CURVES = ("train/loss", "train/grad_norm", "val/loss", "rl/return", "val/return")
+CURVES = ("train/loss", "train/grad_norm", "val/loss", "rl/return", "val/return", "se/l4_mmse", "se_p5/l1_mr")
+OF_TRAINING = ("reading", "backward")  # points of the faults that only a training comes to
 # Nothing is measured by these: they end what would take for ever, on a machine that does ten other things as well.
 TIMEOUT_S = 90.0
 LAUNCH_S = 150.0  # with torchrun, whose processes each import torch
@@ -119,6 +121,36 @@ class FaultCase:
         if not runner.has_flag(self.recipe, flag):
             pytest.skip(f"not applicable: this recipe has no {flag}")
 
+    def skip_unless_it_trains(self) -> None:
+        """Skip a test that is about training."""
+        if self.recipe not in runner.TRAINING:
+            pytest.skip("not applicable: this recipe does not train")
+
+    def _skip_if_of_training(self, flags: Sequence[str], faults: Sequence[inject.Fault]) -> None:
+        """Skip a test with flags or faults that a recipe which does not train cannot have."""
+        if self.recipe in runner.TRAINING:
+            return
+        for flag in flags:
+            if flag.startswith("--"):
+                self.skip_without(flag.replace("--no-", "--"))
+        if any(fault[0] in OF_TRAINING for fault in faults):
+            self.skip_unless_it_trains()
+
+    @property
+    def in_update(self) -> str:
+        """Where a rank is at the point "update", as a finding names it."""
+        return "optimizer" if self.recipe in runner.TRAINING else "the main loop"
+
+    @property
+    def place(self) -> int:
+        """The seed of a place in a parameter: of results, a place that the first step has filled in."""
+        return 0 if self.recipe in runner.TRAINING else 2
+
+    @property
+    def curve(self) -> str:
+        """The tag of what every step records."""
+        return runner.curve(self.recipe)
+
     @property
     def out(self) -> Path:
         """Where the runs of this case are."""
@@ -153,6 +185,7 @@ class FaultCase:
         timeout_s: float = TIMEOUT_S,
     ) -> runner.Result:
         """Run with faults on real ranks; what happened when is in `events`, whose file `meanwhile` gets."""
+        self._skip_if_of_training(flags, faults)
         file = self._new_events_file()
         size = size or self.size
         argv = [*flags_of(self.recipe, size), "--out", str(self.out), "--name", name, *flags]
@@ -181,6 +214,7 @@ class FaultCase:
         `options` are torchrun's; `meanwhile` gets the launcher and the file of events; `onto` is an open file for
         what is printed. Returns the exit code and everything that was printed, but for that.
         """
+        self._skip_if_of_training(flags, faults)
         file, output = self._new_events_file(), self.folder / "output"
         folder = self.folder / self.recipe
         folder.mkdir(exist_ok=True)

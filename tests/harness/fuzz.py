@@ -200,10 +200,11 @@ def _plan(args: Any, choose: random.Random, recipe: Any) -> None:
         return
     if hasattr(args, "num_layers"):
         gpt.Shape.of(args, 256)
-    rates.parse(args.rates)
+    if hasattr(args, "rates"):
+        rates.parse(args.rates)
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
     progress = choose.choice(({}, {"step": 3, "samples": 384}, {"step": 2**62, "samples": 2**62}))
-    lengths = {"run_seed": args.seed, "epochs": args.epochs, "max_steps": args.max_steps}
+    lengths = {"run_seed": args.seed, "epochs": getattr(args, "epochs", 1), "max_steps": args.max_steps}
     plan = sampler.make_plan(division, 1433, **lengths, progress=progress)
     assert str(plan)
     assert str(division)
@@ -212,6 +213,9 @@ def _plan(args: Any, choose: random.Random, recipe: Any) -> None:
     if args.global_batch_size < 10**5 and plan.first_step < plan.max_steps:
         request = next(sampler.training_requests(plan, dp_size - 1))
         assert (request.indices < 1433).all()
+    if not hasattr(args, "lr"):
+        recipe.sizes_of(args)
+        return
     schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
     for step in (0, 1, plan.max_steps):
         assert 0 <= schedule.warmup_cosine(step, args.warmup_steps, plan.max_steps) <= 1

@@ -16,6 +16,8 @@ Who renames one of these renames it here as well; a patch of a name that is not 
     common.stop.Stop.after                   point "end of a step"; note "done"
     common.manifest.seal, write              points "before the digests", "before the manifest"
     common.guard.FiniteGuard(model, ...)     what the actions "drift" and "damage state" may change
+    common.guard.StateCheck(model, ...)      the same, of a recipe that does not train and has no FiniteGuard
+    common.session.Session.log_train         of such a recipe, point "update"; log_validation, point "evaluation"
     common.watch.Watch._exit                 note "named": this rank prints the finding about another one
     common.watch.Watch._let_others_read      note "named": this rank has printed its own error
     common.flops.count_sample, peak_flops    no measurement
@@ -78,6 +80,7 @@ from common import (
     sampler,
     saver,
     seal,
+    session,
     stop,
     sync_batchnorm,
     watch,
@@ -137,6 +140,9 @@ def run(path: str, argv: Sequence[str], faults: Sequence[Fault], events: str, mu
     note("start")
     _shrink()
     _patch(drifts=any(action in ("drift", "damage state", "grow") for _, action, *_ in faults))
+    if "optimizer=None" in Path(path).read_text():  # what comes before a result is recorded
+        _before(session.Session, "log_train", _reaches("update"))
+        _before(session.Session, "log_validation", _reaches("evaluation"))
     if mutant:
         MUTANTS[mutant]()
     sys.argv = [path, *argv]
@@ -222,8 +228,11 @@ def _patch(drifts: bool) -> None:
     def begin_step(_: watch.Watch, step: int) -> None:
         _Self.step = step
 
-    def keep_state(_: guard.FiniteGuard, model: nn.Module, optimizer: torch.optim.Optimizer, *__: Any) -> None:
-        _Self.model, _Self.optimizer, _Self.shared = model, optimizer, _shared(model)
+    def keep_optimizer(_: guard.FiniteGuard, __: nn.Module, optimizer: torch.optim.Optimizer, *___: Any) -> None:
+        _Self.optimizer = optimizer
+
+    def keep_state(_: guard.StateCheck, model: nn.Module, **__: Any) -> None:
+        _Self.model, _Self.shared = model, _shared(model)
 
     def reach_if_checkpoint(point: str) -> Callable[..., None]:
         """Of the last argument: what is renamed to it, or removed."""
@@ -232,7 +241,8 @@ def _patch(drifts: bool) -> None:
     _after(process_group, "finish", lambda **_: _Self.due.extend(_Self.later))
     _after(watch.Watch, "step", begin_step)
     if drifts:
-        _after(guard.FiniteGuard, "__init__", keep_state)
+        _after(guard.FiniteGuard, "__init__", keep_optimizer)
+        _after(guard.StateCheck, "__init__", keep_state)
     _before(process_group, "start", _reaches("at the start"))
     _before(run_dir, "claim", _reaches("before the claim"))
     _before(watch.Watch, "begin", _reaches("before the first step"))

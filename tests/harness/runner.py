@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from common import devices, flops, run_dir, stop
-from tools.about import RECIPES, ROOT, choices, has_flag, is_single, source, workload
+from tools.about import RECIPES, ROOT, TRAINING, choices, has_flag, is_single, source, workload
 
 # As launch/torchrun.sh has it: a rank whose store ends may print a stack of C++, or not, as the threads happen to run.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -43,6 +43,10 @@ SMALL = {
     "ppo": (
         *("--num-envs", "12", "--rollout-steps", "16", "--global-batch-size", "96", "--width", "8"),
         *("--update-epochs", "2", "--eval-episodes", "3"),
+    ),
+    "mimo": (
+        *("--access-points", "9", "--antennas", "2", "--users", "8", "--pilots", "2"),
+        *("--global-batch-size", "12"),
     ),
 }
 
@@ -156,6 +160,11 @@ def layout(recipe: str, size: int) -> Layout:
     """The first way to run a recipe on this many ranks, or on the most that it can."""
     size = min(size, world_sizes(recipe)[-1])
     return next(layout for layout in layouts(recipe) if layout.size == size)
+
+
+def curve(recipe: str) -> str:
+    """The tag of what every step records, and that faults must not change."""
+    return "train/loss" if recipe in TRAINING else "se/l4_mmse"
 
 
 def base(recipe: str) -> str:

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.about import RECIPES, ROOT, choices, has_flag, is_single, workload
+from tools.about import ROOT, TRAINING, choices, has_flag, is_single, workload
 
 SAMPLES = 8  # of a step, for each rank
 # Flags for a model that is quick in float64 on a CPU, and whose sizes 2, 4 and 8 divide. Eight layers are two stages
@@ -47,7 +47,7 @@ class Layout:
 
 def reference(kind: str) -> Layout:
     """What all layouts of a workload are compared with: DistributedDataParallel of one process, which sends nothing."""
-    several = [recipe for recipe in RECIPES if workload(recipe) == kind and not is_single(recipe)]
+    several = [recipe for recipe in TRAINING if workload(recipe) == kind and not is_single(recipe)]
     return Layout(f"ddp_{kind}" if f"ddp_{kind}" in several else several[0], alone=True)
 
 

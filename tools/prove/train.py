@@ -38,7 +38,7 @@ def main() -> None:
     """
     args = cli.parse(Args)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, exits.HELD_BACK)  # there is nothing to save
-    for flag, given, known in (("recipes", args.recipes, about.RECIPES), ("proofs", args.proofs, proofs.ALL)):
+    for flag, given, known in (("recipes", args.recipes, about.TRAINING), ("proofs", args.proofs, proofs.ALL)):
         if unknown := [name for name in given if name not in known]:
             raise UserError(f"--{flag} {' '.join(unknown)}: there is no such; there are {', '.join(known)}")
     run_key = os.environ.get("RUN_KEY", "")
@@ -57,7 +57,7 @@ def main() -> None:
         ranks.print0(f"{time.monotonic() - began:5.0f} s  {job.name}")
         return world.run(dataclasses.replace(job, timeout_s=args.timeout), run_key, visible)
 
-    asked = proofs.Asked(args.recipes or tuple(about.RECIPES), args.proofs, place.size, gpus, folder)
+    asked = proofs.Asked(args.recipes or tuple(about.TRAINING), args.proofs, place.size, gpus, folder)
     rows, figures = proofs.all_of(asked, run)
     shutil.rmtree(folder / "runs", ignore_errors=True) if place.rank == 0 and not args.keep else None
     where = page.machine(place.size, folder)
