@@ -104,6 +104,11 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
     joined = world
     # First, because ranks with another backend would wait in `_check_devices` and the barrier for ever.
     ranks.check_same(picked=picked)
+    if device.type == "cuda" and backend == "gloo" and size > 1:
+        ranks.print0(
+            "note: --backend gloo takes what GPUs send through the memory of the CPU, which is slow, and torch "
+            "promises only all-reduce and broadcast of it: a recipe that sends otherwise needs --backend nccl"
+        )
     with _advise(device):
         _check_devices(world)
         dist.barrier()  # all ranks have joined: from here on, a refusal of one cannot keep another from joining

@@ -16,6 +16,7 @@ from common import UserError, seed
 from common.workloads import actor_critic, environments
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import mutants, runner
 
@@ -370,6 +371,35 @@ def make(recipe: SimpleNamespace, **how: Any) -> tuple[Any, Any, environments.En
     mesh = recipe.make_mesh(args, SimpleNamespace(device=torch.device("cpu"), size=1))
     model = recipe.parallelize(args, recipe.make_model(args, envs), mesh, torch.device("cpu"))
     return args, model, envs
+
+
+class IndexDevices(TorchDispatchMode):
+    """Notes on which devices the indices of tensors are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index.Tensor:
+            self.found |= {index.device.type for index in args[1]}
+        return func(*args, **(kwargs or {}))
+
+
+ORDER = 'torch.from_numpy(keys.argsort(axis=0, kind="stable")).to(device)'
+
+
+@pytest.mark.parametrize("mutant", [False, True], ids=["", "mutant: the order stays on the CPU"])
+def test_indices_are_where_the_rollout_is(mutant: bool, tmp_path: Path) -> None:
+    """Not on the CPU, from where a GPU has to fetch them for each tensor of each minibatch."""
+    change = {"minibatches": {ORDER: ORDER.removesuffix(".to(device)")}} if mutant else {}
+    train = runpy.run_path(str(mutants.mutate("syncbn_ppo", tmp_path, change)), run_name="recipe")
+    args = SimpleNamespace(seed=0, rollout_steps=4, num_envs=2, global_batch_size=4)
+    rollout = train["Samples"](*(torch.empty(4, 2, device="meta") for _ in range(5)))
+    with IndexDevices() as devices:
+        batches = list(train["minibatches"](args, rollout, np.arange(2), 1))
+    assert len(batches) == 2
+    assert (devices.found == {"meta"}) != mutant
 
 
 class Unguarded:

@@ -56,3 +56,22 @@ def test_fsdp_holds_its_part(tmp_path: Path) -> None:
     assert held("fsdp_gpt", tmp_path / "fsdp") == [pytest.approx(part, rel=0.02)] * NUM_RANKS
     mutant = mutants.mutate("fsdp_gpt", tmp_path / "mutant", NOT_SHARDED)
     assert held(mutant, tmp_path / "mutant") == [pytest.approx(whole[0], rel=0.02)] * NUM_RANKS
+
+
+ADDS_OTHERWISE = """
+for one in model.parameters():
+    if one.placements[1].is_replicate() and dist.get_rank() % 2:
+        one.grad.to_local().mul_(1 + 2 ** -30)
+"""
+
+
+@pytest.mark.parametrize("mutant", [False, True], ids=["", "mutant: each tp rank keeps its own"])
+def test_copies_of_a_norm_stay_one(mutant: bool, small_data: dict[str, Path], tmp_path: Path) -> None:
+    """Also where a group of ranks adds up in another order than the other one does, as NCCL may."""
+    then = "" if mutant else "share_norms(model)"
+    path = mutants.mutate("tensor_gpt", tmp_path, {"clip_gradients": {"share_norms(model)": ADDS_OTHERWISE + then}})
+    flags = (*runner.small("tensor_gpt"), "--data", small_data["gpt"], "--tp", "2", "--dtype", "float64")
+    flags = (*flags, "--max-steps", "3", "--check-every", "1", "--out", tmp_path / "runs")
+    result = runner.run_recipe(path, 4, *map(str, flags))
+    assert result.ok != mutant, str(result)
+    assert ("replicas differ at step" in str(result)) == mutant

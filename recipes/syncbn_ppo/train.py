@@ -211,9 +211,12 @@ def play(args: Args, model: Any, envs: environments.Environments, step: int) -> 
 def minibatches(args: Args, rollout: Samples, index: np.ndarray, epoch: int) -> Iterator[Samples]:
     """This rank's equal parts of an epoch's minibatches; each has as many steps of every environment."""
     keys = seed.mix(args.seed, seed.ORDER, epoch, index, np.arange(args.rollout_steps)[:, None])
-    order = torch.from_numpy(keys.argsort(axis=0, kind="stable"))  # (T, n)
+    # Copied to the device once: with an index on the CPU, each minibatch of each tensor would wait for a copy.
+    device = rollout.actions.device
+    order = torch.from_numpy(keys.argsort(axis=0, kind="stable")).to(device)  # (T, n)
+    columns = torch.arange(len(index), device=device)
     for times in order.split(args.global_batch_size // args.num_envs):
-        yield Samples(*(values[times, torch.arange(len(index))].flatten(0, 1) for values in rollout))
+        yield Samples(*(values[times, columns].flatten(0, 1) for values in rollout))
 
 
 def train_step(

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -232,8 +233,24 @@ def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metri
     return sums
 
 
+def share_norms(model: Any) -> None:
+    """Give all tp ranks the gradients of norms that the first one has: each holds a copy of the norms.
+
+    FSDP adds them up in another dp group for each tp rank. NCCL may add in another order there, and the copies would
+    drift apart by their last bits.
+    """
+    copies = [one.grad for one in model.parameters() if one.grad is not None and one.placements[1].is_replicate()]
+    parts = [copy.to_local() for copy in copies]
+    if parts:
+        sent = torch.cat([part.flatten() for part in parts])
+        dist.broadcast(sent, group=copies[0].device_mesh.get_group("tp"), group_src=0)
+        for part, came in zip(parts, sent.split([part.numel() for part in parts]), strict=True):
+            part.copy_(came.view_as(part))
+
+
 def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     """Clip to the global gradient norm, (), and return it; the norm is over all ranks' parts."""
+    share_norms(model)
     norm: Any = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
     return norm.full_tensor()  # a DTensor: this adds up the ranks' parts
 

@@ -117,6 +117,7 @@ def traffic(layout: runner.Layout, rank: int) -> dict[str, list[Term]]:
         ]
         sliced_loss = ("the loss over sliced logits", 3 * stream / WIDTH)
         found["all-reduce"] = [("none", 0.0), sliced_loss, ("gradients of norms", NORMS)]
+        found["broadcast"] = [("norms", NORMS * tp / layout.size)]
         if fsdp:
             whole = NORMS * (1 - 1 / tp)
             once = (rest - 4 * WIDTH) / tp + 4 * WIDTH
