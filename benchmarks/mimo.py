@@ -31,6 +31,7 @@ DROPS = 200
 HALF = 10  # drops that are repeated with half the blocks
 RESAMPLES = 1000
 USERS, MATES = 40, 4  # of a drop, and of a pilot
+BLOCKS = 100  # of a drop, by default
 NETWORKS = {  # access points, antennas of each, coherence blocks of a drop
     "100 access points with 4 antennas each": (100, 4, 200),
     "400 access points with 1 antenna each": (400, 1, 400),
@@ -77,13 +78,16 @@ def table(found: np.ndarray, half: np.ndarray, series: tuple[str, ...]) -> str:
     generator = np.random.default_rng(0)
     again = [statistics_of(found[generator.integers(len(found), size=len(found))]) for _ in range(RESAMPLES)]
     values, errors = statistics_of(found), np.std(again, axis=0)
-    biases = (half - found[: len(half)]).mean((0, 2))
+    differences = (half - found[: len(half)]).mean(2)
+    biases, doubts = differences.mean(0), differences.std(0, ddof=1) / len(half) ** 0.5
     lines = ["| level | combining | mean | 5 % | median | 95 % | bias |", "|---|---|--:|--:|--:|--:|--:|"]
     for i, name in enumerate(series):
         level, kind = name.split("_")
         local = "L-" * (kind == "mmse" and level != "l4")
         cells = [f"{value:.3f} ± {error:.3f}" for value, error in zip(values[:, i], errors[:, i], strict=True)]
-        lines.append(f"| {LEVELS[level]} | {local}{kind.upper()} | {' | '.join(cells)} | {biases[i]:+.4f} |")
+        lines.append(
+            f"| {LEVELS[level]} | {local}{kind.upper()} | {' | '.join(cells)} | {biases[i]:+.3f} ± {doubts[i]:.3f} |"
+        )
     return "\n".join(lines)
 
 
@@ -156,35 +160,57 @@ def fronthaul(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def rate(way: str, drops: int, folder: Path) -> float:
-    """Coherence blocks per second of a run in the network of the default flags, without its end."""
+def timed(path: str, argv: list[str], file: str) -> None:
+    """In a rank: run the recipe, and write the processor's seconds of a step, from the second step on."""
+    from common import watch
+
+    real = watch.Watch.step
+    times: list[float] = []
+
+    def step(self: watch.Watch, number: int) -> None:
+        times.append(time.process_time())
+        real(self, number)
+
+    watch.Watch.step = step  # type: ignore[method-assign,assignment]
+    try:
+        runner.run_path(path, argv)
+    finally:
+        watch.Watch.step = real  # type: ignore[method-assign]
+    Path(file).write_text(str((times[-1] - times[1]) / (len(times) - 2)))
+
+
+def rate(way: str, drops: int, folder: Path) -> tuple[float, float]:
+    """Time of a coherence block in the default network in ms, and the processor's time in the busiest rank."""
     size, flags = WAYS[way]
     name = f"rate-{time.monotonic_ns()}"
     more = ["--max-steps", str(drops), "--log-every", str(drops), "--eval-every", str(drops), "--save-every"]
-    result = runner.run_recipe(
-        MIMO, size, *flags, *more, str(drops), "--out", str(folder), "--name", name, timeout_s=900
-    )
+    path = str(ROOT / "recipes" / MIMO / "train.py")
+    argv = [path, *flags, *more, str(drops), "--out", str(folder), "--name", name]
+    files = [folder / f"{name}-{rank}" for rank in range(size)]
+    result = runner.rerun(timed, [(path, argv, str(file)) for file in files], 900)
     assert result.ok, str(result)
     (found,) = runner.records(folder / name, "perf/samples_per_s").values()
-    return found
+    return 1000 / found, 1000 * max(float(file.read_text()) for file in files) / BLOCKS
 
 
 def speed(repeats: int, drops: int, folder: Path) -> str:
     """Median and range of repeats that take turns."""
-    rates: dict[str, list[float]] = {way: [] for way in WAYS}
+    rates: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for number in range(repeats):
         for way in list(WAYS)[:: -1 if number % 2 else 1]:
             rates[way].append(rate(way, drops, folder))
-            print(f"{way}: {rates[way][-1]:.0f} blocks/s", flush=True)
-    alone = rates["1 process"]
-    lines = ["| | ms a block, median | range | speed-up, median of turns | range |", "|---|--:|--:|--:|--:|"]
+            print(f"{way}: {rates[way][-1]} ms", flush=True)
+    lines = [
+        "| | a block by the clock, ms | speed-up | processor, busiest rank, ms | speed-up |",
+        "|---|--:|--:|--:|--:|",
+    ]
     for way, found in rates.items():
-        times = sorted(1000 / one for one in found)
-        ups = sorted(one / other for one, other in zip(found, alone, strict=True))
-        lines.append(
-            f"| {way} | {statistics.median(times):.2f} | {times[0]:.2f} to {times[-1]:.2f} "
-            f"| {statistics.median(ups):.2f} | {ups[0]:.2f} to {ups[-1]:.2f} |"
-        )
+        cells = []
+        for times, alone in zip(zip(*found, strict=True), zip(*rates["1 process"], strict=True), strict=True):
+            cells.append(f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})")
+            ups = [one / time_ for one, time_ in zip(alone, times, strict=True)]
+            cells.append(f"{statistics.median(ups):.2f} ({min(ups):.2f} to {max(ups):.2f})")
+        lines.append(f"| {way} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -19,6 +19,10 @@ the end of the drop, for the other levels. Among ranks that share blocks, one al
     bash launch/torchrun.sh recipes/cellfree_mimo --split antennas                      # one per GPU, else 2 on the CPU
     bash launch/slurm.sh -N2 --gpus-per-node=4 recipes/cellfree_mimo --split both --setup large
 
+Measured: 200 drops of the paper's network give a median of 7.85 bit/s/Hz for level 4 with MMSE combining, 5.54 for
+level 3 and 5.46 for small cells with L-MMSE (docs/mimo.md: Intel Xeon, 2 cores, gloo, torch 2.15.0, 2026-11-23). GPUs
+and NCCL: not run.
+
 Base: none.
 """
 

@@ -118,6 +118,7 @@ WORDS = (
 PLANNED = (
     *("global_batch_size", "micro_batch_size", "max_steps", "epochs", "warmup_steps", "lr", "lr_reference_batch"),
     *("seed", "num_layers", "num_heads", "width", "num_kv_heads", "mlp_width", "num_envs", "rollout_steps"),
+    *("access_points", "antennas", "users", "pilots"),
 )
 
 
@@ -214,7 +215,9 @@ def _plan(args: Any, choose: random.Random, recipe: Any) -> None:
         request = next(sampler.training_requests(plan, dp_size - 1))
         assert (request.indices < 1433).all()
     if not hasattr(args, "lr"):
-        recipe.sizes_of(args)
+        sizes = recipe.sizes_of(args)
+        if sizes.access_points < 10**5:
+            assert len(recipe.grid(sizes.access_points)) == sizes.access_points
         return
     schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
     for step in (0, 1, plan.max_steps):
