@@ -26,7 +26,7 @@ MOST_ELEMENTS = 2**40  # of a matrix: 4 TB
 Recompute = Literal["none", "selective", "full"]
 KEPT = ("aten::mm", "aten::addmm", "aten::bmm")  # products of matrices
 SCALINGS = '"linear:FACTOR" or "llama3:FACTOR:LOW:HIGH:CONTEXT"'
-FLOAT_LOGITS = 2**28  # that are computed with in float32 at a time: 1 GiB
+FLOAT_LOGITS = 2**29  # that are computed with in float32 at a time: 2 GiB
 
 
 @dataclasses.dataclass(frozen=True)
