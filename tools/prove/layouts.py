@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tools.about import ROOT, TRAINING, choices, has_flag, is_single, workload
 
+TWO_GROUPS = "4 ranks, or a larger even number, for several such groups"
 SAMPLES = 8  # of a step, for each rank
 # Flags for a model that is quick in float64 on a CPU, and whose sizes 2, 4 and 8 divide. Eight layers are two stages
 # for each of four ranks.
@@ -61,7 +62,7 @@ def layouts(recipe: str, size: int, gpus: bool) -> list[Layout]:
         pp = next((pp for pp in (4, 3, 2) if size % pp == 0), 2)
         lacks = "" if size % pp == 0 else "a number of ranks that 2 or 3 divides" if size > 1 else two
         found = [Layout(recipe, ("--pp", str(pp), "--schedule", name), size // pp, needs=lacks) for name in schedules]
-        lacks = "" if size % 2 == 0 and size >= 4 else "4 ranks, or a larger even number"
+        lacks = "" if size % 2 == 0 and size >= 4 else TWO_GROUPS
         if pp > 2 or lacks:
             found.append(Layout(recipe, ("--pp", "2", "--schedule", schedules[0]), size // 2, needs=lacks))
         return found
@@ -70,7 +71,7 @@ def layouts(recipe: str, size: int, gpus: bool) -> list[Layout]:
         lacks = "" if size % tp == 0 else two or "an even number of ranks"
         found = [Layout(recipe, ("--tp", str(tp)), size // tp, needs=lacks)]
         if tp > 2 or size < 4:
-            lacks = "" if size % 2 == 0 and size >= 4 else "4 ranks, or a larger even number"
+            lacks = "" if size % 2 == 0 and size >= 4 else TWO_GROUPS
             found.append(Layout(recipe, ("--tp", "2"), size // 2, needs=lacks))
         return found
     # One rank of the reference is the reference.

@@ -16,6 +16,8 @@ from common import ranks
 from tools.about import cpu_name
 from tools.prove.proofs import Row
 
+UNITS = {"bytes_per_s": "GB/s"}
+
 
 def machine(size: int, folder: Path) -> dict[str, str]:
     """Where this ran, and with what (all ranks).
@@ -66,7 +68,8 @@ def write(out: Path, rows: list[Row], figures: dict[str, list[dict[str, Any]]], 
     for name, found in figures.items():
         if found:
             lines += [f"## Figures: {name}", ""]
-            lines += table([*found[0]], [[shown(key, value) for key, value in one.items()] for one in found])
+            head = [UNITS.get(key, key.removeprefix("perf/")) for key in found[0]]
+            lines += table(head, [[shown(key, value) for key, value in one.items()] for one in found])
     out.mkdir(parents=True, exist_ok=True)
     content = {"machine": where, "proofs": [dataclasses.asdict(row) for row in rows], "figures": figures}
     (out / "prove.json").write_text(json.dumps(content, indent=1))
@@ -77,5 +80,5 @@ def write(out: Path, rows: list[Row], figures: dict[str, list[dict[str, Any]]], 
 def shown(key: str, value: Any) -> str:
     """A figure as people read it."""
     if key == "bytes_per_s":
-        return f"{value / 1e9:.3f}e9"
+        return f"{value / 1e9:.3f}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

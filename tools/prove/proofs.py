@@ -87,6 +87,8 @@ def write_text(folder: Path) -> None:
 
 def equal_and_moved(asked: Asked, run: Run) -> Iterator[Row]:
     """Each layout trains like one process, and continues with a checkpoint of the layout before it."""
+    if not {"equal", "moves"} & {*asked.proofs}:
+        return
     for layout in asked.ways():
         if layout.needs:
             yield Row("equal", f"{layout}", needs=layout.needs)
