@@ -71,9 +71,17 @@ def set_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Map
             place[key] = type(place[key])(tensors[name].item())
 
 
-def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """All tensors of model and optimizer that this rank holds, by canonical name: its part of a checkpoint."""
-    return model_tensors(model) | optimizer_tensors(model, optimizer)
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """All tensors of model and optimizer that this rank holds, by canonical name: its part of a checkpoint.
+
+    Args:
+        model: under its strategy.
+        optimizer: of its parameters; None if nothing is trained.
+    """
+    # The model's first: FSDP then puts this rank's parts in the place of gathered parameters, for which an optimizer
+    # has no state.
+    found = model_tensors(model)
+    return found | optimizer_tensors(model, optimizer) if optimizer else found
 
 
 def _state(

@@ -254,8 +254,7 @@ class Session:
             if not name.startswith(keymap.NO_WEIGHTS):
                 raise UserError(f"run.save got {name!r}, which is no part of the model: call it {f'extra.{name}'!r}")
         self._report_skips()  # first: a checkpoint must not hide what has led to it
-        optimizer = keymap.optimizer_tensors(self._model, self._optimizer) if self._optimizer else {}
-        tensors = keymap.model_tensors(self._model) | optimizer | (more or {})
+        tensors = keymap.tensors(self._model, self._optimizer) | (more or {})
         with self._goes_back():
             self._saver.save(
                 step, tensors, self._plan.position(step), self._is_last(step), self._best_step, self._scale.state()
