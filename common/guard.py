@@ -205,8 +205,8 @@ class StateCheck:
         return [_not_finite(finite), _hashes(shared) if "replicas" in self.kinds else {}]
 
     def is_shared(self, name: str) -> bool:
-        """Whether all ranks that hold the same part of a tensor hold the same bits."""
-        return name in self._shared or name.startswith(keymap.OPTIMIZER)
+        """Whether all ranks that hold the same part of a tensor hold the same bits; what is not compared may differ."""
+        return "replicas" in self.kinds and (name in self._shared or name.startswith(keymap.OPTIMIZER))
 
     def judge(self, summaries: list[list[Any]], step: int) -> None:
         """Compare the summaries of all ranks.
