@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from common import UserError, devices, exits, manifest, ranks
+from common import UserError, devices, exits, manifest, ranks, verdict
 
 Args = TypeVar("Args")
 Note = TypeVar("Note")
@@ -41,6 +41,19 @@ class Bounds:
 class Frees:
     """The value of a flag that takes less memory, for the message when none is left."""
 
+    value: str
+
+
+@dataclass(frozen=True)
+class Shortens:
+    """The value of a flag that makes a part of the step shorter, for the verdict on a profile.
+
+    Attributes:
+        part: of `timeline.PARTS`.
+        value: of the flag.
+    """
+
+    part: str
     value: str
 
 
@@ -88,6 +101,11 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
         for name, frees in _annotated(args_type, Frees)
         if getattr(args, name) != frees.value
     ]
+    verdict.shortens = {}
+    for name, shortens in _annotated(args_type, Shortens):
+        if getattr(args, name) != shortens.value:
+            flag = f"--{name.replace('_', '-')} {shortens.value} (now {getattr(args, name)})"
+            verdict.shortens.setdefault(shortens.part, []).append(flag)
     for name, bounds in _annotated(args_type, Bounds):
         value = getattr(args, name)
         for number in value if isinstance(value, tuple | list) else (value,):

@@ -14,9 +14,8 @@ from typing import Any, TextIO
 import torch
 from tqdm import tqdm
 
-from common import devices, flops, metrics, output, process_group, ranks, run_dir, sampler
+from common import devices, flops, metrics, output, process_group, profile, ranks, run_dir, sampler, verdict
 
-LONG_WAIT = 0.1  # part of the training's time that is worth a line
 STOPPED = "stopped.json"  # in the run's folder: the run was asked to stop, saved this step, and can be queued again
 
 
@@ -73,7 +72,7 @@ class Run:
         # Seconds of waiting for data, and of training, after the first line, which includes the start of the workers.
         self._steady_wait_s = 0.0
         self._steady_s = 0.0
-        self._workers = vars(args).get("workers")  # None for a recipe that reads no samples
+        self._args = args
         self._records: TextIO | None = None  # metrics.jsonl and TensorBoard's events, opened when there is room
         self._events: Any = None
         log = path / "logs" / f"rank_{world.rank:05d}.log"
@@ -167,18 +166,46 @@ class Run:
         """Count time towards the rate of training again."""
         self._since = time.perf_counter()
 
-    def finish(self, stopped: str = "", no_better: str = "") -> None:
+    def log_profile(self, step: int, found: profile.Found) -> None:
+        """Record a profile of the steps before, and print its table and its verdict."""
+        step_s = found.parts["step"]
+        rate = self._plan.division.global_batch_size / step_s
+        devices_used = self._world.size * len(self._devices)
+        lines = list(found.lines)
+        if self._sample.flops:
+            each = rate * self._sample.flops / devices_used
+            mfu = f", {rate * self._ideal_s / devices_used:.1%} MFU" if self._ideal_s else ""
+            lines.append(f"         {each / 1e12:,.3f} TFLOP/s a device{mfu}")
+        lines.append(verdict.of_profile(self._args, found.parts, found.slowest, found.slowest_s))
+        text = "\n".join(filter(None, lines))
+        ranks.print0(text)
+        self._record(step, "profile", {f"{part}_s": value for part, value in found.parts.items()})
+        if self._world.rank == 0:
+            self._add_events(step, lambda events: events.add_text("profile", f"```\n{text}\n```", step))
+
+    def finish(
+        self,
+        stopped: str = "",
+        no_better: str = "",
+        saved_s: float = 0.0,
+        slow_share: float = 0.0,
+        slow_rank: str = "",
+    ) -> None:
         """Print the result, where the files are, and the command that continues the run.
 
         Args:
             stopped: why the run was stopped before its last step; "" if it was not.
             no_better: why --patience ended it; "" if it did not. Then Slurm must not start it again, even if a signal
                 came in the same step.
+            saved_s: seconds of its checkpoints.
+            slow_share: what of the training the other ranks waited for one.
+            slow_rank: that one.
         """
         self.close()
         if self._world.rank != 0:
             return
-        took = f"{time.perf_counter() - self._began:.1f} s"
+        took_s = time.perf_counter() - self._began
+        took = f"{took_s:.1f} s"
         if self._trained_s:
             rate = (self._plan.position(self._rated_step) - self._plan.start) / self._trained_s
             took += f", of which {self._trained_s:.1f} s training at {rate:,.0f} samples/s"
@@ -193,11 +220,17 @@ class Run:
         complete = self._shown_step >= self._plan.max_steps
         verb = "done    " if complete else "reached "
         ranks.print0(f"{verb} step {self._shown_step} of {self._plan.max_steps} in {took}")
-        if self._workers is not None and self._steady_wait_s > LONG_WAIT * self._steady_s:
-            ranks.print0(
-                f"data     rank 0 waited for data in {self._steady_wait_s / self._steady_s:.0%} of the training's "
-                f"time: raise --workers (now {self._workers}), or read from faster storage (STAGE_DIR)"
-            )
+        line = verdict.of_run(
+            self._args,
+            took_s=took_s,
+            trained_s=self._trained_s,
+            data_share=self._steady_wait_s / self._steady_s if self._steady_s else 0.0,
+            saved_s=saved_s,
+            slow_share=slow_share,
+            slow_rank=slow_rank,
+        )
+        if line:
+            ranks.print0(line)
         for tag, (value, step) in metrics.best(run_dir.records(self.path)).items():
             ranks.print0(f"best     {tag} {value:.4f} at step {step}")
         ranks.print0(f"files    {self.path}")

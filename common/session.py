@@ -7,6 +7,7 @@ and calls no code of the recipe.
 import contextlib
 import math
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ from common import (
     keymap,
     log,
     metrics,
+    pace,
     precision,
     process_group,
+    profile,
     ranks,
     run_dir,
     sampler,
@@ -35,6 +38,7 @@ from common import (
     seed,
     stop,
     sync_batchnorm,
+    timeline,
     watch,
 )
 
@@ -103,6 +107,7 @@ class Session:
         self._best_step = -1
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
+        self._profile = profile.Profile(args.profile, plan.first_step, self._last_step, world.device, found.run_dir)
         run_dir.claim(found.run_dir)
         checkpoint.check_newest(found)
         self._stop = stop.Stop(world, args.deadline, plan.first_step, self._last_step)
@@ -128,6 +133,10 @@ class Session:
         rates = [group["lr"] for group in optimizer.param_groups] if optimizer else []
         sample = sample or flops.Sample()
         self._log = log.Run(found.run_dir, recipe, args, world, plan, dtype, sample, rates, devices)
+        self._name = f"rank {world.rank} on {world.host}"
+        self._pace = pace.Pace(world.device)
+        self._slow = (0.0, "")  # what of the training the others waited for one rank, and that rank
+        self._saved_s = 0.0
 
     def steps(self, dp_rank: int) -> Iterator[int]:
         """Yield the steps to do, until the last one or a request to stop; seed all generators before each.
@@ -135,13 +144,20 @@ class Session:
         Args:
             dp_rank: ranks with the same dp_rank draw the same random numbers, because they read the same samples.
         """
-        for step in range(self._plan.first_step + 1, self._last_step + 1):
-            self._watch.step(step)
-            seed.everything(self._args.seed, seed.STEP, step, dp_rank)
-            self._log.unpause()
-            yield step
-            if self._is_last(step):
-                break
+        try:
+            for step in range(self._plan.first_step + 1, self._last_step + 1):
+                self._watch.step(step)
+                seed.everything(self._args.seed, seed.STEP, step, dp_rank)
+                self._profile.begin(step)
+                self._log.unpause()
+                self._pace.begin()
+                yield step
+                if found := self._profile.end(step, self._name):
+                    self._log.log_profile(step, found)
+                if self._is_last(step):
+                    break
+        finally:
+            profile.close()
 
     def _is_last(self, step: int) -> bool:
         """Whether the run ends after `step` (all ranks). The first call after a step also completes that step."""
@@ -159,6 +175,8 @@ class Session:
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation is due after `step`; a request to stop does not cause one."""
         due = self._evaluation_is_due(step)
+        with profile.mark(timeline.EVALUATES if due else timeline.BESIDE):
+            pass
         self._watch.note("evaluation" if due else "")  # a failure or hang from here on is in the evaluation
         return due
 
@@ -185,14 +203,16 @@ class Session:
             data_wait_s: seconds that this rank has waited for data so far.
             **more: other values for train/, such as lr; a name that has a group already, such as rl/return, keeps it.
         """
+        self._pace.end()
         self._is_last(step)
         self._log.add(sums)
-        if self.logs(step):
-            norm = {} if grad_norm is None else {"grad_norm": grad_norm.item()}
-            logged = self._log.log_train(step, data_wait_s, **norm, **more)
-            self._report_skips()
-            self._look_at_loss(step, abs(logged.get("train/loss", 0.0)))
-        self._log.pause(self._evaluation_is_due(step) or self._comparison_is_due(step) or self.saves(step))
+        with profile.mark(timeline.BESIDE):
+            if self.logs(step):
+                norm = {} if grad_norm is None else {"grad_norm": grad_norm.item()}
+                logged = self._log.log_train(step, data_wait_s, **norm, **more)
+                self._report_skips()
+                self._look_at_loss(step, abs(logged.get("train/loss", 0.0)))
+            self._log.pause(self._evaluation_is_due(step) or self._comparison_is_due(step) or self.saves(step))
 
     def log_validation(self, step: int, means: Mapping[str, float]) -> None:
         """Log an evaluation's global means, note whether it is the best so far, and stop when --patience is at an end.
@@ -200,7 +220,8 @@ class Session:
         Raises:
             UserError: --keep-best names none of them.
         """
-        self._log.log_validation(step, means)
+        with profile.mark(timeline.EVALUATED):
+            self._log.log_validation(step, means)
         if not self._keep_best and not self._patience:
             return
         metric = self._tag.removeprefix("val/")
@@ -232,7 +253,7 @@ class Session:
         """
         self._is_last(step)
         if self._comparison_is_due(step):
-            with self._goes_back():
+            with self._goes_back(), profile.mark(timeline.BESIDE):
                 self._check.judge(ranks.gather(self._check.summarize(keymap.model_tensors(self._model))), step)
 
     def save(self, step: int, more: saver.Tensors | None = None) -> None:
@@ -254,11 +275,14 @@ class Session:
             if not name.startswith(keymap.NO_WEIGHTS):
                 raise UserError(f"run.save got {name!r}, which is no part of the model: call it {f'extra.{name}'!r}")
         self._report_skips()  # first: a checkpoint must not hide what has led to it
-        tensors = keymap.tensors(self._model, self._optimizer) | (more or {})
-        with self._goes_back():
+        began = time.perf_counter()
+        with self._goes_back(), profile.mark(timeline.BESIDE):
+            tensors = keymap.tensors(self._model, self._optimizer) | (more or {})
             self._saver.save(
                 step, tensors, self._plan.position(step), self._is_last(step), self._best_step, self._scale.state()
             )
+            self._compare_paces()
+        self._saved_s += time.perf_counter() - began
         if self._doubted and (step > self._doubted or self._is_last(step)):
             ranks.print0(f"step {self._doubted} was computed again, without the fault: it was a passing one")
             self._doubted = 0
@@ -310,9 +334,18 @@ class Session:
                 sys.argv += ["--name", self._log.path.name]
             raise exits.Rewind from None
 
+    def _compare_paces(self) -> None:
+        """Report a rank that has worked longer than the others (all ranks)."""
+        everyone = ranks.gather([self._pace.worked_s, self._pace.took_s, self._name])
+        rank, share = pace.slow_rank([(worked_s, took_s) for worked_s, took_s, _ in everyone])
+        name = everyone[rank][2] if share else ""
+        if name and name != self._slow[1]:
+            ranks.print0(f"note: {name} works longer than the others: they wait for it in {share:.0%} of the training")
+        self._slow = (share, name)
+
     def finish(self) -> None:
         """Print the result and the command that continues the run, and end the process group (all ranks)."""
-        self._log.finish(self._stop.reason, self._no_better)
+        self._log.finish(self._stop.reason, self._no_better, self._saved_s, *self._slow)
         process_group.finish()
 
 

@@ -52,6 +52,7 @@ class Args:
     on_bad_state: str = "stop"
     name: str = "run"
     hang_timeout: float = 300.0
+    profile: int = 0
     dtype: str = "float64"
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common import UserError, seed
+from common import UserError, profile, seed, timeline
 
 MOST_ENVS = 1_000_000  # each is an object of Python's
 Act = Callable[[np.ndarray], np.ndarray]  # observations (n, ...) to actions (n,) or (n, num_outputs)
@@ -138,7 +138,8 @@ class Environments:
         if self.continuous:
             actions = actions.clip(self._space.low, self._space.high).astype(self._space.dtype)
         self._actions[np.arange(len(actions)), self._lengths] = actions
-        next_observations, rewards, terminated, truncated, _ = self._vector.step(actions)
+        with profile.mark(timeline.READS):
+            next_observations, rewards, terminated, truncated, _ = self._vector.step(actions)
         self.observations = next_observations
         done = terminated | truncated
         self._returns += rewards

@@ -65,6 +65,7 @@ class Args:
     check_every: cli.NonNegativeInt = 100  # drops between comparisons of the results on all ranks; 0 for never
     on_bad_state: Literal["stop", "rewind"] = "stop"  # faulty results, never saved: stop, or compute them again
     hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
+    profile: cli.NonNegativeInt = 0  # steps to profile, after the first 5: where their time goes; 0 for none
     global_batch_size: cli.PositiveInt = 100  # coherence blocks of a drop, over all ranks: the log's samples
     micro_batch_size: cli.Smaller = 5  # coherence blocks that a rank computes and sends at once; 0 for its whole part
     dtype: Literal["float32", "float64"] = "float32"  # of the blocks; what a drop needs once is always float64

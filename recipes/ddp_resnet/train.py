@@ -71,6 +71,7 @@ class Args:
     max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
     on_bad_state: Literal["stop", "rewind"] = "stop"  # a faulty state, never saved: stop, or compute it again
     hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
+    profile: cli.NonNegativeInt = 0  # steps to profile, after the first 5: where their time goes; 0 for none
     global_batch_size: cli.PositiveInt = 128  # samples per optimizer step, over all ranks
     micro_batch_size: cli.Smaller = 0  # most samples of a rank's forward pass; 0 for one micro-batch per step
     lr: cli.NonNegativeFloat = 0.2  # peak learning rate at lr_reference_batch samples per step, scaled linearly

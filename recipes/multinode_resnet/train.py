@@ -25,7 +25,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
@@ -70,6 +70,7 @@ class Args:
     max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
     on_bad_state: Literal["stop", "rewind"] = "stop"  # a faulty state, never saved: stop, or compute it again
     hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
+    profile: cli.NonNegativeInt = 0  # steps to profile, after the first 5: where their time goes; 0 for none
     global_batch_size: cli.PositiveInt = 128  # samples per optimizer step, over all ranks
     micro_batch_size: cli.Smaller = 32  # most samples of a rank's forward pass; 0 for one micro-batch per step
     lr: cli.NonNegativeFloat = 0.2  # peak learning rate at lr_reference_batch samples per step, scaled linearly
@@ -89,7 +90,8 @@ class Args:
     image_size: cli.NonNegativeInt = 0  # side of the images in pixels; 0 for small ones as they are, others at most 224
     skip_unreadable: bool = False  # let the next image take the place of one that cannot be decoded; up to 5 %
     sync_bn: bool = False  # compute BatchNorm's statistics over the samples of all ranks
-    compress: Literal["none", "bf16", "powersgd"] = "none"  # compression of the gradients that are sent
+    # Compression of the gradients that are sent.
+    compress: Annotated[Literal["none", "bf16", "powersgd"], cli.Shortens("exposed", "bf16")] = "none"
     powersgd_rank: cli.PositiveInt = 4  # rank of powersgd's approximation of a gradient
 
 

@@ -69,6 +69,7 @@ class Args:
     max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
     on_bad_state: Literal["stop", "rewind"] = "stop"  # a faulty state, never saved: stop, or compute it again
     hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
+    profile: cli.NonNegativeInt = 0  # steps to profile, after the first 5: where their time goes; 0 for none
     global_batch_size: cli.PositiveInt = 256  # samples of a minibatch, over all ranks
     lr: cli.NonNegativeFloat = 1e-3  # peak learning rate of Adam
     warmup_steps: cli.NonNegativeInt = 0  # updates of linear warm-up

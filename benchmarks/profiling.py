@@ -1,0 +1,93 @@
+"""What --profile shows of each recipe, and what it costs: `uv run python benchmarks/profiling.py` writes its page."""
+
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import profile
+from tests.harness import pages
+from tools import about
+
+PAGE = about.ROOT / "docs" / "profiling.md"
+ROUNDS, LAST = 5, 40
+COLUMNS = ("data", "forward", "backward", "optimizer", "exposed", "slower", "beside")
+FLAGS = ("--max-steps", "12", "--profile", "5", "--eval-every", "1000", "--name", "run")
+
+
+def run(recipe: str, folder: str, *flags: str) -> tuple[list[dict[str, float]], str]:
+    """Run a recipe on two ranks, or one; returns what it has recorded, and what it has printed."""
+    command = ["bash", "launch/torchrun.sh", f"recipes/{recipe}", "--out", folder, *flags]
+    environ = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=about.ROOT, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
+    lines = Path(folder, flags[flags.index("--name") + 1], "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], done.stdout
+
+
+def profiled(records: list[dict[str, float]]) -> dict[str, float]:
+    """Seconds a step by part."""
+    (found,) = [line for line in records if "profile/step_s" in line]
+    return {tag.removeprefix("profile/").removesuffix("_s"): value for tag, value in found.items()}
+
+
+def row(recipe: str, strategy: tuple[str, ...], parts: dict[str, float], printed: str) -> str:
+    """One line of the table."""
+    shares = [f"{parts[part] / parts['step']:.0%}" for part in COLUMNS]
+    total = sum(parts[part] for part in (*profile.LINES,)) / parts["step"]
+    before = float(re.findall(r"before them took ([\d,.]+) ms", printed)[0].replace(",", "")) / 1e3
+    name = " ".join([recipe, *strategy])
+    cells = [name, f"{parts['step'] * 1e3:,.0f} ms", *shares, f"{total:.1%}", f"{parts['step'] / before:.2f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def cost(folder: str) -> str:
+    """Steps after a profile against those of a run without one, by turns."""
+    seconds: dict[str, list[float]] = {"0": [], "5": []}
+    for number in range(ROUNDS):
+        for steps, found in seconds.items():
+            name = f"{steps}-{number}"
+            flags = ("--max-steps", str(LAST), "--profile", steps, "--eval-every", "1000", "--name", name)
+            records, _ = run("ddp_gpt", folder, *flags)
+            rates = [
+                line["perf/samples_per_s"] for line in records if line["step"] > 20 and "perf/samples_per_s" in line
+            ]
+            found.append(1 / statistics.fmean(rates))
+    ratios = [with_it / without for without, with_it in zip(seconds["0"], seconds["5"], strict=True)]
+    low, high = min(ratios), max(ratios)
+    return (
+        f"Steps 21 to {LAST} of `ddp_gpt` took {statistics.median(ratios):.3f} times as long with `--profile 5` before "
+        f"them as without (median of {ROUNDS} pairs by turns; {low:.3f} to {high:.3f})."
+    )
+
+
+def main() -> None:
+    """Profile each recipe, then measure the cost."""
+    began = time.monotonic()
+    head = ["recipe", "step", *(profile.LINES[part] for part in COLUMNS), "sum", "of a step before"]
+    rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    example = ""
+    with tempfile.TemporaryDirectory() as folder:
+        for recipe in about.RECIPES:
+            flag = next((flag for flag in ("--pp", "--tp") if about.has_flag(recipe, flag)), "")
+            strategy = (flag, "2") if flag else ()
+            records, printed = run(recipe, str(Path(folder, recipe)), *FLAGS, *strategy)
+            rows.append(row(recipe, strategy, profiled(records), printed))
+            if recipe == "fsdp_gpt":
+                lines = printed.replace(folder, "runs").splitlines()
+                first = next(number for number, line in enumerate(lines) if line.startswith("profile"))
+                kept = [line for line in lines[first:] if line.startswith(("profile", "     ", "verdict"))]
+                example = "```\n" + "\n".join(kept) + "\n```"
+        costs = cost(str(Path(folder, "cost")))
+    facts = pages.measured("uv run python benchmarks/profiling.py", "2 ranks on 2 cores", "gloo", began=began)
+    pages.write(PAGE, example=f"{facts}\n\n{example}", recipes=f"{facts}\n\n" + "\n".join(rows), cost=costs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""How long each rank works itself, and so which one the others wait for, without a collective in the training.
+
+A rank that waits for others sleeps. One that computes, or would if its processor were free, works. All ranks take
+equally long for a step, and the slow one alone works all the time.
+"""
+
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+SLOW = 0.1  # what the others lose of their time by one slow rank, if it is worth a line
+
+
+class Pace:
+    """Adds up how long this thread works, and how long that takes.
+
+    Attributes:
+        worked_s: seconds that it has worked.
+        took_s: seconds by the clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Begin with nothing (the thread that trains).
+
+        Args:
+            device: what computes. The work of a GPU is no thread's, and not counted.
+        """
+        self.worked_s = self.took_s = 0.0
+        self._began = (0.0, 0.0)
+        self._on_cpu = device.type == "cpu"
+        self._file = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._has_file = self._file.exists()  # on Linux; elsewhere, where others take its processor, it seems to wait
+
+    def begin(self) -> None:
+        """Work begins."""
+        self._began = (self._worked_s(), time.perf_counter())
+
+    def end(self) -> None:
+        """Work ends."""
+        worked_s, at = self._began
+        self.worked_s += self._worked_s() - worked_s
+        self.took_s += time.perf_counter() - at
+
+    def _worked_s(self) -> float:
+        """Seconds of this thread on a processor, and ready to run without one (proc(5), schedstat's second number)."""
+        if not self._on_cpu:
+            return 0.0
+        delay_ns = int(self._file.read_text().split()[1]) if self._has_file else 0
+        return time.thread_time() + delay_ns / 1e9
+
+
+def slow_rank(paces: Sequence[tuple[float, float]]) -> tuple[int, float]:
+    """The rank that works longest, and what of their time the others lose by it; 0 if that is little.
+
+    Args:
+        paces: of each rank, `Pace.worked_s` and `Pace.took_s` of the same steps.
+    """
+    rank = max(range(len(paces)), key=lambda one: paces[one][0])
+    others = [worked for one, (worked, _) in enumerate(paces) if one != rank]
+    worked, took = paces[rank]
+    share = (worked - statistics.median(others)) / took if others and took else 0.0
+    return rank, share if share > SLOW else 0.0
