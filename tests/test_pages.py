@@ -189,11 +189,12 @@ def unknown_flags(text: str) -> Iterator[str]:
         yield from (flag for flag in FLAG.findall(code) if flag not in every)
     for line in re.sub(r"\\\n", " ", text).splitlines():
         words = line.split("#")[0].replace("`", " ").split()
-        for i, word in enumerate(words):
-            recipe = word.removesuffix("/train.py").rpartition("recipes/")[2]
-            if recipe in runner.RECIPES:
-                found = FLAG.findall(" ".join(words[i + 1 :]))
-                yield from (f"{recipe} {flag}" for flag in found if flag not in flags_of(recipe) | OTHER_FLAGS)
+        recipe = ""  # whose flags follow
+        for word in words:
+            name = word.removesuffix("/train.py").rpartition("recipes/")[2]
+            recipe = name if name in runner.RECIPES else recipe
+            found = FLAG.findall(word) if recipe else []
+            yield from (f"{recipe} {flag}" for flag in found if flag not in flags_of(recipe) | OTHER_FLAGS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -220,6 +221,7 @@ def test_commands_exist(page: Path) -> None:
 def test_unknown_flags_are_found() -> None:
     text = "`--lr`, `--no-compile`, `--learn`\nbash launch/torchrun.sh recipes/ddp_gpt --tp 2 \\\n  --width 8  # --no"
     assert [*unknown_flags(text)] == ["learn", "ddp_gpt tp"]
+    assert [*unknown_flags("from tensor_gpt --tp 2 to ddp_gpt --tp 2")] == ["ddp_gpt tp"]
 
 
 # --- what the README shows --------------------------------------------------------------------------------------
