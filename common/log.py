@@ -176,6 +176,7 @@ class Run:
             each = rate * self._sample.flops / devices_used
             mfu = f", {rate * self._ideal_s / devices_used:.1%} MFU" if self._ideal_s else ""
             lines.append(f"         {each / 1e12:,.3f} TFLOP/s a device{mfu}")
+        lines.append(f"         {found.folder}/merged.json.gz shows each operator: open it at https://ui.perfetto.dev")
         lines.append(verdict.of_profile(self._args, found.parts, found.slowest, found.slowest_s))
         text = "\n".join(filter(None, lines))
         ranks.print0(text)

@@ -55,12 +55,14 @@ class Found:
     Attributes:
         parts: seconds a step by part of `timeline.PARTS`, the mean of the ranks, which add up to "step"; and "hidden".
         lines: the table for the terminal.
+        folder: has the trace of each rank, and of all together.
         slowest: the rank that the others waited for longest, as rank and host; "" if nobody waited.
         slowest_s: the seconds a step that they waited for it, their mean, less what it waited for them.
     """
 
     parts: Mapping[str, float]
     lines: list[str]
+    folder: Path = Path()
     slowest: str = ""
     slowest_s: float = 0.0
 
@@ -156,9 +158,13 @@ class Profile:
         before_s = statistics.median(steps[1 : SKIPPED - 1])
         found = _judge(mine, step_s, shift, waited, host)
         head = f"profile  steps {self._first} to {self._last}: {step_s * 1e3:,.1f} ms a step"
-        lines = [f"{head}, where those before them took {before_s * 1e3:,.1f} ms", *found.lines]
-        lines += [self._write(shifts)] if dist.get_rank() == 0 else []
-        return replace(found, lines=lines)
+        head = f"{head}, where those before them took {before_s * 1e3:,.1f} ms"
+        if dist.get_rank() == 0:
+            try:
+                self._merge(shifts)
+            except (OSError, ValueError) as error:
+                ranks.print0(f"warning: the ranks' traces were not merged: {error}")
+        return replace(found, lines=[head, *found.lines], folder=self._folder)
 
     def _synchronize(self) -> None:
         """Let no kernel of one step count for another."""
@@ -182,7 +188,7 @@ class Profile:
         entries = private_api.flight_recorder(self._device, only_active=False).get("entries", [])
         return [entry for entry in entries if begin <= entry["time_created_ns"] < end]
 
-    def _write(self, shifts: Sequence[float]) -> str:
+    def _merge(self, shifts: Sequence[float]) -> None:
         """Write one trace of the first ranks, with one clock (rank 0, when each has written its own)."""
         merged: dict[str, Any] = {}
         events = []
@@ -190,14 +196,11 @@ class Profile:
             with gzip.open(self._file(rank)) as content:
                 trace = json.load(content)
             merged = merged or trace
-            for one in trace["traceEvents"]:
-                if isinstance(one.get("pid"), int):
-                    thread = {"args": one.get("args", {})}
-                    events.append(one | {"pid": rank, "ts": one.get("ts", 0) + shift} | thread)
+            mine = [one for one in trace["traceEvents"] if isinstance(one.get("pid"), int)]  # others are no process's
+            events += [one | {"pid": rank, "ts": one.get("ts", 0) + shift} for one in mine]
             events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        with gzip.open(self._folder / "merged.json.gz", "wt") as file:
-            json.dump(merged | {"traceEvents": events}, file)
-        return f"         {self._folder / 'merged.json.gz'} shows each operator: open it at https://ui.perfetto.dev"
+        with gzip.open(self._folder / "merged.json.gz", "wt") as content:
+            json.dump(merged | {"traceEvents": events}, content)
 
 
 def _judge(
@@ -228,7 +231,7 @@ def _judge(
     net = [sum(one[2].get(str(rank), 0.0) for one in everyone) / max(size - 1, 1) for rank in range(size)]
     net = [waited_for - one[1]["slower"] for waited_for, one in zip(net, everyone, strict=True)]
     slowest = max(range(size), key=lambda rank: net[rank])
-    return Found(means, lines, everyone[slowest][0], max(net[slowest], 0.0))
+    return Found(means, lines, slowest=everyone[slowest][0], slowest_s=max(net[slowest], 0.0))
 
 
 def _traffic(mine: timeline.Window, waited: Sequence[timeline.Wait | None]) -> list[str]:

@@ -144,20 +144,17 @@ class Session:
         Args:
             dp_rank: ranks with the same dp_rank draw the same random numbers, because they read the same samples.
         """
-        try:
-            for step in range(self._plan.first_step + 1, self._last_step + 1):
-                self._watch.step(step)
-                seed.everything(self._args.seed, seed.STEP, step, dp_rank)
-                self._profile.begin(step)
-                self._log.unpause()
-                self._pace.begin()
-                yield step
-                if found := self._profile.end(step, self._name):
-                    self._log.log_profile(step, found)
-                if self._is_last(step):
-                    break
-        finally:
-            profile.close()
+        for step in range(self._plan.first_step + 1, self._last_step + 1):
+            self._watch.step(step)
+            seed.everything(self._args.seed, seed.STEP, step, dp_rank)
+            self._profile.begin(step)
+            self._log.unpause()
+            self._pace.begin()
+            yield step
+            if found := self._profile.end(step, self._name):
+                self._log.log_profile(step, found)
+            if self._is_last(step):
+                break
 
     def _is_last(self, step: int) -> bool:
         """Whether the run ends after `step` (all ranks). The first call after a step also completes that step."""
@@ -328,6 +325,7 @@ class Session:
                 raise guard.BadStateError(message, error.step) from None
             went_back_from.append(error.step)
             ranks.print0(f"warning: {error}; going back to the newest checkpoint (--on-bad-state rewind)")
+            profile.close()
             self._saver.wait()  # what it writes is from before
             self._log.close()
             if not self._args.name:  # else the run would begin again in a new folder
@@ -345,6 +343,7 @@ class Session:
 
     def finish(self) -> None:
         """Print the result and the command that continues the run, and end the process group (all ranks)."""
+        profile.close()  # a request to stop may have come before its last step
         self._log.finish(self._stop.reason, self._no_better, self._saved_s, *self._slow)
         process_group.finish()
 
