@@ -9,7 +9,7 @@ send, the others wait for that rank.
 import bisect
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -231,10 +231,17 @@ def _messages(
     about = trace.get("distributedInfo", {})
     groups = {one["pg_name"]: tuple(one["ranks"]) for one in about.get("pg_config", [])}
     found = []
+    numbers: Counter[str] = (
+        Counter()
+    )  # of NCCL's kernels, which name their group, and are in the same order on all ranks
     for one, entry in _with_entries(sorted(_named(events, SENDS), key=_begin), recorded):
         name = one["name"].partition(":")[2] or one["args"].get("Collective name", one["name"])
         message = Message(name, *_interval(one), _num_bytes(one["args"]))
-        if entry:
+        group_name = one["args"].get("Process Group Name")
+        if group_name and name not in ("send", "recv"):
+            numbers[group_name] += 1
+            message = replace(message, group=groups.get(group_name, ()), number=numbers[group_name])
+        elif entry:
             group = groups.get(entry["process_group"][0], ())
             message = replace(message, group=group, number=entry["collective_seq_id"])
         found.append(message)

@@ -108,14 +108,18 @@ def test_gpu_step() -> None:
             "ncclDevKernel_AllReduce_Sum_f32",
             *(600, 850, "kernel", 20),
             **{"correlation": 4, "Collective name": "allreduce", "In msg nelems": 10, "dtype": "BFloat16"},
+            **{"Process Group Name": "2"},
         ),
         event("multi_tensor_apply", 850, 950, "kernel", 7, correlation=3),
     ]
-    window = timeline.window({"traceEvents": events})
+    about = {"rank": 1, "pg_config": [{"pg_name": "2", "ranks": [1, 9]}]}
+    window = timeline.window({"traceEvents": events, "distributedInfo": about})
     parts = {part: round(seconds * 1e6, 3) for part, seconds in timeline.parts(window).items()}
     wanted = {"data": 100, "forward": 285, "backward": 300, "exposed": 150, "optimizer": 100, "idle": 65, "hidden": 100}
     assert parts == {"slower": 0, "evaluation": 0, "beside": 0} | wanted
-    assert [(one.name, one.num_bytes) for one in window.messages] == [("allreduce", 20)]
+    assert [(one.name, one.num_bytes, one.group, one.number) for one in window.messages] == [
+        ("allreduce", 20, (1, 9), 1)
+    ]
 
 
 def test_without_steps() -> None:
