@@ -152,7 +152,7 @@ def merged(found: Sequence[Finding]) -> Iterator[Finding]:
         else:
             more = f" and {len(hosts) - 3} more" if len(hosts) > 3 else ""
             shown = ", ".join(hosts[:3]) + more
-            yield dataclasses.replace(same[0], host=f"{shown} ({len(same)} times)" if len(same) > len(hosts) else shown)
+            yield dataclasses.replace(same[0], host=shown, rank=None)
 
 
 def report(found: Sequence[Finding], as_json: bool, healthy: str) -> str:

@@ -22,12 +22,15 @@ SKEW_S = 2.0  # torch's rendezvous takes a machine for dead that is 15 s off, an
 PROBE_BYTES = 2**20
 MOST_BYTES = 2**25
 PROBE_S = 0.2
+AGAIN = 2  # how often a slow pair is measured again before it is accused
 MOST_ROUNDS = 15  # in which each rank is measured with another one; beyond 16 machines, not every pair is
 SLOW = 0.5  # of the median of all pairs
 
 
-def collect(store: seal.SealedStore, name: str, value: Any, rank: int, size: int, limit_s: float) -> dict[int, Any]:
-    """This value of each rank that gives one in time; on the other ranks {} (needs no collective).
+def collect(
+    store: seal.SealedStore, name: str, value: Any, rank: int, size: int, limit_s: float
+) -> dict[int, tuple[Any, float]]:
+    """This value of each rank that gives one in time, and when it was here; on the other ranks {} (no collective).
 
     Args:
         store: the ranks' store.
@@ -38,12 +41,12 @@ def collect(store: seal.SealedStore, name: str, value: Any, rank: int, size: int
         limit_s: how long rank 0 waits for all of them together.
     """
     store.set(f"{name}/{rank}", json.dumps(value))
-    found: dict[int, Any] = {}
+    found: dict[int, tuple[Any, float]] = {}
     end = time.monotonic() + limit_s
     while rank == 0 and len(found) < size and time.monotonic() < end:
         for other in set(range(size)) - found.keys():
             if text := store.peek(f"{name}/{other}"):
-                found[other] = json.loads(text)
+                found[other] = json.loads(text), time.time()
         time.sleep(seal.POLL_S)
     return found
 
@@ -117,18 +120,19 @@ def _compare_mtus(machines: Sequence[Facts]) -> Iterator[Finding]:
             )
 
 
-def compare_clocks(machines: Sequence[Facts], skews: Mapping[int, float]) -> Iterator[Finding]:
+def compare_clocks(machines: Sequence[Facts], ahead: Mapping[int, tuple[float, float]]) -> Iterator[Finding]:
     """Clocks against rank 0's.
 
     Args:
         machines: facts of the first rank of each machine.
-        skews: rank to how far its clock is ahead, in seconds.
+        ahead: rank to how far its clock is ahead, in seconds, at least and at most: a message takes its time.
     """
     for one in machines:
-        if abs(skew := skews.get(one["rank"], 0.0)) > SKEW_S:
-            way = "ahead of" if skew > 0 else "behind"
+        least, most = ahead.get(one["rank"], (0.0, 0.0))
+        if least > SKEW_S or most < -SKEW_S:
+            way = f"{least:.1f} s ahead of" if least > 0 else f"{-most:.1f} s behind"
             yield Finding(
-                *("clock", one["host"], one["rank"], "breaks", f"its clock is {abs(skew):.1f} s {way} rank 0's"),
+                *("clock", one["host"], one["rank"], "breaks", f"its clock is {way} rank 0's, or more"),
                 "torch's rendezvous takes a machine for dead that is 15 s off, and logs are in no order",
                 "let a time service set the clocks (chrony, ntpd), see timedatectl",
             )
@@ -144,7 +148,11 @@ def shared_folder(asked: Asked, store: seal.SealedStore, facts: Facts, size: int
         with folder.start("hold", asked.out) as holder:
             line = _line(holder, limit_s)
             store.set("folder/held", line)
-            views = collect(store, "folder/seen", "", 0, size, 2 * limit_s) if line else {}
+            views = {
+                rank: view
+                for rank, (view, _) in collect(store, "folder/seen", "", 0, size, 2 * limit_s).items()
+                if line
+            }
         return [*_not_shared(asked, views)]
     view = ""
     if facts["local_rank"] == 0 and (line := wait_for(store, "folder/held", 2 * limit_s)):
@@ -224,9 +232,11 @@ def bandwidths(members: Sequence[int], device: torch.device, among: Any = None) 
         for pairs in itertools.islice(rounds(len(members)), MOST_ROUNDS)
     ]  # fmt: skip
     found = _measure(schedule, device, among)
-    # One after the other: what else used the link in that moment does not count.
-    again = _measure([[pair] for pair in dict.fromkeys((min(p), max(p)) for p in slow(found))], device, among)
-    return {pair: max(rate, again.get(pair, 0.0)) for pair, rate in found.items()}
+    for _ in range(AGAIN):
+        # One after the other: what else used the link in that moment does not count.
+        again = _measure([[pair] for pair in dict.fromkeys((min(p), max(p)) for p in slow(found))], device, among)
+        found = {pair: max(rate, again.get(pair, 0.0)) for pair, rate in found.items()}
+    return found
 
 
 def _measure(schedule: Sequence[Sequence[tuple[int, int]]], device: torch.device, among: Any) -> Rates:
@@ -247,11 +257,14 @@ def _send(to: int, device: torch.device, among: Any) -> float:
     size, rate = PROBE_BYTES, 0.0
     answer = torch.zeros(1, dtype=torch.int64, device=device)
     for _ in range(3):  # the first makes the connection
-        began = time.perf_counter()
+        content = torch.zeros(size, dtype=torch.uint8, device=device)
         dist.send(torch.tensor([size], device=device), to, among)
-        dist.send(torch.zeros(size, dtype=torch.uint8, device=device), to, among)
         dist.recv(answer, to, among)
-        assert int(answer) == size
+        assert int(answer) == size  # it has made room
+        began = time.perf_counter()
+        dist.send(content, to, among)
+        dist.recv(answer, to, among)
+        assert int(answer) == 0  # it has read what has come
         rate = size / (time.perf_counter() - began)
         size = int(min(max(PROBE_BYTES, rate * PROBE_S), MOST_BYTES))
     dist.send(torch.tensor([0], device=device), to, among)
@@ -264,9 +277,10 @@ def _receive(sender: int, device: torch.device, among: Any) -> None:
         dist.recv(size, sender, among)
         if not int(size):
             return
-        content = torch.zeros(int(size), dtype=torch.uint8, device=device)
+        content = torch.ones(int(size), dtype=torch.uint8, device=device)
+        dist.send(size, sender, among)
         dist.recv(content, sender, among)
-        dist.send(size + int(content[-1]), sender, among)  # which reads what has come
+        dist.send(content[-1:].long(), sender, among)
 
 
 def slow(rates: Rates) -> list[tuple[int, int]]:
@@ -290,15 +304,16 @@ def slow_links(rates: Rates, hosts: Sequence[str], backend: str) -> Iterator[Fin
     median = statistics.median(rates.values())
     do = "look at its cable, its switch port and its network card (ethtool, ibstat), or exclude the machine"
     causes = "every all-reduce waits for the slowest link"
-    named = set()
-    for rank in sorted({rank for pair in pairs for rank in pair}):
-        for index, way in ((0, "to"), (1, "from")):
-            its_own = [pair for pair in rates if pair[index] == rank]
-            if len(its_own) > 1 and all(pair in pairs for pair in its_own):
-                named.update(its_own)
-                rate = statistics.median(rates[pair] for pair in its_own)
-                shown = f"{rate / 1e6:,.0f} MB/s {way} all others by {backend}, median of all pairs {median / 1e6:,.0f}"
-                yield Finding("bandwidth", hosts[rank], rank, "cripples", shown, causes, do)
+    named: set[tuple[int, int]] = set()
+    ends = dict.fromkeys((pair[index], index) for pair in pairs for index in (0, 1))  # the slowest first
+    for rank, index in ends:
+        its_own = [pair for pair in rates if pair[index] == rank]
+        if len(its_own) > 1 and all(pair in pairs for pair in its_own) and len({*its_own} - named) > 1:
+            named.update(its_own)
+            way = ("to", "from")[index]
+            rate = statistics.median(rates[pair] for pair in its_own)
+            shown = f"{rate / 1e6:,.0f} MB/s {way} all others by {backend}, median of all pairs {median / 1e6:,.0f}"
+            yield Finding("bandwidth", hosts[rank], rank, "cripples", shown, causes, do)
     for pair in pairs:
         if pair not in named:
             shown = f"{rates[pair] / 1e6:,.0f} MB/s to {hosts[pair[1]]}, rank {pair[1]}, by {backend}, median of all "

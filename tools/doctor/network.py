@@ -108,10 +108,10 @@ def port(asked: Asked, host: str) -> Iterator[Finding]:
         try:
             socket.create_server((address, asked.port), family=family).close()
         except OSError as error:
-            holder = held_by(asked.port)
+            why = os.strerror(error.errno or 0) + held_by(asked.port)
             yield Finding(
                 *("port", host, None, "breaks"),
-                f"MASTER_PORT={asked.port} at {address} cannot be used ({error.strerror}{holder})",
+                f"MASTER_PORT={asked.port} at {address} cannot be used ({why})",
                 "the machines meet the other program, or nobody",
                 "set another MASTER_PORT on all machines, or end that program",
             )

@@ -191,6 +191,7 @@ def facts(exam: Exam, asked: Asked, host: str, device: torch.device, local_rank:
         "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
         "mtus": network.mtus() if asked.machines > 1 else {},
         "found": [vars(one) for one in exam.found],
+        "clock": time.time(),
     }
 
 
@@ -205,18 +206,20 @@ def meet(exam: Exam, store: seal.SealedStore, mine: group.Facts, size: int) -> l
     with exam.limit(2 * COME_S, late):
         came = group.collect(store, "facts", mine, rank, size, COME_S)
         if rank == 0 and len(came) < size:
-            exam.found += [Finding(**one) for other in sorted(came) if other for one in came[other]["found"]]
+            exam.found += [Finding(**one) for other in sorted(came) if other for one in came[other][0]["found"]]
             exam.found += [absent(sorted(set(range(size)) - came.keys()), mine)]
             exam.end()
         if rank == 0:
             store.set("clock", repr(time.time()))
-        skew = time.time() - float(group.wait_for(store, "clock", 2 * COME_S))
+        of_rank0 = float(group.wait_for(store, "clock", 2 * COME_S))
+        most = time.time() - of_rank0  # and not less than what the message took
         (exam.place / MET).touch()  # rank 0 has all that this machine has found
-        skews = group.collect(store, "skew", skew, rank, size, COME_S)
-    everyone = [came[other] for other in range(size)] if rank == 0 else []
+        skews = group.collect(store, "clocks", most, rank, size, COME_S)
+    everyone = [came[other][0] for other in range(size)] if rank == 0 else []
     if rank == 0:
+        ahead = {other: (came[other][0]["clock"] - came[other][1], skews[other][0]) for other in skews}
         exam.found += group.compare(everyone)
-        exam.found += group.compare_clocks(group.first_of_each_machine(everyone), skews)
+        exam.found += group.compare_clocks(group.first_of_each_machine(everyone), ahead)
     return everyone
 
 
