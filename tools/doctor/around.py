@@ -20,8 +20,10 @@ from tools.doctor import findings, folder, machine, network
 from tools.doctor.findings import Asked, Finding
 
 FOLDER = "DOCTOR_FOLDER"  # where this machine's ranks find what is known, and write what they find
-LOCAL, MET, REPORT, ALL_WELL = "local.json", "met", "report.json", "healthy"  # files in it
-RANKS_S = 60.0  # for all that the ranks do once they have met; each part has a limit of its own
+# Files in it: what this machine has found; its ranks have begun; rank 0 knows what it has found; the report.
+LOCAL, BEGUN, MET, REPORT, ALL_WELL = "local.json", "begun", "met", "report.json", "healthy"
+LATER_S = 10.0  # by how much the launcher outlasts its ranks
+RANKS_S = 200.0  # for all that the ranks do once they have met; each part has a limit of its own
 POLL_S = 0.05
 
 
@@ -64,10 +66,12 @@ def _with_ranks(command: Sequence[str], asked: Asked, found: list[Finding], plac
     began = time.monotonic()
     findings.write(place / LOCAL, found)
     with (place / "said").open("wb") as said, _started(command, place, said.fileno()) as launcher:
-        end = began + asked.wait_s
-        while launcher.poll() is None and time.monotonic() < end:
+        limit_s = asked.wait_s
+        while launcher.poll() is None and time.monotonic() < began + limit_s:
+            if (place / BEGUN).exists():  # the ranks say themselves who has not come
+                limit_s = 2 * asked.wait_s + LATER_S
             if (place / MET).exists():
-                end = began + asked.wait_s + RANKS_S
+                limit_s = 2 * asked.wait_s + RANKS_S
             time.sleep(POLL_S)
         late = launcher.poll() is None
     met = (place / MET).exists()

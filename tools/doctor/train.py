@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from common import diagnose, health, ranks, seal
 from tools.doctor import findings, group, network
-from tools.doctor.around import ALL_WELL, FOLDER, LOCAL, MET, REPORT
+from tools.doctor.around import ALL_WELL, BEGUN, FOLDER, LOCAL, MET, REPORT
 from tools.doctor.findings import Asked, Finding
 
-COME_S = 30.0  # between the first rank and the last
+FOLDER_S = 60.0
 DEVICE_S = 30.0  # the first call of CUDA takes some seconds
 GLOO_S = 20.0
 BANDWIDTH_S = 30.0
@@ -91,20 +91,21 @@ def main() -> None:
     asked = findings.parse(sys.argv[1:], local_size)
     rank, size, host = ranks.rank(), ranks.size(), socket.gethostname()
     exam = Exam(place, rank)
+    (place / BEGUN).touch()
     if local_rank == 0:
         known = findings.read((place / LOCAL).read_text())
         exam.found += [dataclasses.replace(one, rank=rank) for one in known]
     device = try_device(exam, asked, host, local_rank)
-    store, plain = join(exam, host, rank, size)
+    store, plain = join(exam, asked, host, rank, size)
     mine = facts(exam, asked, host, device, local_rank)
-    everyone = meet(exam, store, mine, size)
+    everyone = meet(exam, asked, store, mine, size)
     if asked.machines > 1:
         late = Finding(
-            *("shared", host, rank, "breaks", f"--out {asked.out} was not compared in {3 * COME_S:g} s"),
+            *("shared", host, rank, "breaks", f"--out {asked.out} was not compared in {FOLDER_S:g} s"),
             "ranks that read or write there hang",
             "look at the file system on the machines that are slow",
         )
-        with exam.limit(3 * COME_S, late):
+        with exam.limit(FOLDER_S, late):
             exam.found += group.shared_folder(asked, store, mine, size)
     rates = try_network(exam, plain, device, mine, everyone)
     exam.found[:] = [Finding(**one) for part in ranks.gather([vars(one) for one in exam.found]) for one in part]
@@ -149,19 +150,19 @@ def try_device(exam: Exam, asked: Asked, host: str, local_rank: int) -> torch.de
     return device
 
 
-def join(exam: Exam, host: str, rank: int, size: int) -> tuple[seal.SealedStore, dist.Store]:
+def join(exam: Exam, asked: Asked, host: str, rank: int, size: int) -> tuple[seal.SealedStore, dist.Store]:
     """The ranks' store, sealed and plain."""
     if "RANK" not in os.environ:
         plain: dist.Store = dist.HashStore()
     else:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         late = Finding(
-            *("meet", host, rank, "breaks", f"no connection to rank 0 at {address}:{port} in {COME_S:g} s"),
+            *("meet", host, rank, "breaks", f"no connection to rank 0 at {address}:{port} in {asked.wait_s:g} s"),
             "a job waits as long as that, and then ends",
             "let the firewalls open all ports between the machines",
         )
-        with exam.limit(2 * COME_S, late):
-            plain = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=timedelta(seconds=COME_S),
+        with exam.limit(asked.wait_s, late):
+            plain = dist.TCPStore(address, port, size, is_master=rank == 0, timeout=timedelta(seconds=asked.wait_s),
                                   wait_for_workers=False)  # fmt: skip
     return seal.SealedStore(plain, seal.derive(os.environ.get("RUN_KEY", ""), "doctor")), plain
 
@@ -195,26 +196,26 @@ def facts(exam: Exam, asked: Asked, host: str, device: torch.device, local_rank:
     }
 
 
-def meet(exam: Exam, store: seal.SealedStore, mine: group.Facts, size: int) -> list[group.Facts]:
+def meet(exam: Exam, asked: Asked, store: seal.SealedStore, mine: group.Facts, size: int) -> list[group.Facts]:
     """Compare what the ranks know of themselves and their clocks (all ranks); returns the facts of all, on rank 0."""
     rank, host = mine["rank"], mine["host"]
     late = Finding(
-        *("meet", host, rank, "breaks", f"rank 0 has not answered for {2 * COME_S:g} s"),
+        *("meet", host, rank, "breaks", f"rank 0 has not answered for {asked.wait_s:g} s"),
         "a job hangs before its first step",
         "look at rank 0's machine and at the link to it",
     )
-    with exam.limit(2 * COME_S, late):
-        came = group.collect(store, "facts", mine, rank, size, COME_S)
+    with exam.limit(asked.wait_s + LATER_S, late):
+        came = group.collect(store, "facts", mine, rank, size, asked.wait_s)
         if rank == 0 and len(came) < size:
             exam.found += [Finding(**one) for other in sorted(came) if other for one in came[other][0]["found"]]
-            exam.found += [absent(sorted(set(range(size)) - came.keys()), mine)]
+            exam.found += [absent(sorted(set(range(size)) - came.keys()), mine, asked.wait_s)]
             exam.end()
         if rank == 0:
             store.set("clock", repr(time.time()))
-        of_rank0 = float(group.wait_for(store, "clock", 2 * COME_S))
+        of_rank0 = float(group.wait_for(store, "clock", asked.wait_s))
         most = time.time() - of_rank0  # and not less than what the message took
         (exam.place / MET).touch()  # rank 0 has all that this machine has found
-        skews = group.collect(store, "clocks", most, rank, size, COME_S)
+        skews = group.collect(store, "clocks", most, rank, size, asked.wait_s)
     everyone = [came[other][0] for other in range(size)] if rank == 0 else []
     if rank == 0:
         ahead = {other: (came[other][0]["clock"] - came[other][1], skews[other][0]) for other in skews}
@@ -223,13 +224,13 @@ def meet(exam: Exam, store: seal.SealedStore, mine: group.Facts, size: int) -> l
     return everyone
 
 
-def absent(missing: list[int], mine: group.Facts) -> Finding:
+def absent(missing: list[int], mine: group.Facts, waited_s: float) -> Finding:
     """That ranks have not come."""
     shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
     machines = sorted({rank // mine["processes"] for rank in missing})
     return Finding(
         *("meet", mine["host"], mine["rank"], "breaks"),
-        f"ranks {shown} (of machines {', '.join(map(str, machines[:8]))}) have not come in {COME_S:g} s",
+        f"ranks {shown} (of machines {', '.join(map(str, machines[:8]))}) have not come in {waited_s:g} s",
         "a job hangs before its first step",
         "look at what those machines have printed; the firewall must open all ports between the machines",
     )
