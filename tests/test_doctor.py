@@ -413,10 +413,12 @@ def test_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_slow_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow fsync stands in for a slow disk; one that is slow once is not accused."""
-    sleeps = [4.0, 0.0]
+    monkeypatch.setattr(folder, "TRIAL_BYTES", 2**20)
+    monkeypatch.setattr(folder, "SLOW_BYTES_PER_S", 2e6)
+    sleeps = [1.0, 0.0]
     monkeypatch.setattr(os, "fsync", lambda _: time.sleep(sleeps.pop(0)))
     assert [*folder.alone(str(tmp_path), "", "host")] == []
-    sleeps = [4.0, 4.0, 4.0]
+    sleeps = [1.0, 1.0, 1.0]
     (found,) = folder.alone(str(tmp_path), "", "host")
     assert named([found]) == [("speed", "cripples")]
     assert not list(tmp_path.iterdir())

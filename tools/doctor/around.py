@@ -20,10 +20,12 @@ from tools.doctor import findings, folder, machine, network
 from tools.doctor.findings import Asked, Finding
 
 FOLDER = "DOCTOR_FOLDER"  # where this machine's ranks find what is known, and write what they find
-# Files in it: what this machine has found; its ranks have begun; rank 0 knows what it has found; the report.
-LOCAL, BEGUN, MET, REPORT, ALL_WELL = "local.json", "begun", "met", "report.json", "healthy"
+# Files in it: what this machine has found; its ranks have begun; rank 0 knows what it has found; the report and the
+# healthy line, on machine 0; the exit code.
+LOCAL, BEGUN, MET, REPORT, ALL_WELL, DONE = "local.json", "begun", "met", "report.json", "healthy", "done"
 LATER_S = 10.0  # by how much the launcher outlasts its ranks
 RANKS_S = 200.0  # for all that the ranks do once they have met; each part has a limit of its own
+CLOSE_S = 3.0  # for launchers, which wait for each other at the end
 POLL_S = 0.05
 
 
@@ -67,12 +69,14 @@ def _with_ranks(command: Sequence[str], asked: Asked, found: list[Finding], plac
     findings.write(place / LOCAL, found)
     with (place / "said").open("wb") as said, _started(command, place, said.fileno()) as launcher:
         limit_s = asked.wait_s
-        while launcher.poll() is None and time.monotonic() < began + limit_s:
+        while launcher.poll() is None and not (place / DONE).exists() and time.monotonic() < began + limit_s:
             if (place / BEGUN).exists():  # the ranks say themselves who has not come
                 limit_s = 2 * asked.wait_s + LATER_S
             if (place / MET).exists():
                 limit_s = 2 * asked.wait_s + RANKS_S
             time.sleep(POLL_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(CLOSE_S if (place / DONE).exists() else 0.0)
         late = launcher.poll() is None
     met = (place / MET).exists()
     report = place / REPORT
@@ -80,8 +84,8 @@ def _with_ranks(command: Sequence[str], asked: Asked, found: list[Finding], plac
         healthy = f"{(place / ALL_WELL).read_text()}; {time.monotonic() - began:.0f} s"
         return _print(findings.read(report.read_text()), asked, healthy)
     text = (place / "said").read_text(errors="replace")
-    if met and not late and launcher.returncode in (findings.HEALTHY, findings.SICK):
-        return launcher.returncode  # machine 0 prints
+    if met and (place / DONE).exists():  # machine 0 prints
+        return int((place / DONE).read_text())
     found.append(_not_met(asked, socket.gethostname(), met, late, text, launcher.returncode))
     return _print(found, asked)
 

@@ -73,17 +73,17 @@ def start(*words: str) -> Iterator[subprocess.Popen[str]]:
 
 def alone(out: str, name: str, host: str) -> Iterator[Finding]:
     """Try the folder on this machine."""
-    folder = Path(out).expanduser()
-    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    wanted = Path(out).expanduser()
+    folder = existing(wanted)
     file = folder / f".doctor-{socket.gethostname()}-{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield from _others_may_write(folder, host)
+        if folder == wanted:
+            yield from _others_may_write(folder, host)
         yield from _room(folder, host)
         yield from _speed(file, out, host)
         yield from _lock(file, out, host)
         if name:
-            yield from _in_use(folder / name, host)
+            yield from _in_use(wanted / name, host)
     except OSError as error:
         yield Finding(
             *("folder", host, None, "breaks", f"--out {out}: {folder} cannot be written to ({error.strerror})"),
@@ -93,9 +93,11 @@ def alone(out: str, name: str, host: str) -> Iterator[Finding]:
     finally:
         with contextlib.suppress(OSError):
             file.unlink()
-        for parent in made:
-            with contextlib.suppress(OSError):  # another machine is in there
-                parent.rmdir()
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or what there is of the way to it: a run makes the rest."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def _others_may_write(folder: Path, host: str) -> Iterator[Finding]:
@@ -172,10 +174,7 @@ def _in_use(run: Path, host: str) -> Iterator[Finding]:
 
 def hold(out: str) -> None:
     """Write and lock a file, say its path and its content, and keep it until the input ends."""
-    folder = Path(out).expanduser().resolve()
-    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f".doctor-shared-{os.getpid()}"
+    file = existing(Path(out).expanduser()).resolve() / f".doctor-shared-{os.getpid()}"
     content = os.urandom(16).hex()
     try:
         with file.open("w") as stream:
@@ -191,9 +190,6 @@ def hold(out: str) -> None:
             sys.stdin.read()
     finally:
         file.unlink()
-        for parent in made:
-            with contextlib.suppress(OSError):
-                parent.rmdir()
 
 
 def see(file: str, content: str) -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from common import diagnose, health, ranks, seal
 from tools.doctor import findings, group, network
-from tools.doctor.around import ALL_WELL, BEGUN, FOLDER, LOCAL, MET, REPORT
+from tools.doctor.around import ALL_WELL, BEGUN, DONE, FOLDER, LOCAL, MET, REPORT
 from tools.doctor.findings import Asked, Finding
 
 FOLDER_S = 60.0
@@ -68,11 +68,18 @@ class Exam:
                 self.end()
         os._exit(findings.SICK)
 
-    def end(self, healthy: str = "") -> None:
-        """Write the report, on rank 0, and end this process; an orderly end could wait for others (never returns)."""
-        if self._rank == 0:
-            (self.place / ALL_WELL).write_text(healthy)
-            findings.write(self.place / REPORT, self.found)
+    def report(self, healthy: str = "") -> None:
+        """Write the findings for this machine's launcher (rank 0)."""
+        (self.place / ALL_WELL).write_text(healthy)
+        findings.write(self.place / REPORT, self.found)
+
+    def end(self) -> None:
+        """End this process, rank 0 with a report; an orderly end could wait for others (never returns)."""
+        if self._rank == 0 and not (self.place / REPORT).exists():
+            self.report()
+        done = self.place / f"{DONE}-{self._rank}"
+        done.write_text(str(findings.status(self.found)))
+        done.replace(self.place / DONE)  # with its content, or not there
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(findings.status(self.found))
@@ -108,8 +115,17 @@ def main() -> None:
         with exam.limit(FOLDER_S, late):
             exam.found += group.shared_folder(asked, store, mine, size)
     rates = try_network(exam, plain, device, mine, everyone)
-    exam.found[:] = [Finding(**one) for part in ranks.gather([vars(one) for one in exam.found]) for one in part]
-    exam.end(healthy_line(asked, everyone, rates) if rank == 0 else "")
+    late = Finding(
+        *("ranks", host, rank, "breaks", f"not all ranks have come to the end in {GLOO_S:g} s"),
+        "a job hangs",
+        "look at the machines that have printed nothing",
+    )
+    with exam.limit(GLOO_S, late):
+        exam.found[:] = [Finding(**one) for part in ranks.gather([vars(one) for one in exam.found]) for one in part]
+        if rank == 0:
+            exam.report(healthy_line(asked, everyone, rates))
+        dist.barrier()  # the launcher ends all of its ranks as soon as one has ended
+    exam.end()
 
 
 def try_device(exam: Exam, asked: Asked, host: str, local_rank: int) -> torch.device:
