@@ -59,7 +59,7 @@ def own_name(asked: Asked, host: str) -> Iterator[Finding]:
             "plain torchrun cannot tell others its address; the launchers here do without the name",
             do,
         )
-    elif asked.machines > 1 and all(map(is_loopback, found)):
+    elif asked.machines > 1 and all(map(is_loopback, found)) and not any(map(is_loopback, addresses(asked.master))):
         yield Finding(
             *("name", host, None, "advice", f"the host name {socket.gethostname()} is {found[0]}, a loopback address"),
             "plain torchrun tells other machines to connect to themselves; the launchers here do without the name",

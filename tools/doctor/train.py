@@ -101,7 +101,8 @@ def main() -> None:
     (place / BEGUN).touch()
     if local_rank == 0:
         known = findings.read((place / LOCAL).read_text())
-        exam.found += [dataclasses.replace(one, rank=rank) for one in known]
+        # The machines have met, so MASTER_ADDR leads to machine 0, also where several of them are one computer.
+        exam.found += [dataclasses.replace(one, rank=rank) for one in known if one.check != "master"]
     device = try_device(exam, asked, host, local_rank)
     store, plain = join(exam, asked, host, rank, size)
     mine = facts(exam, asked, host, device, local_rank)
@@ -222,8 +223,11 @@ def meet(exam: Exam, asked: Asked, store: seal.SealedStore, mine: group.Facts, s
     )
     with exam.limit(asked.wait_s + LATER_S, late):
         came = group.collect(store, "facts", mine, rank, size, asked.wait_s)
-        if rank == 0 and len(came) < size:
+        if rank == 0:
             exam.found += [Finding(**one) for other in sorted(came) if other for one in came[other][0]["found"]]
+        else:
+            exam.found.clear()  # rank 0 reports them, even if the ranks come no further together
+        if rank == 0 and len(came) < size:
             exam.found += [absent(sorted(set(range(size)) - came.keys()), mine, asked.wait_s)]
             exam.end()
         if rank == 0:
