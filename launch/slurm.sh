@@ -229,13 +229,13 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK-} # srun does not read SLURM_CPU
 [[ -n $name_given ]] || flags+=(--name "job-$SLURM_JOB_ID")
 where=("--nodes=$nodes" "--ntasks=$nodes")
 [[ -z ${SLURM_HET_SIZE-} ]] || where=("--het-group=0-$((SLURM_HET_SIZE - 1))") # all parts of a heterogeneous job
-step=(srun "${where[@]}" --ntasks-per-node=1 ${SRUN_OPTIONS[@]+"${SRUN_OPTIONS[@]}"})
-on_node=(bash "$root/launch/slurm.sh" --on-node)
-others=1 # end with the first node that fails; but each node that the doctor looks at says what it has found
+on_nodes=(srun "${where[@]}" --ntasks-per-node=1 ${SRUN_OPTIONS[@]+"${SRUN_OPTIONS[@]}"})
+launch=(bash "$root/launch/slurm.sh" --on-node)
+others=1 # they end with the first node that fails; but each node that the doctor looks at says what it has found
 [[ ! -f $recipe/around.py ]] || others=0
-command=("${step[@]}" "--kill-on-bad-exit=$others" "${on_node[@]}" "$recipe" "${flags[@]}")
+command=("${on_nodes[@]}" "--kill-on-bad-exit=$others" "${launch[@]}" "$recipe" "${flags[@]}")
 examine=(
-  env -u ACCELERATE_CONFIG -u STAGE_DIR "${step[@]}" --kill-on-bad-exit=0 "${on_node[@]}" # which are the recipe's own
+  env -u ACCELERATE_CONFIG -u STAGE_DIR "${on_nodes[@]}" --kill-on-bad-exit=0 "${launch[@]}" # which are the recipe's own
   "$root/tools/doctor" --out "runs/$(basename "$recipe")" --flags-of-recipe "${flags[@]}"
 )
 if [[ -n $dry_run ]]; then

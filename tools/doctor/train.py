@@ -40,10 +40,10 @@ class Exam:
         place: where the report goes.
     """
 
-    def __init__(self, place: Path, rank: int) -> None:
+    def __init__(self, place: Path, rank: int, local_rank: int) -> None:
         self.found: list[Finding] = []
         self.place = place
-        self._rank = rank
+        self._rank, self._local_rank = rank, local_rank
         self._late: Finding | None = None
         self._end = 0.0
         self._parent = os.getppid()
@@ -73,13 +73,18 @@ class Exam:
         (self.place / ALL_WELL).write_text(healthy)
         findings.write(self.place / REPORT, self.found)
 
+    def done(self) -> None:
+        """Let this machine's launcher end, which need not wait for other machines (one rank of each machine)."""
+        if self._local_rank == 0:
+            partial = self.place / "done.tmp"
+            partial.write_text(str(findings.status(self.found)))
+            partial.replace(self.place / DONE)  # with its content, or not there
+
     def end(self) -> None:
         """End this process, rank 0 with a report; an orderly end could wait for others (never returns)."""
         if self._rank == 0 and not (self.place / REPORT).exists():
             self.report()
-        done = self.place / f"{DONE}-{self._rank}"
-        done.write_text(str(findings.status(self.found)))
-        done.replace(self.place / DONE)  # with its content, or not there
+        self.done()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(findings.status(self.found))
@@ -97,7 +102,7 @@ def main() -> None:
     local_rank, local_size = ranks.env_int("LOCAL_RANK", default=0), ranks.env_int("LOCAL_WORLD_SIZE", default=1)
     asked = findings.parse(sys.argv[1:], local_size)
     rank, size, host = ranks.rank(), ranks.size(), socket.gethostname()
-    exam = Exam(place, rank)
+    exam = Exam(place, rank, local_rank)
     (place / BEGUN).touch()
     if local_rank == 0:
         known = findings.read((place / LOCAL).read_text())
@@ -285,8 +290,10 @@ def try_network(
         if {place[2] for place in places} == {"cuda"}:
             try_nccl(exam, device, mine, hosts)
     except RuntimeError as error:  # of gloo, or of NCCL
-        time.sleep(0.0 if rank == 0 else LATER_S)  # rank 0 writes the report before a launcher ends it
         exam.found.append(dataclasses.replace(late(0, ""), found=f"{shown}: {str(error).splitlines()[0][:200]}"))
+        if rank:
+            exam.done()
+            time.sleep(LATER_S)  # rank 0 writes the report before a launcher ends it
         exam.end()
     return rates
 
