@@ -12,7 +12,7 @@ unset CDPATH # with CDPATH set, cd prints the folder
 
 usage() {
   cat <<'TEXT'
-usage: bash launch/slurm.sh [--dry-run] [sbatch options] RECIPE [train.py flags]
+usage: bash launch/slurm.sh [--dry-run] [--doctor] [sbatch options] RECIPE [train.py flags]
 
   RECIPE   a folder with a train.py: recipes/ddp_resnet, or a copy of it on a file system that all nodes share
 
@@ -20,6 +20,7 @@ usage: bash launch/slurm.sh [--dry-run] [sbatch options] RECIPE [train.py flags]
   sbatch -N2 --gpus-per-node=8 --cpus-per-gpu=8 --time=4:00:00 launch/slurm.sh recipes/fsdp_gpt --max-steps 5000
   bash launch/slurm.sh -N1 --gpus-per-node=8 : -N2 --gpus-per-node=4 recipes/ddp_resnet    # a heterogeneous job
   bash launch/slurm.sh --dry-run -N2 recipes/ddp_resnet    # print the commands and stop
+  bash launch/slurm.sh --doctor -N2 recipes/ddp_resnet     # in the job, look at its nodes first; see docs/doctor.md
 
 Each node runs launch/torchrun.sh with one process per GPU that Slurm gave to it (2 without GPUs) and its share of the
 CPUs. Most clusters give one CPU to a job that asks for none: then this script adds --cpus-per-gpu=4, or
@@ -98,6 +99,7 @@ fi
 # --- the command line ------------------------------------------------------------------------------------
 
 dry_run=
+doctor=
 sbatch_options=()
 recipe=
 looked_at=()
@@ -105,6 +107,7 @@ while [[ $# -gt 0 && -z $recipe ]]; do
   case $1 in
     -h | --help) usage && exit ;;
     --dry-run) dry_run=1 ;;
+    --doctor) doctor=--doctor ;;
     -*) sbatch_options+=("$1") ;;
     *) # the recipe, or the value of the option before it, as in -N 2
       folder=${1%/}
@@ -168,7 +171,7 @@ if [[ -z ${SLURM_JOB_ID-} ]]; then
   cpus=$(ask_for_cpus)
   command=(
     sbatch "--job-name=$(basename "$recipe")" ${cpus:+"$cpus"} ${sbatch_options[@]+"${sbatch_options[@]}"}
-    "$root/launch/slurm.sh" "$recipe" ${flags[@]+"${flags[@]}"}
+    "$root/launch/slurm.sh" ${doctor:+"$doctor"} "$recipe" ${flags[@]+"${flags[@]}"}
   )
   if [[ -n $dry_run ]]; then
     printf '%q ' "${command[@]}" && echo
@@ -186,7 +189,7 @@ if [[ -z ${SLURM_JOB_ID-} ]]; then
         ;;
     esac
   done
-  LAUNCHED_AS="${config}bash $(printf '%q ' "$0" ${kept[@]+"${kept[@]}"} "$recipe")"
+  LAUNCHED_AS="${config}bash $(printf '%q ' "$0" ${doctor:+"$doctor"} ${kept[@]+"${kept[@]}"} "$recipe")"
   export SLURM_SH_ROOT=$root
   export LAUNCHED_AS=${LAUNCHED_AS% } # the run prints it at its end, with train.py's flags
   check_flags
@@ -226,17 +229,28 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK-} # srun does not read SLURM_CPU
 [[ -n $name_given ]] || flags+=(--name "job-$SLURM_JOB_ID")
 where=("--nodes=$nodes" "--ntasks=$nodes")
 [[ -z ${SLURM_HET_SIZE-} ]] || where=("--het-group=0-$((SLURM_HET_SIZE - 1))") # all parts of a heterogeneous job
-command=(
-  srun "${where[@]}" --ntasks-per-node=1 --kill-on-bad-exit=1
-  ${SRUN_OPTIONS[@]+"${SRUN_OPTIONS[@]}"} bash "$root/launch/slurm.sh" --on-node "$recipe" "${flags[@]}"
+on_nodes=(srun "${where[@]}" --ntasks-per-node=1 ${SRUN_OPTIONS[@]+"${SRUN_OPTIONS[@]}"})
+launch=(bash "$root/launch/slurm.sh" --on-node)
+others=1 # they end with the first node that fails; but each node that the doctor looks at says what it has found
+[[ ! -f $recipe/around.py ]] || others=0
+command=("${on_nodes[@]}" "--kill-on-bad-exit=$others" "${launch[@]}" "$recipe" "${flags[@]}")
+examine=(
+  env -u ACCELERATE_CONFIG -u STAGE_DIR "${on_nodes[@]}" --kill-on-bad-exit=0 "${launch[@]}" # which are the recipe's own
+  "$root/tools/doctor" --out "runs/$(basename "$recipe")" --flags-of-recipe "${flags[@]}"
 )
 if [[ -n $dry_run ]]; then
   printf 'MASTER_ADDR=%s MASTER_PORT=%s ' "$MASTER_ADDR" "$MASTER_PORT"
+  [[ -z $doctor ]] || { printf '%q ' "${examine[@]}" && printf '&& '; }
   printf '%q ' "${command[@]}" && echo
   exit
 fi
 say "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $recipe on $SLURM_JOB_NODELIST"
 
+if [[ -n $doctor ]]; then
+  code=0
+  "${examine[@]}" || code=$?
+  [[ $code == 0 ]] || { say "the doctor has found what would break this job, so it has not begun" && exit $code; }
+fi
 "${command[@]}" &
 srun=$!
 # Only the batch script gets the signal before the time limit; srun forwards it to every task on every node.

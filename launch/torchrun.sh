@@ -213,6 +213,9 @@ if [[ -n ${ACCELERATE_CONFIG-} ]]; then
   [[ -f $ACCELERATE_CONFIG || $ACCELERATE_CONFIG == /* ]] || ACCELERATE_CONFIG=$recipe/$ACCELERATE_CONFIG
   command=("$python" "$root/launch/strategy.py" "$ACCELERATE_CONFIG" "${command[@]}")
 fi
+if [[ -f $recipe/around.py ]]; then # tools/doctor: looks at this machine, and then starts the command itself
+  command=("$python" "$recipe/around.py" "${command[@]}")
+fi
 if [[ -n $dry_run ]]; then
   [[ -z ${PYTORCH_ALLOC_CONF-} ]] || printf 'PYTORCH_ALLOC_CONF=%q ' "$PYTORCH_ALLOC_CONF"
   printf 'OMP_NUM_THREADS=%s PYTHONPATH=%q' "$OMP_NUM_THREADS" "$PYTHONPATH"

@@ -397,6 +397,40 @@ def test_node_without_its_gpus(cluster: Path, images: Path, tmp_path: Path) -> N
     assert not (tmp_path / "runs").exists()
 
 
+def test_doctor(cluster: Path, images: Path, tmp_path: Path) -> None:
+    """It looks at both nodes, and then the job begins."""
+    flags = [*FLAGS, "--max-steps", "2", "--data", images, "--out", tmp_path / "runs", "--name", "run"]
+    out = run("salloc", "-N2", "bash", SLURM, "--doctor", "recipes/ddp_resnet", *flags, "--sync-bn", cwd=tmp_path)
+    healthy, done = out.find("\nhealthy: 2 ranks on 2 machines, CPU"), out.find("\ndone     step 2 of 2")
+    assert -1 < healthy < done, out
+    assert not re.search("^(breaks|cripples|advice): ", out, re.MULTILINE), out
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "found"),
+    [
+        (["-N2"], {"GLOO_SOCKET_IFNAME": "eth77"}, ["interface", "meet|gloo"]),
+        (["-N1", "--gpus-per-node=2"], {"NPROC_PER_NODE": ""}, ["gpu"]),
+        (["-N2"], {"OMP_NUM_THREADS": "512"}, ["threads"]),
+    ],
+    ids=["no such interface", "no GPUs", "too many threads"],
+)
+def test_doctor_finds(
+    options: list[str], variables: dict[str, str], found: list[str], cluster: Path, images: Path, tmp_path: Path
+) -> None:
+    """And the job does not begin."""
+    flags = [*FLAGS, "--max-steps", "2", "--data", images, "--out", tmp_path / "runs", "--name", "run"]
+    command = ("salloc", *options, "bash", SLURM, "--doctor", "recipes/ddp_resnet", *flags)
+    done = call(*command, cwd=tmp_path, **variables)
+    assert done.returncode == 2, done.stdout + done.stderr
+    checks = dict.fromkeys(re.findall("^(?:breaks|cripples): ([a-z-]+) on ", done.stdout, re.MULTILINE))
+    assert len(checks) == len(found), done.stdout
+    assert all(re.fullmatch(want, check) for want, check in zip(found, checks, strict=True)), done.stdout
+    assert "so it has not begun" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("command", "processes", "cpus"),
     [
@@ -457,3 +491,5 @@ def test_dry_run(tmp_path: Path) -> None:
     options = f"--job-name=ddp_resnet {cpus} -N2 --time=4:00:00"
     expected = f"sbatch {options} {SLURM} {runner.ROOT}/recipes/ddp_resnet --name a\\ b"
     assert out.strip() == expected
+    out = run("bash", SLURM, "--dry-run", "--doctor", "-N2", "recipes/ddp_resnet", cwd=tmp_path)
+    assert out.strip().endswith(f" -N2 {SLURM} --doctor {runner.ROOT}/recipes/ddp_resnet")
