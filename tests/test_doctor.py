@@ -25,7 +25,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tools.doctor import findings, folder, group, machine
+from common import seal
+from tools.doctor import findings, folder, group, machine, train
 from tools.doctor.findings import Asked, Finding
 
 from tests.harness import disks, runner
@@ -475,6 +476,42 @@ def test_slow_links_are_named() -> None:
     assert (sends.host, sends.found.partition(" by")[0]) == ("b", "100 MB/s to all others")
 
 
+def test_clocks() -> None:
+    """A message that was late is no clock that is."""
+    machines = [{"host": f"h{rank}", "rank": rank} for rank in range(4)]
+    assert [*group.compare_clocks(machines, {1: (-9.0, 0.1), 2: (-0.1, 9.0), 3: (-1.9, -1.8)})] == []
+    late, early = group.compare_clocks(machines, {1: (-7.1, -6.9), 2: (6.9, 7.1)})
+    assert (late.host, late.found) == ("h1", "its clock is 6.9 s behind rank 0's, or more")
+    assert (early.host, early.found) == ("h2", "its clock is 6.9 s ahead of rank 0's, or more")
+
+
+def test_ranks_that_do_not_come() -> None:
+    """Rank 0 waits no longer than its limit, and names them."""
+    store = seal.SealedStore(dist.HashStore(), b"key")
+    store.set("facts/2", json.dumps("here"))
+    began = time.monotonic()
+    came = group.collect(store, "facts", "mine", 0, 4, 0.5)
+    assert 0.5 <= time.monotonic() - began < 5
+    assert {rank: value for rank, (value, _) in came.items()} == {0: "mine", 2: "here"}
+    found = train.absent([1, 3], {"host": "h", "rank": 0, "processes": 2}, 0.5)
+    assert found.found == "ranks 1, 3 (of machines 0, 1) have not come in 0.5 s"
+
+
+HANGS = (
+    "import sys, time\nfrom pathlib import Path\nfrom tools.doctor import findings, train\n"
+    "exam = train.Exam(Path(sys.argv[1]), 0, 0)\n"
+    "with exam.limit(0.5, findings.Finding('nccl', 'h', 0, 'breaks', 'it hangs', 'so', 'do')):\n    time.sleep(60)\n"
+)
+
+
+def test_call_that_does_not_return(tmp_path: Path) -> None:
+    """It ends the rank, which reports it."""
+    done = subprocess.run([sys.executable, "-c", HANGS, tmp_path], env=environment({}), timeout=50, check=False)
+    assert done.returncode == 2
+    assert named(findings.read((tmp_path / "report.json").read_text())) == [("nccl", "breaks")]
+    assert (tmp_path / "done").read_text() == "2"
+
+
 def test_drivers_and_gpus_that_differ() -> None:
     """Facts stand in for machines of two kinds."""
     same = {"host": "a", "rank": 0, "machine": 0, "versions": {}, "code": {}, "mtus": {}, "processes": 8}
@@ -663,7 +700,7 @@ def test_machines_that_cannot_meet(machines: list[Machine], tmp_path: Path) -> N
     first = visit.found(machines[0])
     assert [one.check for one in first if one.severity != "advice"] == ["port", "meet"], str(visit)
     assert f"process {taken.pid}" in first[0].found
-    again = Visit(tmp_path, machines[:2], "--json", "--wait", "100")
+    again = Visit(tmp_path, machines[:2], "--json", "--wait", "45")
     again.start(machines[0], RUN_KEY=32 * "0b")
     again.start(machines[1])
     assert again.end() == [2, 2], str(again)
