@@ -275,9 +275,13 @@ class _Reads(torch.utils.data.Dataset):
 
     def __getitem__(self, request: Request) -> Batch | UserError:
         try:
-            return Batch(*self.reader.read(request.epochs, request.indices), request.step_samples, request.last)
+            batch = Batch(*self.reader.read(request.epochs, request.indices), request.step_samples, request.last)
         except UserError as error:
             return error  # raised in a worker process, it would arrive inside a traceback
+        if torch.utils.data.get_worker_info():
+            # The queue would do it in a thread of its own, whose error nobody gets: the rank would wait for ever.
+            map_tensors(torch.Tensor.share_memory_, batch)
+        return batch
 
 
 def _raise_here(batches: Iterable[Batch | UserError]) -> Iterator[Batch]:

@@ -1,15 +1,20 @@
 """How this process's devices compute, and what to do when they have no memory left."""
 
+import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from common import ranks
 
-frees: list[str] = []  # flags that would free memory, most first, with what they are now; `cli.parse` sets it
+frees: list[str] = []  # flags that free activations, most first, with what they are now; `cli.parse` sets it
+# References to the model and its optimizer that do not keep them alive, once both are there; `guard` sets it.
+owners: tuple[Callable[[], Any], ...] = ()
 
 
 def configure(matmul_precision: str, deterministic: bool) -> None:
@@ -48,18 +53,69 @@ def notes(device: torch.device, compiled: bool) -> Iterator[str]:
 
 
 def explain_out_of_memory(error: BaseException | None) -> None:
-    """Add to an error of a device without memory, which may be the cause of another one, what would free some."""
+    """Add to an error of a device without memory, which may be the cause of another one, what holds it and frees it."""
     while error and not _out_of_memory(error):
         error = error.__cause__
     if error is None:
         return
-    left = ""
-    if not isinstance(error, torch.OutOfMemoryError):  # whose message says how much a GPU has, and how much is left
-        known = dict(re.findall(r"^(\w+): +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE))
-        free, total = (int(known[name]) / 2**20 for name in ("MemAvailable", "MemTotal"))
-        left = f" ({free:.1f} of {total:.1f} GiB of this machine's memory are free)"
+    left = holds = ""
     others = "more devices, in a recipe that gives each a part of the model (README.md, Which recipe?)"
-    error.add_note(f"rank {ranks.rank()} is out of memory{left}. It takes less with: {'; '.join([*frees, others])}")
+    advice = [*frees, others]
+    with contextlib.suppress(Exception):  # an odd tensor of a user's own must not hide the error
+        if not isinstance(error, torch.OutOfMemoryError):  # whose message says what was asked for, and what is left
+            left = f" ({_asked_and_free(str(error))})"
+        if held := _held():
+            holds = f" It holds, in GiB: {', '.join(f'{kind} {size / 2**30:.2f}' for kind, size in held.items())}."
+            *states, rest = held.values()
+            if sum(states) > rest:  # the flags free activations alone
+                advice = [others, *frees]
+    error.add_note(
+        f"rank {ranks.rank()} is out of memory{left}.{holds} It takes less with, in this order: {'; '.join(advice)}"
+    )
+
+
+def _asked_and_free(message: str) -> str:
+    """What a CPU was asked for, if the error's message has it, and what its machine has left."""
+    known = dict(re.findall(r"^(\w+): +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE))
+    free, total = (int(known[name]) / 2**20 for name in ("MemAvailable", "MemTotal"))
+    asked = re.search(r"tried to allocate (\d+) bytes", message)
+    wanted = f"{int(asked[1]) / 2**30:,.2f} GiB were asked for; " if asked else ""
+    return f"{wanted}{free:.1f} of {total:.1f} GiB of this machine's memory are free"
+
+
+def _held() -> dict[str, int]:
+    """Bytes of this rank's memory by what holds them, the rest last; {} before there is an optimizer.
+
+    Counted by storage: views, tied weights and gradients in a bucket share one, and FSDP empties that of a parameter
+    which it has gathered and freed.
+    """
+    if not owners:
+        return {}
+    model, optimizer = (owner() for owner in owners)
+    in_groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [*model.parameters(), *in_groups]  # FSDP: what is gathered now, and this rank's own parts
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    kinds = {
+        "parameters": [*parameters, *model.buffers()],
+        "gradients": [parameter.grad for parameter in parameters],
+        "optimizer state": states,
+    }
+    seen: dict[int, int] = {}
+    held = {}
+    for kind, tensors in kinds.items():
+        before = sum(seen.values())
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                local: Any = tensor.detach()
+                local = local.to_local() if isinstance(local, DTensor) else local
+                seen[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+        held[kind] = sum(seen.values()) - before
+    device = in_groups[0].device
+    if device.type == "cuda":
+        everything = torch.cuda.memory_allocated(device)
+    else:
+        everything = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return held | {"activations and the rest": everything - sum(seen.values())}
 
 
 def _out_of_memory(error: BaseException) -> bool:

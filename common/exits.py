@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -61,6 +62,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
                 sys.stderr.flush()
             if report:
                 report(error)
+            _end_workers()
             if not isinstance(error, UserError):
                 raise
             if not _is_rank0():
@@ -80,6 +82,13 @@ def _is_rank0() -> bool:
         return ranks.rank() == 0
     except UserError:  # RANK itself is wrong, on every rank
         return True
+
+
+def _end_workers() -> None:
+    """Kill this process's loader workers: Python would wait for them, as they hold back the SIGTERM that it sends."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 def let_rank0_exit() -> None:

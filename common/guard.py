@@ -2,6 +2,7 @@
 
 import functools
 import math
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common import UserError, keymap, precision, private_api, ranks, sampler, sync_batchnorm
+from common import UserError, devices, keymap, precision, private_api, ranks, sampler, sync_batchnorm
 
 NOT_SAVED = "This state is not saved"
 
@@ -55,6 +56,7 @@ class FiniteGuard:
             scale: float16's loss scale. Updates that are skipped in order to lower it do not count.
         """
         self._scale = scale or precision.LossScale(torch.float32, torch.device("cpu"))
+        devices.owners = weakref.ref(model), weakref.ref(optimizer)  # before its state, for which memory may be missing
         self._fused = bool(optimizer.defaults.get("fused"))
         if self._fused:
             keymap.create_state(optimizer)

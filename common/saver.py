@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import UserError, checkpoint, guard, manifest, private_api, process_group, ranks, run_dir
+from common import UserError, checkpoint, devices, guard, manifest, private_api, process_group, ranks, run_dir
 from common.diagnose import SAVING
 
 Tensors = dict[str, torch.Tensor]
@@ -287,7 +287,9 @@ def _new_group() -> Any:
 
 
 def _describe(error: BaseException) -> str:
-    return f"rank {dist.get_rank()} on {socket.gethostname()}: {type(error).__name__}: {error}"
+    devices.explain_out_of_memory(error)
+    said = "; ".join(filter(None, [str(error), *getattr(error, "__notes__", [])]))
+    return f"rank {dist.get_rank()} on {socket.gethostname()}: {type(error).__name__}: {said}"
 
 
 def _is_lost(error: BaseException) -> bool:

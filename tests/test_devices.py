@@ -2,6 +2,7 @@
 
 import os
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,8 +108,9 @@ def test_gpu_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     wanted = (
-        "rank 3 is out of memory. It takes less with: --micro-batch-size smaller (now 8); --recompute full (now none); "
-        "more devices, in a recipe that gives each a part of the model (README.md, Which recipe?)"
+        "rank 3 is out of memory. It takes less with, in this order: --micro-batch-size smaller (now 8); "
+        "--recompute full (now none); more devices, in a recipe that gives each a part of the model (README.md, Which "
+        "recipe?)"
     )
     said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.10 GiB of which ..."
     assert explained(torch.OutOfMemoryError(said)) == wanted
@@ -120,12 +122,68 @@ def test_cpu_without_memory() -> None:
         torch.empty(2**50)
     said = explained(raised.value)
     found = re.fullmatch(
-        r"rank 0 is out of memory \(([\d.]+) of ([\d.]+) GiB of this machine's memory are free\)\. .*", said
+        r"rank 0 is out of memory \(4,194,304\.00 GiB were asked for; ([\d.]+) of ([\d.]+) GiB of this machine's "
+        r"memory are free\)\. It takes less .*",
+        said,
     )
     assert found, said
     assert 0 < float(found[1]) <= float(found[2])
     assert "tried to allocate 4503599627370496 bytes" in str(raised.value)
     assert explained(RuntimeError("shapes differ")) == ""
+
+
+HOLDS = re.compile(
+    r"It holds, in GiB: parameters ([\d.]+), gradients ([\d.]+), optimizer state ([\d.]+), "
+    r"activations and the rest ([\d.]+)\."
+)
+
+
+def without_memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> str:
+    """The note of a real MemoryError while the activations of a forward pass are there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "owners", (weakref.ref(model), weakref.ref(optimizer)))
+        patch.setattr(devices, "frees", ["--micro-batch-size smaller"])
+        activations = model(torch.ones(batch, 4096))
+        with pytest.raises(MemoryError) as raised:
+            bytearray(2**60)
+        assert activations.requires_grad
+        return explained(raised.value)
+
+
+def test_what_holds_the_memory() -> None:
+    """Counted by storages, so a tied weight counts once; the mutant is not tied. What holds most comes first."""
+    first, second = torch.nn.Linear(4096, 4096, bias=False), torch.nn.Linear(4096, 4096, bias=False)
+    model = torch.nn.Sequential(first, second)
+    mutant = without_memory(model, torch.optim.AdamW(model.parameters()), 1)
+    second.weight = first.weight  # 64 MiB
+    optimizer = torch.optim.AdamW(model.parameters())
+    said = without_memory(model, optimizer, 1)
+    found = HOLDS.search(said)
+    assert found, said
+    assert found.groups()[:3] == ("0.06", "0.00", "0.00")
+    assert "parameters 0.12" in mutant
+    model(torch.ones(1, 4096)).sum().backward()
+    optimizer.step()
+    before = float(HOLDS.search(without_memory(model, optimizer, 1))[4])
+    said = without_memory(model, optimizer, 2**14)  # the input and two layers' results: 768 MiB
+    found = HOLDS.search(said)
+    assert found, said
+    assert found.groups()[:3] == ("0.06", "0.06", "0.13")
+    assert 0.7 < float(found[4]) - before < 0.9, (before, said)
+    assert "in this order: --micro-batch-size smaller; more devices" in said
+    large = torch.optim.SGD([torch.nn.Parameter(torch.empty(2**33, device="meta"))])  # 32 GiB, more than the rest
+    assert "Which recipe?); --micro-batch-size smaller" in without_memory(model, large, 1), (
+        "states are split, not freed"
+    )
+
+
+def test_explanation_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model without its methods stands for any odd one: the advice stays, and so does the error."""
+    monkeypatch.setattr(devices, "owners", (lambda: None, lambda: None))
+    said = explained(MemoryError())
+    assert said.startswith("rank 0 is out of memory (")
+    assert "It holds" not in said
+    assert said.endswith("README.md, Which recipe?)")
 
 
 def test_cause_without_memory() -> None:
@@ -137,17 +195,35 @@ def test_cause_without_memory() -> None:
     assert cause.__notes__[0].startswith("rank 0 is out of memory")
 
 
-def test_recipe_without_memory(small_text: Path, tmp_path: Path) -> None:
-    """Every rank learns which one it was, and which flags of the recipe help: those that do not stand there yet."""
-    saves = "run.save(step)"
-    fills = f"if step == 2 and world.rank == 1: torch.empty(2**50)\n{saves}"
-    path = mutants.mutate("fsdp_gpt", tmp_path, {"main": {saves: fills}})
-    where = ("--data", str(small_text), "--out", str(tmp_path / "runs"), "--name", "run")
+# Where memory ends in step 2 of rank 1, for real, by the phase that the terminal must name.
+FULL = "torch.empty(2**50)"
+PHASES = {
+    "forward": f"model.register_forward_pre_hook(lambda *_: {FULL})",
+    "backward": f"model.register_forward_hook(lambda m, i, out: out.register_hook(lambda *_: {FULL}) and None)",
+    "optimizer": f"optimizer.register_step_pre_hook(lambda *_: {FULL})",
+    "save": f"torch.Tensor.contiguous = lambda *_: {FULL}",
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_recipe_without_memory(phase: str, small_text: Path, tmp_path: Path) -> None:
+    """Every rank learns which one it was, when, what holds its memory, and which flags help that are not set yet."""
+    train = "sums, grad_norm = train_step(args, model, optimizer, run.finite, batches, dp_size)"
+    before = "run.save(step)" if phase == "save" else train
+    fills = f"if step == 2 and world.rank == 1:\n    {PHASES[phase]}\n{before}"
+    path = mutants.mutate("fsdp_gpt", tmp_path, {"main": {before: fills}})
+    where = ("--data", str(small_text), "--out", str(tmp_path / "runs"), "--name", "run", "--save-every", "2")
     flags = (*runner.small("fsdp_gpt"), "--max-steps", "3", "--global-batch-size", "8", "--micro-batch-size", "2")
     result = runner.run_recipe(path, 2, *flags, *where)
     assert not result.ok
     smaller = "--micro-batch-size smaller, where 0 is the largest (now 2)"
-    for output in result.outputs[0], (tmp_path / "runs" / "run" / "logs" / "rank_00001.log").read_text():
+    outputs = [result.outputs[0], (tmp_path / "runs" / "run" / "logs" / "rank_00001.log").read_text()]
+    failed = rf"^rank 1 \(host .*, step 2\) failed in {phase}: RuntimeError: "
+    if phase == "save":  # all ranks agree that it failed, so rank 0 alone prints it
+        del outputs[1]
+        failed = "^error: the first checkpoint was not saved: no checkpoint of step 2: rank 1 on .*: RuntimeError: "
+    for output in outputs:
+        assert re.search(failed, output, re.MULTILINE), output
         assert "DefaultCPUAllocator: can't allocate memory" in output, output
-        assert re.search(r"\nrank 1 is out of memory \([^)]*\)\. It takes less with: ", output), output
-        assert f"{smaller}; --recompute full (now none); more devices" in output, output
+        assert re.search(r"\brank 1 is out of memory \([^)]*\)\. It holds, in GiB: parameters 0\.00", output), output
+        assert f"in this order: {smaller}; --recompute full (now none); more devices" in output, output

@@ -1,5 +1,6 @@
 """How a process ends: a refusal is printed once, by rank 0 if it can; a crash reaches torchrun."""
 
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -81,3 +82,26 @@ def test_crash_reaches_the_summary_of_torchrun(tmp_path: Path) -> None:
     assert result.codes == [1]
     assert "ZeroDivisionError: a defect" in result.outputs[0]
     assert "ZeroDivisionError: a defect" in path.read_text()
+
+
+def crash_beside_a_worker() -> None:
+    @exits.entry
+    def main() -> None:
+        multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True).start()
+        raise ZeroDivisionError("a defect")
+
+    main()
+
+
+def test_crash_does_not_wait_for_workers() -> None:
+    """They hold back SIGTERM, so Python would wait for ever; the mutant ends no worker, and only the test ends it."""
+    result = runner.spawn(crash_beside_a_worker, [()])
+    assert result.codes == [1]
+    assert "ZeroDivisionError: a defect" in result.outputs[0]
+    result = runner.spawn(without_an_end_of_workers, [()], timeout_s=8)
+    assert result.codes == [-9]
+
+
+def without_an_end_of_workers() -> None:
+    exits._end_workers = lambda: None
+    crash_beside_a_worker()
