@@ -107,9 +107,12 @@ class Watch:
     def report(self, error: BaseException) -> None:
         """Publish why this rank raises (main thread); does not return if another rank is the cause."""
         self._reported = True
-        while type(error) is RuntimeError and error.__cause__:  # torch wraps errors of a stage's backward pass so
+        frames = list(traceback.walk_tb(error.__traceback__))
+        # torch wraps errors so, of a stage's backward pass and of a loader's worker.
+        while type(error) is RuntimeError and error.__cause__:
             error = error.__cause__
-        phase, stack = diagnose.phase_and_stack(traceback.walk_tb(error.__traceback__), self._heart.noted)
+            frames += traceback.walk_tb(error.__traceback__)
+        phase, stack = diagnose.phase_and_stack(frames, self._heart.noted)
         said = "\n".join([str(error), *getattr(error, "__notes__", [])])
         headline = f"{self._heart.name()} failed in {phase}: {type(error).__name__}: {said}\n"
         finding = headline + stack
