@@ -29,6 +29,9 @@ OTHER_FLAGS = {
     "cpus-per-task",
     "array",
     "numa-binding",
+    "doctor",
+    "wait",
+    "json",
     *(field.name for field in dataclasses.fields(evaluate.Args)),
     *(field.name for field in dataclasses.fields(prove.Args)),
 }  # of other programs as well

@@ -172,7 +172,7 @@ def test_verdict(
     assert not profile_says or profile_says in found[0]
     assert not run_says or run_says in found[-1]
     check_sum(profiled(tmp_path / "run"))
-    if "rank" in slow:
+    if slow.get("rank", 0) > COMPUTE_S / 2:  # of less, a loaded machine leaves too little of a step
         assert "note: rank 1 on" in result.outputs[0]
 
 
