@@ -125,7 +125,7 @@ def main() -> None:
         symbols=symbols(),
         held="\n".join([HELD_HEAD, *held]),
         sent=sent_tables(sent),
-        alone=f"A single pipeline makes {alone} calls in groups of one rank.",
+        alone=f"Calls in groups of one rank, made by a single pipeline: {alone}.",
         sleeping=f"1 unit is {schedules.UNIT_S:g} s, m is {schedules.MICRO_BATCHES}; the shortest of "
         f"{len(schedules.STEPS)} steps.\n\n{SLEPT_HEAD}\n{slept}",
         computing=f"2 ranks of one thread, {LAYERS} layers, width {WIDTH}, {schedules.MICRO_BATCHES} micro-batches of "
