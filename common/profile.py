@@ -196,9 +196,14 @@ class Profile:
             with gzip.open(self._file(rank)) as content:
                 trace = json.load(content)
             merged = merged or trace
-            mine = [one for one in trace["traceEvents"] if isinstance(one.get("pid"), int)]  # others are no process's
-            events += [one | {"pid": rank, "ts": one.get("ts", 0) + shift} for one in mine]
             events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+            for one in trace["traceEvents"]:
+                # Others are no process's, or give it another name.
+                if isinstance(one.get("pid"), int) and not one["name"].startswith("process_"):
+                    event = one | {"pid": rank, "ts": one.get("ts", 0) + shift}
+                    if "id" in event:  # of an arrow, which must not lead to another rank
+                        event["id"] = one["id"] * MERGED + rank
+                    events.append(event)
         with gzip.open(self._folder / "merged.json.gz", "wt") as content:
             json.dump(merged | {"traceEvents": events}, content)
 

@@ -63,6 +63,10 @@ def test_parts_add_up(recipe: str, small_data: dict[str, Path], tmp_path: Path) 
     with gzip.open(folder / "merged.json.gz") as file:
         events = json.load(file)["traceEvents"]
     assert {event["pid"] for event in events if event.get("ph") == "X"} == set(range(size))
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == [f"rank {rank}" for rank in range(size)]
+    arrows = [(event["id"], event["pid"]) for event in events if event.get("ph") == "s"]
+    assert len({number for number, _ in arrows}) == len({*arrows}), "an arrow leads from one rank to another"
     assert sorted(path.name for path in folder.glob("rank_*")) == [f"rank_{rank:05d}.json.gz" for rank in range(size)]
 
 
