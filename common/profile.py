@@ -196,7 +196,8 @@ class Profile:
             with gzip.open(self._file(rank)) as content:
                 trace = json.load(content)
             merged = merged or trace
-            events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+            of_process = {"process_name": {"name": f"rank {rank}"}, "process_sort_index": {"sort_index": rank}}
+            events += [{"ph": "M", "name": name, "pid": rank, "args": args} for name, args in of_process.items()]
             for one in trace["traceEvents"]:
                 # Others are no process's, or give it another name.
                 if isinstance(one.get("pid"), int) and not one["name"].startswith("process_"):
