@@ -1,8 +1,12 @@
-"""What --profile shows of each recipe, and what it costs: `uv run python benchmarks/profiling.py` writes its page."""
+"""What --profile shows, and what it costs: `uv run python benchmarks/profiling.py` (root) writes docs/profiling.md.
+
+The link is between two machines, network namespaces on a switch, with one process each.
+"""
 
 import json
 import os
 import re
+import secrets
 import statistics
 import subprocess
 import sys
@@ -11,7 +15,7 @@ import time
 from pathlib import Path
 
 from common import profile
-from tests.harness import pages
+from tests.harness import machines, pages
 from tools import about
 
 PAGE = about.ROOT / "docs" / "profiling.md"
@@ -67,8 +71,51 @@ def cost(folder: str) -> str:
     )
 
 
+def over_link(rate: str, folder: Path) -> tuple[float, float]:
+    """Seconds of a step between two machines, and of it, of sending and waiting with nothing to compute.
+
+    Args:
+        rate: that each sends at most, as for tc; "" for all that there is.
+        folder: an empty one.
+    """
+    with machines.joined(folder, 2) as both:
+        flags = ["--max-steps", "12", "--profile", "6", "--save-every", "1000", "--check-every", "0", "--eval-every"]
+        flags += ["1000", "--global-batch-size", "24", "--num-layers", "2", "--width", "192", "--mlp-width", "512"]
+        flags += ["--dtype", "float32", "--out", str(folder / "runs"), "--name", "run"]
+        command = ["bash", str(about.ROOT / "launch/torchrun.sh"), str(about.ROOT / "recipes/ddp_gpt"), *flags]
+        environ = os.environ | {"NNODES": "2", "MASTER_ADDR": both[0].address, "RUN_KEY": secrets.token_hex(32)}
+        environ |= {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+        processes = []
+        for one in both:
+            if rate:
+                one.shape(rate)
+            processes.append(one.popen(command, folder / "output", environ | {"NODE_RANK": str(one.number)}))
+        if any(process.wait(300) for process in processes):
+            sys.exit((folder / "output").read_text())
+    records = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
+    found = profiled(records)
+    return found["step"], found["exposed"] + found["slower"]
+
+
+def link(folder: Path) -> str:
+    """What a slow link adds to a step, and to what the profile says of it, by turns."""
+    rows = ["| | step free, ms | step at 100 Mbit/s, ms | longer by | sends longer by, in the profile | ratio |"]
+    rows.append("|---|--:|--:|--:|--:|--:|")
+    for number in range(ROUNDS):
+        found = []
+        for rate in ("", "100mbit"):
+            place = folder / f"{number}-{rate}"
+            place.mkdir(parents=True)
+            found.append(over_link(rate, place))
+        (free_s, free_sends_s), (slow_s, slow_sends_s) = found
+        longer, sends = slow_s - free_s, slow_sends_s - free_sends_s
+        shown = [f"{1e3 * value:.0f}" for value in (free_s, slow_s, longer, sends)]
+        rows.append(f"| pair {number + 1} | {' | '.join(shown)} | {sends / longer:.2f} |")
+    return "\n".join(rows)
+
+
 def main() -> None:
-    """Profile each recipe, then measure the cost."""
+    """Profile each recipe, then measure the link and the cost."""
     began = time.monotonic()
     head = ["recipe", "step", *(profile.LINES[part] for part in COLUMNS), "sum", "of a step before"]
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -84,9 +131,10 @@ def main() -> None:
                 first = next(number for number, line in enumerate(lines) if line.startswith("profile"))
                 kept = [line for line in lines[first:] if line.startswith(("profile", "     ", "verdict"))]
                 example = "```\n" + "\n".join(kept) + "\n```"
+        links = link(Path(folder, "link"))
         costs = cost(str(Path(folder, "cost")))
     facts = pages.measured("uv run python benchmarks/profiling.py", "2 ranks on 2 cores", "gloo", began=began)
-    pages.write(PAGE, example=f"{facts}\n\n{example}", recipes=f"{facts}\n\n" + "\n".join(rows), cost=costs)
+    pages.write(PAGE, example=f"{facts}\n\n{example}", recipes=f"{facts}\n\n" + "\n".join(rows), link=links, cost=costs)
 
 
 if __name__ == "__main__":

@@ -221,38 +221,21 @@ def test_the_curve_is_that_of_one_process(recipe: str, machines: list[Machine], 
 
 
 def test_profile_of_a_slow_link(machines: list[Machine], tmp_path: Path) -> None:
-    """What a step takes longer over a slow link is what the profile says is sent while nothing is computed."""
-    found = []
+    """The time that the link needs for the bytes is among what is sent; benchmarks/profiling.py compares it exactly."""
     text = write_text(tmp_path / "text", SAMPLES, 30)
-    model = (
-        "--global-batch-size",
-        "24",
-        "--num-layers",
-        "2",
-        "--width",
-        "192",
-        "--seq-len",
-        "64",
-        "--mlp-width",
-        "512",
-        "--dtype",
-        "float32",
-    )
-    for rate in ("", "100mbit"):
-        folder = tmp_path / (rate or "free")
-        folder.mkdir()
-        steps = ("--profile", "6", "--save-every", "1000", "--check-every", "0")
-        job = Job(folder, machines[:2], *EXACT[:2], "--data", str(text), *steps, *model, recipe="ddp_gpt")
-        for machine in job.machines if rate else ():
-            machine.shape(rate)
-        assert job.wait_ended(*(job.start(machine) for machine in job.machines), timeout_s=90) == [0, 0], str(job)
-        lines = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
-        (profile,) = (line for line in lines if "profile/step_s" in line)
-        sends = profile["profile/exposed_s"] + profile["profile/slower_s"]
-        found.append((profile["profile/step_s"], sends, job.output(machines[0])))
-    (free_s, free_sends, _), (slow_s, slow_sends, shown) = found
-    assert slow_s > 1.5 * free_s, "else the link was not slow"
-    assert slow_sends - free_sends == pytest.approx(slow_s - free_s, rel=0.15)
+    model = ("--num-layers", "2", "--width", "192", "--mlp-width", "512", "--seq-len", "64", "--dtype", "float32")
+    steps = ("--profile", "6", "--save-every", "1000", "--check-every", "0", "--global-batch-size", "24")
+    job = Job(tmp_path, machines[:2], *EXACT[:2], "--data", str(text), *steps, *model, recipe="ddp_gpt")
+    for machine in job.machines:
+        machine.shape("50mbit")
+    assert job.wait_ended(*(job.start(machine) for machine in job.machines), timeout_s=90) == [0, 0], str(job)
+    lines = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
+    (profile,) = (line for line in lines if "profile/step_s" in line)
+    shown = job.output(machines[0])
+    (megabytes,) = re.findall(r"^ +all_reduce .* ([\d.]+) MB a step", shown, re.MULTILINE)
+    sends = profile["profile/exposed_s"] + profile["profile/slower_s"] + profile["profile/hidden_s"]
+    assert sends > 0.85 * float(megabytes) * 8 / 50  # of two ranks, each sends all bytes once
+    assert profile["profile/exposed_s"] > profile["profile/hidden_s"], "a small model hides little"
     assert "of the step only sends: a larger --global-batch-size, or a faster network" in shown
 
 

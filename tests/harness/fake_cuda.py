@@ -28,6 +28,7 @@ import copy
 import ctypes
 import dataclasses
 import functools
+import gc
 import json
 import mmap
 import os
@@ -663,7 +664,9 @@ def _steps(recipe: Any, args: Any, mesh: Any, counter: Counter, mutant: str) -> 
     batches = data.Loader(train, sampler.training_requests(plan, dp_rank), 0, DEVICE)
     MUTANTS[mutant](recipe, model)
     found = {}
+    gc.disable()
     for step in range(1, WARM_STEPS + 2):
+        gc.collect()  # and not at some time in the step, which other modules' objects decide
         counter.begin()
         sums, grad_norm = recipe["train_step"](args, model, optimizer, finite, batches, dp_size)
         finite.restore_if_skipped(step)
