@@ -19,6 +19,7 @@ from tests.conftest import each_recipe
 from tests.harness import runner
 
 STEPS, PROFILED = 9, 3
+ATTEMPTS = 3  # for planted slowness, beside which a loaded machine may have a larger one
 COMPUTE_S = 0.1  # of a step, on a thread's own clock, so that other work on this machine changes no part of it
 
 
@@ -169,13 +170,17 @@ def test_verdict(
     small_text: Path,
     tmp_path: Path,
 ) -> None:
-    """What was planted is the one thing that is named; a healthy run has no verdict."""
-    result = run_slowed(tmp_path, small_text, slow, *more)
-    found = verdicts(result)
-    assert len(found) == bool(profile_says) + bool(run_says), result.outputs[0]
-    assert not profile_says or profile_says in found[0]
-    assert not run_says or run_says in found[-1]
-    check_sum(profiled(tmp_path / "run"))
+    """What was planted is named, and nothing else but a rank that other work on this machine makes slow in truth."""
+    wanted = [text for text in (profile_says, run_says) if text]
+    for attempt in range(ATTEMPTS):
+        result = run_slowed(tmp_path / str(attempt), small_text, slow, *more)
+        found = verdicts(result)
+        check_sum(profiled(tmp_path / str(attempt) / "run"))
+        assert all("wait for rank" in one or any(text in one for text in wanted) for one in found), result.outputs[0]
+        if len(found) >= len(wanted) and all(text in one for text, one in zip(wanted, found, strict=False)):
+            break
+    else:
+        pytest.fail(result.outputs[0])
     if slow.get("rank", 0) > COMPUTE_S / 2:  # of less, a loaded machine leaves too little of a step
         assert "note: rank 1 on" in result.outputs[0]
 
