@@ -200,7 +200,7 @@ def run_recipe(
     world_size: int,
     *flags: str,
     rank_flags: Mapping[int, Sequence[str]] | None = None,
-    timeout_s: float = 120.0,
+    timeout_s: float = 200.0,
     target: Callable[[str, list[str]], None] | None = None,
 ) -> Result:
     """Run a recipe (by name, or the path of a train.py) on real ranks.
@@ -247,7 +247,7 @@ class _Rank:
 _idle: dict[int, _Rank] = {}  # each keeps its number: what DTensor remembers of a layout depends on the rank
 
 
-def rerun(target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_s: float = 120.0) -> Result:
+def rerun(target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_s: float = 200.0) -> Result:
     """Call `target(*args[rank])` in one process per rank, which may have run other trainings before.
 
     `target` must leave the process as it was, but for what `_put_back` knows; a process in which threads or a
@@ -262,7 +262,7 @@ def rerun(target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_
 def spawn(
     target: Callable[..., None],
     args: Sequence[tuple[Any, ...]],
-    timeout_s: float = 120.0,
+    timeout_s: float = 200.0,
     meddle: Callable[[list[int]], None] | None = None,
 ) -> Result:
     """Call `target(*args[rank])` in one new process per rank, with torchrun's environment.
