@@ -1,6 +1,8 @@
 """A few steps under torch.profiler: a trace of each rank, one of all ranks, and a table that adds up to the step."""
 
 import contextlib
+import ctypes
+import gc
 import gzip
 import json
 import math
@@ -127,6 +129,12 @@ class Profile:
         """
         if not _running or step < self._last:
             return None
+        found = self._read(host)
+        _give_back()
+        return found
+
+    def _read(self, host: str) -> Found | None:
+        """What the profile shows (all ranks)."""
         self._synchronize()
         self._began.append(time.perf_counter())
         ended = _running[0]
@@ -207,6 +215,14 @@ class Profile:
                     events.append(event)
         with gzip.open(self._folder / "merged.json.gz", "wt") as content:
             json.dump(merged | {"traceEvents": events}, content)
+
+
+def _give_back() -> None:
+    """Free what a profile has allocated in millions of small blocks, among which each later step takes 3 % longer."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # of glibc
+        libc.malloc_trim(0)
 
 
 def _judge(
