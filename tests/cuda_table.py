@@ -1,6 +1,6 @@
 """What a step launches, copies, casts, sends and holds on CUDA, without a GPU: `uv run python -m tests.cuda_table`.
 
-It writes the figures of docs/gpu-counts.md: each recipe at 8 and 64 ranks, counted by tests/harness/fake_cuda.py, and
+It writes the figures of docs/gpu-counts.md: each recipe at 8 and 64 ranks, counted by tools/plan/counter.py, and
 an estimate of two steps on 8 H100. tests/test_cuda_path.py compares what it counts with the page, so whoever changes a
 figure writes the page again. `--json FILE` also writes all counts.
 
@@ -131,11 +131,11 @@ def count(chosen: Sequence[Case], mutants: Sequence[str] = ()) -> list[dict[str,
     """
     asked = [
         {
-            "recipe_name": case.recipe,
+            "folder": str(ROOT / "recipes" / case.recipe),
             "size": case.size,
             "flags": case.flags,
             "rank": case.rank,
-            "config": case.config,
+            "config": str(ROOT / "recipes" / case.recipe / "configs" / case.config) if case.config else "",
             "mutant": mutant,
         }
         for case, mutant in itertools.zip_longest(chosen, mutants, fillvalue="")
@@ -145,7 +145,7 @@ def count(chosen: Sequence[Case], mutants: Sequence[str] = ()) -> list[dict[str,
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     for case, one in zip(chosen, found, strict=False):
         if "error" in one:
-            raise RuntimeError(f"{case} on {case.size} ranks: {one['error']}")
+            raise RuntimeError(f"{case} on {case.size} ranks: {one.get('trace', one['error'])}")
     if len(found) != len(chosen):
         raise RuntimeError(f"{len(found)} of {len(chosen)} cases have answered: {done.stderr}")
     return found
@@ -158,13 +158,23 @@ HEAD = """\
 |---|---|---|---|---|---|---|---|---|---|---|"""
 
 
+def sent_by_kind(step: dict[str, Any]) -> dict[str, tuple[int, float]]:
+    """Calls and bytes of each kind of collective over each axis."""
+    found: dict[str, tuple[int, float]] = {}
+    for one in step["traffic"]:
+        calls, before = found.get(f"{one['kind']} {one['axis']}", (0, 0))
+        found[f"{one['kind']} {one['axis']}"] = (calls + one["calls"], before + one["bytes"])
+    return found
+
+
 def row(case: Case, counted: dict[str, Any]) -> str:
     """A line of the table: the second training step of a rank."""
     step = counted["step"]
+    small = step["small_calls"]
     sent = [
-        f"{kind} {one['bytes'] / 1e6:.3f} ({one['calls']}"
-        + (f" + {one['small_calls']} small)" if one["small_calls"] else ")")
-        for kind, one in step["sent"].items()
+        f"{kind} {bytes_ / 1e6:.3f} ({calls - small.get(kind, 0)}"
+        + (f" + {small[kind]} small)" if kind in small else ")")
+        for kind, (calls, bytes_) in sent_by_kind(step).items()
     ]
     cells = [
         f"`{case}`",
@@ -218,14 +228,14 @@ def estimate(step: dict[str, Any], bubble: float, ranks: int = 8) -> dict[str, f
     """Seconds of a rank's step by the formulas above, and its FLOPs."""
     compute = sum(
         number * max(flops / (PEAK_FLOPS * PRODUCTS_REACH), moved / (PEAK_BYTES * MEMORY_REACHES))
-        for flops, moved, number in step["products"]
+        for flops, moved, *_, number in step["products"]
     )
     elementwise = step["elementwise_bytes"] / (PEAK_BYTES * MEMORY_REACHES)
     device = compute + elementwise
     launches = step["kernels"] * LAUNCH_S
     sent = sum(
-        FACTORS.get(kind.partition(" ")[0], ranks / (ranks - 1)) * (ranks - 1) / ranks * one["bytes"]
-        for kind, one in step["sent"].items()
+        FACTORS.get(kind.partition(" ")[0], ranks / (ranks - 1)) * (ranks - 1) / ranks * sent
+        for kind, (_, sent) in sent_by_kind(step).items()
         if not kind.startswith("receive")
     ) / (LINK_BYTES * LINK_REACHES)
     return {
@@ -235,7 +245,7 @@ def estimate(step: dict[str, Any], bubble: float, ranks: int = 8) -> dict[str, f
         "sent": sent,
         "best": max(device / (1 - bubble), launches, sent),
         "worst": max(device, launches) / (1 - bubble) + sent,
-        "flops": sum(flops * number for flops, _, number in step["products"]),
+        "flops": sum(flops * number for flops, *_, number in step["products"]),
     }
 
 

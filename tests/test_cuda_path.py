@@ -1,6 +1,6 @@
 """What a step of each recipe launches, copies, casts, sends and holds on CUDA, without a GPU.
 
-It is counted by tests/harness/fake_cuda.py. The figures are those of docs/gpu-counts.md, so whoever changes one makes
+It is counted by tools/plan/counter.py. The figures are those of docs/gpu-counts.md, so whoever changes one makes
 the page again. Each count has a mutant, a mistake that it must show.
 """
 
@@ -44,7 +44,7 @@ def test_counts_are_those_of_the_page(recipe: str) -> None:
             assert not found["to_host"]
             assert not found["cpu_tensors"], f"{case}: in {part}, a kernel takes a tensor of the CPU"
         if kind := GRADIENTS.get(recipe):
-            assert counted["step"]["sent"][kind]["bytes"] == P, f"{case}: 4 bytes for each parameter, once"
+            assert cuda_table.sent_by_kind(counted["step"])[kind][1] == P, f"{case}: 4 bytes for each parameter, once"
         waits = sum(counted["check"]["syncs"].values())
         assert waits <= 2, f"{case}: to compare replicas, the host waits {waits} times, not once for all tensors"
         if f"torch {torch.__version__}," in page["measured"]:  # other versions launch other kernels
@@ -60,7 +60,7 @@ def test_mutants() -> None:
     steps = {mutant: one["step"] for mutant, one in zip(mutants, counted, strict=True)}
     for mutant, key in SHOWN_BY.items():
         assert steps[mutant][key] != steps[""][key], f"{mutant} is not seen"
-    lost, sent = (steps[mutant]["sent"]["all-reduce dp"]["bytes"] for mutant in ("lost collective", ""))
+    lost, sent = (cuda_table.sent_by_kind(steps[mutant])["all-reduce dp"][1] for mutant in ("lost collective", ""))
     assert lost < sent
     assert steps["held"]["held_bytes"] > steps[""]["held_bytes"] + 2**22
 

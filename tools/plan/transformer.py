@@ -1,0 +1,235 @@
+"""The work of a step of a GPT by formula, where nothing can be counted: published trainings, and docs/explorer.html.
+
+b sequences of s tokens, width h, l layers, a heads, k key-value heads, m hidden units of an MLP, vocabulary v, t tensor
+and p pipeline ranks. FLOPs of a layer and micro-batch, forward: 2 b s (2 h^2 + 2 h^2 k / a + g h m + s h), with g
+matrices in an MLP and attention that looks back only, s h for half of 2 s h (https://arxiv.org/abs/2104.04473,
+appendix, has the whole square); of the logits 2 b s h v. A backward pass is twice that.
+
+Activations of a layer, in bytes of 16 bit: https://arxiv.org/abs/2205.05198, section 4, with flash attention, which
+keeps no s x s scores.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from tools.plan.work import Traffic, Work
+
+HALF, FLOAT = 2, 4  # bytes
+OPERATORS = 110  # of a layer's forward and backward pass in eager mode: counted in ddp_gpt
+MOVED = 34  # tensors of (b, s, h) that a layer's other operators read and write, forward: counted in ddp_gpt
+MOVED_MLP = 14  # the same of (b, s, m)
+HEAD_MOVED = 40  # bytes for each logit: counted in ddp_gpt
+UPDATE_BYTES = 40  # for each parameter of clipping and AdamW in float32: 4 tensors read, 3 written, and the norm
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT and its batch; the module's text names the letters."""
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp_width: int
+    gated: bool
+    vocab: int
+    seq_len: int
+    tied: bool
+
+    @property
+    def layer_parameters(self) -> float:
+        """Of one layer."""
+        h = self.width
+        return 2 * h * h * (1 + self.kv_heads / self.heads) + (3 if self.gated else 2) * h * self.mlp_width
+
+    @property
+    def ends(self) -> float:
+        """Parameters of embedding and output layer."""
+        return self.vocab * self.width * (1 if self.tied else 2)
+
+    @property
+    def parameters(self) -> float:
+        """Of the model."""
+        return self.layers * self.layer_parameters + self.ends
+
+    @property
+    def layer_flops(self) -> float:
+        """Of a layer's forward pass of one sequence."""
+        return 2 * self.seq_len * (self.layer_parameters + self.seq_len * self.width)
+
+    @property
+    def head_flops(self) -> float:
+        """Of the logits of one sequence, forward."""
+        return 2 * self.seq_len * self.width * self.vocab
+
+    @property
+    def model_flops(self) -> float:
+        """Of a sequence, forward and backward."""
+        return 3 * (self.layers * self.layer_flops + self.head_flops)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a GPT is split over ranks.
+
+    Attributes:
+        dp: data-parallel ranks.
+        tp: ranks that split every matrix.
+        pp: stages.
+        virtual: stages of each rank.
+        micro_batch: sequences of a forward pass on a rank.
+        global_batch: sequences of a step.
+        recompute: none, selective or full.
+        zero: 0 for replicas, 1 with the optimizer state split over dp ranks, 3 for FSDP.
+        local_size: ranks on a machine.
+        grad_bytes: of a gradient when it is sent.
+        storage: bytes of a parameter where it is kept.
+        optimizer: bytes of a parameter's optimizer state, with a master copy where there is one.
+        sequence: whether tensor-parallel ranks split what lies between matrices by the sequence.
+        overlapped: whether gradients are sent during the backward pass.
+        compiled: whether a compiler has joined the small operators.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    virtual: int = 1
+    micro_batch: int = 1
+    global_batch: int = 1
+    recompute: str = "none"
+    zero: int = 0
+    local_size: int = 8
+    grad_bytes: int = FLOAT
+    storage: int = FLOAT
+    optimizer: int = 8
+    sequence: bool = True
+    overlapped: bool = True
+    compiled: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.tp * self.pp
+
+    @property
+    def micro_batches(self) -> float:
+        """Of a rank in a step."""
+        return self.global_batch / (self.dp * self.micro_batch)
+
+
+def machines(ranks: int, stride: int, local_size: int) -> int:
+    """How many machines a group is spread over whose ranks are `stride` apart."""
+    return max(1, min(ranks, math.ceil(ranks * stride / local_size))) if ranks > 1 else 1
+
+
+def work(shape: Shape, layout: Layout) -> Work:
+    """What the slowest rank does in a step: a stage of ceil(l / p) layers, and the logits."""
+    t, p, b, m = layout.tp, layout.pp, layout.micro_batch, layout.micro_batches
+    s, h = shape.seq_len, shape.width
+    layers = math.ceil(shape.layers / p)
+    again = {"none": 0.0, "selective": 0.0, "full": 1.0}[layout.recompute]
+    # Selective recomputation repeats the attention of two matrix products, and nothing else.
+    selective = 4 * s * s * h / 2 if layout.recompute == "selective" else 0.0
+    # Ranks of a pipeline share the logits' time only in the last stage, which then has the most to do.
+    flops = m * b * (layers * ((3 + again) * shape.layer_flops + selective) + 3 * shape.head_flops) / t
+    split = t if layout.sequence else 1
+    per_layer = (MOVED / split * h + MOVED_MLP / t * shape.mlp_width) * b * s * HALF
+    joined = 0.5 if layout.compiled else 1.0
+    moved = m * layers * per_layer * (3 + again) * joined + m * b * s * shape.vocab / t * HEAD_MOVED * joined
+    own = (layers * shape.layer_parameters + shape.ends / (1 if p == 1 else 2)) / t
+    update = UPDATE_BYTES * own / (layout.dp if layout.zero else 1)
+    operators = int(m * layers * OPERATORS * (1 + again / 3) * joined)
+    return Work(
+        world_size=layout.size,
+        samples=layout.global_batch,
+        flops={"bfloat16": flops},
+        product_bytes=m * layers * 3 * shape.layer_parameters / t * HALF,
+        elementwise_bytes=moved + update,
+        kernels=operators,
+        traffic=tuple(traffic(shape, layout, layers, own)),
+        memory=memory(shape, layout, layers, own),
+        state_bytes=shape.parameters * (layout.storage + layout.optimizer),
+        model_flops=shape.model_flops * layout.global_batch,
+        micro_batches=m,
+        idle=(p - 1) / (m * layout.virtual + p - 1),
+        units={"tokens": s},
+    )
+
+
+def traffic(shape: Shape, layout: Layout, layers: int, own: float) -> list[Traffic]:
+    """What a rank sends in a step."""
+    found = []
+    t, p, dp, m = layout.tp, layout.pp, layout.dp, layout.micro_batches
+    activation = layout.micro_batch * shape.seq_len * shape.width * HALF
+    if t > 1:
+        # Two sums of a layer forward and two backward; two more if the forward pass is repeated. With sequence
+        # parallelism, a sum is a reduce-scatter and an all-gather, which move as much.
+        sums = int(m * layers * (6 if layout.recompute == "full" else 4))
+        over = machines(t, 1, layout.local_size)
+        found.append(Traffic("all-reduce", "tp", t, over, sums, sums * activation))
+    if p > 1:
+        calls = int(2 * m * layout.virtual)
+        over = machines(p, t * dp, layout.local_size)
+        found.append(Traffic("send", "pp", p, over, calls, calls * activation / (t if layout.sequence else 1)))
+    if dp > 1:
+        over = machines(dp, t, layout.local_size)
+        buckets = layers + 1
+        hidden = "backward" if layout.overlapped else "no"
+        if layout.zero == 3:
+            gathers = int(2 * m * buckets)
+            found.append(Traffic("all-gather", "dp", dp, over, gathers, 2 * m * own * HALF, "step"))
+            found.append(Traffic("reduce-scatter", "dp", dp, over, buckets, own * layout.grad_bytes, "step"))
+        elif layout.zero == 1:
+            found.append(Traffic("reduce-scatter", "dp", dp, over, buckets, own * layout.grad_bytes, hidden))
+            found.append(Traffic("all-gather", "dp", dp, over, buckets, own * HALF, hidden))
+        else:
+            found.append(Traffic("all-reduce", "dp", dp, over, buckets, own * layout.grad_bytes, hidden))
+    return found
+
+
+def memory(shape: Shape, layout: Layout, layers: int, own: float) -> dict[str, float]:
+    """Bytes at the peak of a step, on the first stage, which keeps most activations."""
+    t, p, b = layout.tp, layout.pp, layout.micro_batch
+    s, h = shape.seq_len, shape.width
+    dp = layout.dp
+    parts = {1: 1, 3: dp}.get(layout.zero, 1)
+    split = t if layout.sequence else 1
+    kv = shape.kv_heads / shape.heads
+    # Of a layer: inputs of both norms and both halves, of query, key, value and output, and of the MLP's products.
+    whole = b * s * HALF * ((6 * h) / split + (2 * h + 2 * kv * h + (3 if shape.gated else 2) * shape.mlp_width) / t)
+    kept = {"none": whole, "selective": whole, "full": b * s * h * HALF / split}[layout.recompute]
+    # The first of p stages has p micro-batches on their way; with v stages a rank, (1 + (p - 1) / (p v)) times as many.
+    under_way = min(p, layout.micro_batches) if p > 1 else 1
+    under_way *= 1 + (p - 1) / (p * layout.virtual) if layout.virtual > 1 else 1
+    activations = layers * kept * under_way + (whole if layout.recompute == "full" else 0.0)
+    logits = b * s * shape.vocab / t * (FLOAT + HALF) if p == 1 else 0.0
+    gathered = 2 * shape.layer_parameters / t * HALF + shape.ends / t * HALF if layout.zero == 3 else 0.0
+    return {
+        "parameters": own * layout.storage / parts,
+        "gradients": own * layout.grad_bytes / parts,
+        "optimizer": own * layout.optimizer / (dp if layout.zero else 1),
+        "rest": activations + logits + gathered,
+    }
+
+
+# --- the strategies that recipes have ------------------------------------------------------------------------------
+
+STRATEGIES = ("ddp_gpt", "fsdp_gpt", "tensor_gpt", "pipeline_gpt")
+
+
+def of_recipe(recipe: str, size: int, parts: int, **more: int | str) -> Layout:
+    """The layout of a language-model recipe.
+
+    Args:
+        recipe: one of `STRATEGIES`.
+        size: number of ranks.
+        parts: --tp or --pp; 1 for the others.
+        **more: other fields of `Layout`.
+    """
+    base = Layout(**more)  # type: ignore[arg-type]
+    if recipe == "tensor_gpt":
+        return dataclasses.replace(base, tp=parts, dp=size // parts, zero=3)
+    if recipe == "pipeline_gpt":
+        return dataclasses.replace(base, pp=parts, dp=size // parts, overlapped=False)
+    return dataclasses.replace(base, dp=size, zero=3 if recipe == "fsdp_gpt" else 0)
