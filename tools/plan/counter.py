@@ -405,7 +405,8 @@ def measure(
         gpu: name of each GPU.
         memory_bytes: of a GPU.
         bf16: whether a GPU computes in bfloat16.
-        own_data: read the shapes from the recipe's own `make_data`; otherwise, sequences or images stand for it.
+        own_data: read the shapes from the recipe's own `make_data`, if its data are here; otherwise, sequences of bytes
+            or images of 1000 classes stand for them.
         only_step: leave out evaluation and comparison, and add what the memory holds at the step's peak.
         change: what to do to the recipe's functions and model before the first step: a test's mistake.
 
@@ -419,14 +420,15 @@ def measure(
         recipe = runpy.run_path(str(path))
         functions = recipe["make_model"].__globals__
         args = parse(recipe["Args"], flags)
-        train = shapes_of(functions["make_data"](args)[0]) if own_data else stand_in(args)
+        train = shapes_of(functions["make_data"](args)[0]) if own_data and is_here(args) else stand_in(args)
         plain = functions["make_model"](args, train)
         counted = flops.count_sample(
             lambda model, batch: functions["forward"](args, model, batch)["loss"], plain, train
         )
         believe = fake_device.ranks_without_devices(place, size, rank, local_size, gpu, memory_bytes, bf16)
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        world: Any = process_group.World(rank, size, min(size, local_size), "host", place, backend, None)
+        nobody: Any = None  # no store, as nobody asks it
+        world = process_group.World(rank, size, min(size, local_size), "host", place, backend, nobody)
         with (
             believe,
             mock.patch.object(process_group, "joined", world),
@@ -450,6 +452,13 @@ def parse(kind: Any, flags: list[str]) -> Any:
     import tyro
 
     return tyro.cli(kind, args=flags)
+
+
+def is_here(args: Any) -> bool:
+    """Whether a recipe's data can be read now: they are built in, or a folder; a hub's are not fetched for a plan."""
+    built_in = next((field.default for field in dataclasses.fields(args) if field.name == "data"), None)
+    given = getattr(args, "data", None)
+    return given is None or given == built_in or Path(str(given)).exists()
 
 
 def shapes_of(train: Any) -> Shapes:

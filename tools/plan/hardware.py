@@ -1,6 +1,7 @@
 """What machines can do: the table hardware.toml, and files of one's own in the same form."""
 
 import dataclasses
+import json
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 from common import UserError
 
 FILE = Path(__file__).with_name("hardware.toml")
+KNOWN = Path(__file__).with_name("known.json")  # what benchmarks/plan.py has fitted and compared
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Fractions of a machine's peaks that trainings achieve; `launch` multiplies the seconds of a launch."""
+    """Fractions of peaks that trainings achieve; `launch` and `latency` multiply seconds of a launch and of a message."""
 
     products: float = 0.77
     convolutions: float = 0.4
@@ -21,6 +23,7 @@ class Reach:
     link: float = 0.75
     network: float = 0.75
     launch: float = 1.0
+    latency: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Hardware:
     network_bandwidth: float
     peak_tf32: float = 0.0
     gpu: str = ""  # "" for a CPU
+    family: str = ""  # of machines whose achieved fractions were fitted together
     bfloat16: bool = True
     link_latency_s: float = 10e-6
     network_latency_s: float = 20e-6
@@ -95,10 +99,16 @@ def of(name: str, values: object, file: Path) -> Hardware:
             f"--hardware {file}: [{name}] {wrong}: its fields are {', '.join(sorted({*fields} - {'name'}))}"
         )
     for key, value in {**values, **reach}.items():
-        if key not in ("gpu", "bfloat16", "reach") and not (isinstance(value, (int, float)) and value > 0):
+        if key not in ("gpu", "family", "bfloat16", "reach") and not (isinstance(value, (int, float)) and value > 0):
             raise UserError(f"--hardware {file}: [{name}] {key} = {value!r} must be a number above 0")
-    known: dict[str, Any] = {**values, "name": name, "reach": Reach(**reach)}
+    known: dict[str, Any] = {**values, "name": name, "reach": Reach(**(fitted(str(values.get("family", ""))) | reach))}
     return Hardware(**known)
+
+
+def fitted(family: str) -> dict[str, float]:
+    """The achieved fractions that were fitted to measurements of a family."""
+    found: dict[str, dict[str, float]] = json.loads(KNOWN.read_text())["reach"] if KNOWN.exists() else {}
+    return found.get(family, {})
 
 
 def find(name: str) -> Hardware:

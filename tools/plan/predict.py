@@ -91,7 +91,10 @@ def seconds(traffic: Traffic, machine: Hardware) -> float:
         latency = machine.network_latency_s
     steps = {"all-reduce": 2 * math.log2(n), "send": 1.0}.get(traffic.kind, math.log2(n))
     share = 1.0 if traffic.kind in ("send", "broadcast") else (n - 1) / n
-    return traffic.calls * steps * latency + FACTORS.get(traffic.kind, 1.0) * share * traffic.bytes / bandwidth
+    return (
+        traffic.calls * steps * latency * reach.latency
+        + FACTORS.get(traffic.kind, 1.0) * share * traffic.bytes / bandwidth
+    )
 
 
 def computed(work: Work, machine: Hardware) -> tuple[float, float, float]:
@@ -103,7 +106,9 @@ def computed(work: Work, machine: Hardware) -> tuple[float, float, float]:
     products = max(products + convolutions, work.product_bytes / bandwidth)
     memory = work.elementwise_bytes / bandwidth
     launches = work.kernels * machine.launch_s * reach.launch
-    return products, memory, launches if machine.device == "cpu" else max(0.0, launches - products - memory)
+    if machine.device == "cuda":  # what is left of them when the device has nothing to do
+        launches = math.hypot(products + memory, launches) - products - memory
+    return products, memory, launches
 
 
 def of_rank(work: Work, machine: Hardware) -> dict[str, float]:

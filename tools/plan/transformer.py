@@ -80,7 +80,7 @@ class Layout:
         virtual: stages of each rank.
         micro_batch: sequences of a forward pass on a rank.
         global_batch: sequences of a step.
-        recompute: none, selective or full.
+        recompute: none, selective (attention), ops (every second product, and all that is no product) or full.
         zero: 0 for replicas, 1 with the optimizer state split over dp ranks, 3 for FSDP.
         local_size: ranks on a machine.
         grad_bytes: of a gradient when it is sent.
@@ -89,6 +89,8 @@ class Layout:
         sequence: whether tensor-parallel ranks split what lies between matrices by the sequence.
         overlapped: whether gradients are sent during the backward pass.
         compiled: whether a compiler has joined the small operators.
+        balanced: whether the last stage has fewer layers, for the logits.
+        sums_hidden: whether tensor-parallel sums travel while matrix products are computed.
     """
 
     dp: int = 1
@@ -106,6 +108,8 @@ class Layout:
     sequence: bool = True
     overlapped: bool = True
     compiled: bool = False
+    balanced: bool = False
+    sums_hidden: bool = False
 
     @property
     def size(self) -> int:
@@ -127,16 +131,19 @@ def work(shape: Shape, layout: Layout) -> Work:
     """What the slowest rank does in a step: a stage of ceil(l / p) layers, and the logits."""
     t, p, b, m = layout.tp, layout.pp, layout.micro_batch, layout.micro_batches
     s, h = shape.seq_len, shape.width
-    layers = math.ceil(shape.layers / p)
-    again = {"none": 0.0, "selective": 0.0, "full": 1.0}[layout.recompute]
+    again = {"none": 0.0, "selective": 0.0, "ops": 0.5, "full": 1.0}[layout.recompute]
+    moved_again = 1.0 if layout.recompute == "ops" else again
     # Selective recomputation repeats the attention of two matrix products, and nothing else.
-    selective = 4 * s * s * h / 2 if layout.recompute == "selective" else 0.0
-    # Ranks of a pipeline share the logits' time only in the last stage, which then has the most to do.
-    flops = m * b * (layers * ((3 + again) * shape.layer_flops + selective) + 3 * shape.head_flops) / t
+    selective = 2 * s * s * h if layout.recompute == "selective" else 0.0
+    # The last stage has the logits, and then the most to do, unless it has fewer layers.
+    layers = shape.layers / p if layout.balanced else math.ceil(shape.layers / p)
+    share = p if layout.balanced else 1
+    flops = m * b * (layers * ((3 + again) * shape.layer_flops + selective) + 3 * shape.head_flops / share) / t
     split = t if layout.sequence else 1
     per_layer = (MOVED / split * h + MOVED_MLP / t * shape.mlp_width) * b * s * HALF
     joined = 0.5 if layout.compiled else 1.0
-    moved = m * layers * per_layer * (3 + again) * joined + m * b * s * shape.vocab / t * HEAD_MOVED * joined
+    head = m * b * s * shape.vocab / t * HEAD_MOVED / share
+    moved = (m * layers * per_layer * (3 + moved_again) + head) * joined
     own = (layers * shape.layer_parameters + shape.ends / (1 if p == 1 else 2)) / t
     update = UPDATE_BYTES * own / (layout.dp if layout.zero else 1)
     operators = int(m * layers * OPERATORS * (1 + again / 3) * joined)
@@ -157,7 +164,7 @@ def work(shape: Shape, layout: Layout) -> Work:
     )
 
 
-def traffic(shape: Shape, layout: Layout, layers: int, own: float) -> list[Traffic]:
+def traffic(shape: Shape, layout: Layout, layers: float, own: float) -> list[Traffic]:
     """What a rank sends in a step."""
     found = []
     t, p, dp, m = layout.tp, layout.pp, layout.dp, layout.micro_batches
@@ -167,14 +174,15 @@ def traffic(shape: Shape, layout: Layout, layers: int, own: float) -> list[Traff
         # parallelism, a sum is a reduce-scatter and an all-gather, which move as much.
         sums = int(m * layers * (6 if layout.recompute == "full" else 4))
         over = machines(t, 1, layout.local_size)
-        found.append(Traffic("all-reduce", "tp", t, over, sums, sums * activation))
+        hidden = "step" if layout.sums_hidden else "no"
+        found.append(Traffic("all-reduce", "tp", t, over, sums, sums * activation, hidden))
     if p > 1:
         calls = int(2 * m * layout.virtual)
         over = machines(p, t * dp, layout.local_size)
         found.append(Traffic("send", "pp", p, over, calls, calls * activation / (t if layout.sequence else 1)))
     if dp > 1:
         over = machines(dp, t, layout.local_size)
-        buckets = layers + 1
+        buckets = math.ceil(layers) + 1
         hidden = "backward" if layout.overlapped else "no"
         if layout.zero == 3:
             gathers = int(2 * m * buckets)
@@ -188,7 +196,7 @@ def traffic(shape: Shape, layout: Layout, layers: int, own: float) -> list[Traff
     return found
 
 
-def memory(shape: Shape, layout: Layout, layers: int, own: float) -> dict[str, float]:
+def memory(shape: Shape, layout: Layout, layers: float, own: float) -> dict[str, float]:
     """Bytes at the peak of a step, on the first stage, which keeps most activations."""
     t, p, b = layout.tp, layout.pp, layout.micro_batch
     s, h = shape.seq_len, shape.width
@@ -198,7 +206,7 @@ def memory(shape: Shape, layout: Layout, layers: int, own: float) -> dict[str, f
     kv = shape.kv_heads / shape.heads
     # Of a layer: inputs of both norms and both halves, of query, key, value and output, and of the MLP's products.
     whole = b * s * HALF * ((6 * h) / split + (2 * h + 2 * kv * h + (3 if shape.gated else 2) * shape.mlp_width) / t)
-    kept = {"none": whole, "selective": whole, "full": b * s * h * HALF / split}[layout.recompute]
+    kept = {"none": whole, "selective": whole, "ops": whole / 2, "full": b * s * h * HALF / split}[layout.recompute]
     # The first of p stages has p micro-batches on their way; with v stages a rank, (1 + (p - 1) / (p v)) times as many.
     under_way = min(p, layout.micro_batches) if p > 1 else 1
     under_way *= 1 + (p - 1) / (p * layout.virtual) if layout.virtual > 1 else 1

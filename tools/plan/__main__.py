@@ -1,0 +1,103 @@
+"""Will it fit, and how fast will it be on N GPUs? `python -m tools.plan recipes/X --world-size N --hardware NAME`.
+
+Runs the recipe's own code on tensors without data, counts what one step holds, computes and sends, and predicts memory,
+time, and what failures will cost; with its own error. docs/plan.md explains what it knows and what it does not.
+
+    python -m tools.plan recipes/fsdp_gpt --world-size 1024 --hardware h100-ib --num-layers 32 --width 4096
+    python -m tools.plan recipes/fsdp_gpt --sweep                       # 1 to 65,536 ranks
+    python -m tools.plan recipes/fsdp_gpt --sweep --world-size 64       # the layouts of 64 ranks
+    python -m tools.plan --calibrate mine.toml                          # measure this machine
+    python -m tools.plan --fit runs.csv --hardware h100-ib              # fit achieved fractions to own runs
+    python -m tools.plan --html                                         # docs/explorer.html
+
+All flags that are not of the planner are those of the recipe's train.py.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from common import UserError, exits
+from tools.plan import answer, sweep
+from tools.plan.count import Case, count
+from tools.plan.hardware import find
+
+
+def parser() -> argparse.ArgumentParser:
+    """The planner's own flags."""
+    made = argparse.ArgumentParser(
+        prog="python -m tools.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("recipe", nargs="?", default="", help="a folder with a train.py, such as recipes/fsdp_gpt")
+    made.add_argument("--world-size", type=int, default=0, help="number of ranks; 8 if nothing else is said")
+    made.add_argument("--hardware", default="h100-ib", help="a name in tools/plan/hardware.toml, or a file.toml")
+    made.add_argument("--accelerate-config", default="", help="for recipes/accelerate_gpt, a file of its configs/")
+    made.add_argument("--json", action="store_true", help="print everything that was counted and predicted, as JSON")
+    made.add_argument("--sweep", action="store_true", help="1 to 65,536 ranks, or with --world-size its layouts")
+    made.add_argument("--calibrate", metavar="FILE", default="", help="measure this machine, and write it as file.toml")
+    made.add_argument("--fit", metavar="FILE", default="", help="a CSV of own runs: recipe,flags,world_size,step_s")
+    made.add_argument("--html", action="store_true", help="write docs/explorer.html")
+    return made
+
+
+def main(words: list[str]) -> None:
+    """Answer one question."""
+    args, flags = parser().parse_known_args(words)
+    if args.html:
+        from tools.plan import explorer
+
+        print(f"wrote {explorer.write()}")
+    elif args.calibrate:
+        from tools.plan import calibrate
+
+        calibrate.main(Path(args.calibrate))
+    elif args.fit:
+        from tools.plan import own_runs
+
+        print(own_runs.fitted(Path(args.fit), find(args.hardware)))
+    elif not args.recipe:
+        raise UserError(
+            "which recipe? Give a folder with a train.py, such as recipes/fsdp_gpt, or --html or --calibrate"
+        )
+    else:
+        plan(args, flags)
+
+
+def plan(args: argparse.Namespace, flags: list[str]) -> None:
+    """Answer about one recipe."""
+    machine = find(args.hardware)
+    folder = sweep.folder_of(args.recipe)
+    if not (folder / "train.py").exists():
+        raise UserError(f"{args.recipe} has no train.py: give a folder such as recipes/fsdp_gpt")
+    if args.world_size < 0 or args.world_size > 2**20:
+        raise UserError(f"--world-size {args.world_size} must be between 1 and {2**20:,}")
+    case = Case(folder, args.world_size or 8, tuple(flags), args.accelerate_config)
+    if args.sweep:
+        cases = list(sweep.layouts(case) if args.world_size else sweep.sizes(case))
+        print(sweep.HEAD)
+        found = []
+        for row in sweep.rows(cases, machine):
+            found.append(row)
+            print(sweep.line(row, machine), flush=True)
+        print("\n".join(sweep.summary(found, machine)))
+        if not any(row.found for row in found):
+            raise UserError("none of these layouts can be")
+        return
+    works = count(case, machine)
+    print(
+        json.dumps(answer.as_json(case, works, machine), indent=1)
+        if args.json
+        else answer.as_text(case, works, machine)
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(exits.USAGE_ERROR)
