@@ -48,17 +48,17 @@ def main(words: list[str]) -> None:
     """Answer one question."""
     args, flags = parser().parse_known_args(words)
     if args.html:
-        from tools.plan import explorer
+        from tools.plan.explorer import write
 
-        print(f"wrote {explorer.write()}")
+        print(f"wrote {write()}")
     elif args.calibrate:
-        from tools.plan import calibrate
+        from tools.plan.calibrate import main as calibrate
 
-        calibrate.main(Path(args.calibrate))
+        calibrate(Path(args.calibrate))
     elif args.fit:
-        from tools.plan import own_runs
+        from tools.plan.own_runs import fitted
 
-        print(own_runs.fitted(Path(args.fit), find(args.hardware)))
+        print(fitted(Path(args.fit), find(args.hardware)))
     elif not args.recipe:
         raise UserError(
             "which recipe? Give a folder with a train.py, such as recipes/fsdp_gpt, or --html or --calibrate"

@@ -15,7 +15,7 @@ KNOWN = Path(__file__).with_name("known.json")  # what benchmarks/plan.py has fi
 
 @dataclass(frozen=True)
 class Reach:
-    """Fractions of peaks that trainings achieve; `launch` and `latency` multiply seconds of a launch and of a message."""
+    """Fractions of peaks that trainings achieve; `launch` and `latency` multiply the seconds of those."""
 
     products: float = 0.77
     convolutions: float = 0.4

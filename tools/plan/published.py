@@ -245,7 +245,7 @@ def guess(row: Row, reaches: Mapping[str, hardware.Reach]) -> float:
 
 def left_out(rows: Sequence[Row]) -> dict[str, float]:
     """Predicted seconds of each row, by fractions that were fitted to the rows of all other sources."""
-    found = {}
+    found: dict[str, float] = {}
     for source in sorted({one.source for one in rows}):
         reaches = fitted([one for one in rows if one.source != source])
         found |= {one.name: guess(one, reaches) for one in rows if one.source == source}

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from tools.plan.work import Traffic, Work
 
 HALF, FLOAT = 2, 4  # bytes
-OPERATORS = 110  # of a layer's forward and backward pass in eager mode: counted in ddp_gpt
-MOVED = 34  # tensors of (b, s, h) that a layer's other operators read and write, forward: counted in ddp_gpt
-MOVED_MLP = 14  # the same of (b, s, m)
-HEAD_MOVED = 40  # bytes for each logit: counted in ddp_gpt
+OPERATORS = 98  # of a layer's forward and backward pass in eager mode: counted in ddp_gpt
+MOVED = 29  # tensors of (b, s, h) that a layer's other operators read and write, forward: counted in ddp_gpt
+MOVED_MLP = 13  # the same of (b, s, m)
+CASTS = 27  # operators of a layer more, where autocast turns replicated float32 weights into 16 bit
 UPDATE_BYTES = 40  # for each parameter of clipping and AdamW in float32: 4 tensors read, 3 written, and the norm
 
 
@@ -91,6 +91,11 @@ class Layout:
         compiled: whether a compiler has joined the small operators.
         balanced: whether the last stage has fewer layers, for the logits.
         sums_hidden: whether tensor-parallel sums travel while matrix products are computed.
+        logit_bytes: of memory for each logit, in 16 and 32 bit and its gradient: counted in ddp_gpt.
+        logit_moved: bytes that the loss reads and writes for each logit: counted in ddp_gpt.
+        outputs_kept: whether the last stage keeps the logits of all micro-batches, as torch's schedules do.
+        gradients: copies of all gradients at the peak; DDP has two after micro-batches that send nothing.
+        gathered_kept: tensors (b, s, h) of a layer that tensor-parallel ranks keep gathered for the backward pass.
     """
 
     dp: int = 1
@@ -110,6 +115,11 @@ class Layout:
     compiled: bool = False
     balanced: bool = False
     sums_hidden: bool = False
+    logit_bytes: int = 10
+    logit_moved: int = 52
+    outputs_kept: bool = False
+    gradients: int = 1
+    gathered_kept: int = 0
 
     @property
     def size(self) -> int:
@@ -142,11 +152,12 @@ def work(shape: Shape, layout: Layout) -> Work:
     split = t if layout.sequence else 1
     per_layer = (MOVED / split * h + MOVED_MLP / t * shape.mlp_width) * b * s * HALF
     joined = 0.5 if layout.compiled else 1.0
-    head = m * b * s * shape.vocab / t * HEAD_MOVED / share
+    head = m * b * s * shape.vocab / t * layout.logit_moved / share
     moved = (m * layers * per_layer * (3 + moved_again) + head) * joined
     own = (layers * shape.layer_parameters + shape.ends / (1 if p == 1 else 2)) / t
     update = UPDATE_BYTES * own / (layout.dp if layout.zero else 1)
-    operators = int(m * layers * OPERATORS * (1 + again / 3) * joined)
+    casts = CASTS if _autocast(layout) else 0
+    operators = int(m * layers * (OPERATORS + casts) * (1 + again / 3) * joined)
     return Work(
         world_size=layout.size,
         samples=layout.global_batch,
@@ -162,6 +173,10 @@ def work(shape: Shape, layout: Layout) -> Work:
         idle=(p - 1) / (m * layout.virtual + p - 1),
         units={"tokens": s},
     )
+
+
+def _autocast(layout: Layout) -> bool:
+    return layout.zero != 3 and layout.storage == FLOAT
 
 
 def traffic(shape: Shape, layout: Layout, layers: float, own: float) -> list[Traffic]:
@@ -204,20 +219,30 @@ def memory(shape: Shape, layout: Layout, layers: float, own: float) -> dict[str,
     parts = {1: 1, 3: dp}.get(layout.zero, 1)
     split = t if layout.sequence else 1
     kv = shape.kv_heads / shape.heads
-    # Of a layer: inputs of both norms and both halves, of query, key, value and output, and of the MLP's products.
-    whole = b * s * HALF * ((6 * h) / split + (2 * h + 2 * kv * h + (3 if shape.gated else 2) * shape.mlp_width) / t)
+    # Of a layer: inputs and outputs of both norms and the sum between; query, key, value and output of attention; of
+    # the MLP its products and what lies between them. Norms' outputs may be kept gathered.
+    norms = (5 - layout.gathered_kept) / split + layout.gathered_kept
+    whole = b * s * HALF * (norms * h + ((2 + 2 * kv) * h + (4 if shape.gated else 2) * shape.mlp_width) / t)
     kept = {"none": whole, "selective": whole, "ops": whole / 2, "full": b * s * h * HALF / split}[layout.recompute]
     # The first of p stages has p micro-batches on their way; with v stages a rank, (1 + (p - 1) / (p v)) times as many.
     under_way = min(p, layout.micro_batches) if p > 1 else 1
     under_way *= 1 + (p - 1) / (p * layout.virtual) if layout.virtual > 1 else 1
-    activations = layers * kept * under_way + (whole if layout.recompute == "full" else 0.0)
-    logits = b * s * shape.vocab / t * (FLOAT + HALF) if p == 1 else 0.0
-    gathered = 2 * shape.layer_parameters / t * HALF + shape.ends / t * HALF if layout.zero == 3 else 0.0
+    again = whole if layout.recompute == "full" else 0.0
+    logits = b * s * shape.vocab / t
+    if p == 1:
+        rest = layers * kept + again + logits * layout.logit_bytes
+    else:  # the first stage, or the last one, which has one micro-batch on its way
+        outputs = logits * HALF * (layout.micro_batches if layout.outputs_kept else 0)
+        rest = again + max(layers * kept * under_way, layers * kept + logits * layout.logit_bytes + outputs)
+    if _autocast(layout):  # which keeps the weights in 16 bit until the backward pass has ended
+        rest += own * HALF
+    if layout.zero == 3:  # two blocks and the ends, gathered, and gradients of a block and of the ends
+        rest += (3 * shape.layer_parameters + 2 * shape.ends) / t * HALF
     return {
         "parameters": own * layout.storage / parts,
-        "gradients": own * layout.grad_bytes / parts,
+        "gradients": own * layout.grad_bytes * layout.gradients / parts,
         "optimizer": own * layout.optimizer / (dp if layout.zero else 1),
-        "rest": activations + logits + gathered,
+        "rest": rest,
     }
 
 
@@ -236,8 +261,15 @@ def of_recipe(recipe: str, size: int, parts: int, **more: int | str) -> Layout:
         **more: other fields of `Layout`.
     """
     base = Layout(**more)  # type: ignore[arg-type]
-    if recipe == "tensor_gpt":
-        return dataclasses.replace(base, tp=parts, dp=size // parts, zero=3)
+    several = base.global_batch * parts > base.micro_batch * size
+    if recipe == "tensor_gpt":  # its loss over sliced logits makes more copies: counted
+        return dataclasses.replace(
+            base, tp=parts, dp=size // parts, zero=3, gathered_kept=2, logit_bytes=40, logit_moved=150
+        )
     if recipe == "pipeline_gpt":
-        return dataclasses.replace(base, pp=parts, dp=size // parts, overlapped=False)
-    return dataclasses.replace(base, dp=size, zero=3 if recipe == "fsdp_gpt" else 0)
+        return dataclasses.replace(
+            base, pp=parts, dp=size // parts, overlapped=False, outputs_kept=True, gradients=2 if size > parts else 1
+        )
+    if recipe == "fsdp_gpt":
+        return dataclasses.replace(base, dp=size, zero=3)
+    return dataclasses.replace(base, dp=size, gradients=2 if several else 1)
