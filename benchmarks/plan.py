@@ -67,9 +67,7 @@ def compared(name: str, workload: str, family: str, ranks: int, error: float, **
 def summary(errors: Sequence[float]) -> str:
     """Mean, median and worst of errors."""
     sizes = [abs(one) for one in errors]
-    return (
-        f"mean {statistics.fmean(sizes):.1%}, median {statistics.median(sizes):.1%}, worst {max(sizes):.0%} of {len(sizes)}"
-    )
+    return f"mean {statistics.fmean(sizes):.1%}, median {statistics.median(sizes):.1%}, worst {max(sizes):.0%} of {len(sizes)}"
 
 
 def of_print() -> str:
@@ -120,7 +118,10 @@ def of_print() -> str:
         if row.memory_gib:
             own = transformer.work(row.shape, row.layout).peak_bytes / 2**30
             memory.append(f"| {row.name} | {row.memory_gib:.1f} | {own:.1f} | {own / row.memory_gib - 1:+.0%} |")
-    fractions = [f"| {name} | {' | '.join(f'{value:.2f}' for value in dataclasses.astuple(one))} |" for name, one in reaches.items()]
+    fractions = [
+        f"| {name} | {' | '.join(f'{value:.2f}' for value in dataclasses.astuple(one))} |"
+        for name, one in reaches.items()
+    ]
     names = [field.name for field in dataclasses.fields(hardware.Reach)]
     return "\n".join(
         [
@@ -159,13 +160,13 @@ def of_vtrain() -> str:
         found = published.split(seed)
         both.append(found)
         cells = [
-            f"{value:.1%}"
-            for one in found
-            for value in (one.mean, one.median, one.worst, one.regret, one.worst_regret)
+            f"{value:.1%}" for one in found for value in (one.mean, one.median, one.worst, one.regret, one.worst_regret)
         ]
         lines.append(f"| {seed} | {' | '.join(cells)} |")
     means = [
-        f"{statistics.fmean(getattr(pair[i], name) for pair in both):.1%}" for i in (0, 1) for name in ("mean", "regret")
+        f"{statistics.fmean(getattr(pair[i], name) for pair in both):.1%}"
+        for i in (0, 1)
+        for name in ("mean", "regret")
     ]
     text = (
         f"Mean of ten splits: the formula alone errs by {means[0]} (regret {means[1]}), with what near lines say by "

@@ -137,7 +137,8 @@ def save(machine: Hardware, file: Path, comment: str) -> None:
         shown = {key: f'"{value}"' if isinstance(value, str) else str(value).lower() for key, value in values.items()}
         return [f"{key} = {value}" for key, value in shown.items()]
 
-    values = dataclasses.asdict(machine)
+    empty = {field.name for field in dataclasses.fields(machine) if not getattr(machine, field.name)}  # not known
+    values = {key: value for key, value in dataclasses.asdict(machine).items() if key not in empty or value is False}
     name, reach = values.pop("name"), values.pop("reach")
     text = [f"# {comment}", f"[{name}]", *lines(values), "", f"[{name}.reach]", *lines(reach)]
     file.write_text("\n".join(text) + "\n")

@@ -61,11 +61,11 @@ def fitted(file: Path, machine: Hardware) -> str:
     reach = fit.fit(known, machine.reach)
     errors = [fit.predicted_s(one, reach) / one.step_s - 1 for one in known]
     sizes = [abs(error) for error in errors]
+    far = f"mean {sum(sizes) / len(sizes):.0%}, worst {max(sizes):.0%}"
     lines = [
-        f"[{machine.name}.reach]  # fitted to {len(runs)} runs of {file.name}: mean {sum(sizes) / len(sizes):.0%}, worst"
+        f"[{machine.name}.reach]  # fitted to {len(runs)} runs of {file.name}: {far}",
+        *(f"{name} = {value:.4g}" for name, value in dataclasses.asdict(reach).items()),
     ]
-    lines[0] += f" {max(sizes):.0%}"
-    lines += [f"{name} = {value:.4g}" for name, value in dataclasses.asdict(reach).items()]
     for (case, step), error in zip(runs, errors, strict=True):
         lines.append(
             f"# {case.folder.name} {' '.join(case.flags)} on {case.size}: {step:.4g} s, predicted {error:+.0%}"

@@ -140,9 +140,9 @@ def summary(found: Sequence[Row], machine: Hardware) -> list[str]:
     """What fits, what is fastest, and where sending begins to take most of a step."""
     fitting = [row for row in found if row.found and answer.fits(row.found, machine)]
     counted = [row for row in found if row.found]
-    lines = [
-        f"{len(fitting)} of {len(counted)} fit into {machine.memory_gib:g} GiB (! does not), {len(found) - len(counted)} cannot be"
-    ]
+    refused = len(found) - len(counted)
+    fit = f"{len(fitting)} of {len(counted)} fit into {machine.memory_gib:g} GiB (! does not)"
+    lines = [f"{fit}, {refused} cannot be"]
     if fitting:
         best = max(fitting, key=lambda row: row.rate)
         lines.append(f"fastest that fits: {best.rate:.4g} samples/s: {command(best.case, machine)}")
