@@ -1,7 +1,7 @@
 """How far the planner errs: `uv run python -m benchmarks.plan` writes docs/plan.md and tools/plan/known.json.
 
-Each part can be measured alone: `--only published`. The parts `memory` and `links` run real ranks on this machine; links
-are those between network namespaces, which needs root.
+Each part can be measured alone: `--only published`. The parts `memory` and `links` run real ranks on this machine;
+links are those between network namespaces, which needs root.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SPLITS = 10
 BAD = 0.15  # an error above it has a reason on the page
 REASONS = {  # by the beginning of a row's name
     "SC21 7.5B": "its micro-batch is not published; we assume 4",
-    "SC21": "micro-batches and interleaving are not published; its optimizations are of 2021, before sequence parallelism",
+    "SC21": "micro-batches and interleaving are not published; its code of 2021 had no sequence parallelism",
     "MT-NLG": "whether its A100 have 40 or 80 GB, and its NICs, are not stated in the source",
     "Korthikanti": "the fastest code of its day: its kernels are joined by hand, and products reach more of the peak",
     "Megatron H100 32B": "width and layers are not published; its sums in groups of 8 are hidden better than we assume",
@@ -67,7 +67,8 @@ def compared(name: str, workload: str, family: str, ranks: int, error: float, **
 def summary(errors: Sequence[float]) -> str:
     """Mean, median and worst of errors."""
     sizes = [abs(one) for one in errors]
-    return f"mean {statistics.fmean(sizes):.1%}, median {statistics.median(sizes):.1%}, worst {max(sizes):.0%} of {len(sizes)}"
+    mean, median = statistics.fmean(sizes), statistics.median(sizes)
+    return f"mean {mean:.1%}, median {median:.1%}, worst {max(sizes):.0%} of {len(sizes)}"
 
 
 def of_print() -> str:
@@ -125,12 +126,14 @@ def of_print() -> str:
     names = [field.name for field in dataclasses.fields(hardware.Reach)]
     return "\n".join(
         [
-            f"GPTs, fitted on all rows: {summary(fit_errors)}. GPTs, each predicted by fractions that were fitted to all",
-            f"other sources: {summary(out_errors)}. ResNet-50, fitted to the rows of other GPUs and types: {summary(image_errors)}.",
+            f"GPTs, fitted on all rows: {summary(fit_errors)}. GPTs, each predicted by fractions that were fitted to",
+            f"all other sources: {summary(out_errors)}.",
+            f"ResNet-50, fitted to the rows of other GPUs and types: {summary(image_errors)}.",
             "",
             *lines,
             "",
-            "Memory, of the rows that state it, in GiB; sources print what the allocator has reserved, we count live bytes:",
+            "Memory, of the rows that state it, in GiB; sources print what the allocator has reserved, we count live",
+            "bytes:",
             "",
             "| row | published | predicted | |",
             "|---|--:|--:|--:|",
@@ -152,7 +155,8 @@ def of_print() -> str:
 def of_vtrain() -> str:
     """Ten random fifths of the 1,440 steps."""
     lines = [
-        "| split | formula: mean | median | worst | regret | worst | with near lines: mean | median | worst | regret | worst |",
+        "| split | formula: mean | median | worst | regret | worst | with near lines: mean | median | worst | regret "
+        "| worst |",
         "|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     both = []

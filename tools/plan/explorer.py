@@ -1,0 +1,163 @@
+"""docs/explorer.html: the formulas of transformer.py and predict.py with sliders, in one file without a network.
+
+The page computes in JavaScript. All numbers that the formulas use come from here, as JSON, and tests/test_explorer.py
+compares what both predict.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.workloads import gpt
+from tools import about
+from tools.plan import known, predict, sweep, transformer
+from tools.plan.hardware import Hardware, table
+from tools.plan.transformer import STRATEGIES, Layout, Shape
+
+TEMPLATE = Path(__file__).with_suffix(".html")
+PAGE = about.ROOT / "docs" / "explorer.html"
+VOCAB = 50_304  # GPT-2's 50,257 tokens, rounded up to a multiple of 64
+# Width, layers and heads: Brown et al. 2020, https://arxiv.org/abs/2005.14165, Zhang et al. 2022,
+# https://arxiv.org/abs/2205.01068, and Llama 3, https://arxiv.org/abs/2407.21783.
+MODELS = (
+    (768, 12, 12),
+    (1024, 24, 16),
+    (1536, 24, 16),
+    (2048, 24, 32),
+    (2560, 32, 32),
+    (4096, 32, 32),
+    (5120, 40, 40),
+    (7168, 48, 56),
+    (9216, 64, 72),
+    (12288, 96, 96),
+    (16384, 126, 128),
+)
+# Not "selective": transformer.py has Megatron's, and the recipes keep other results.
+RECOMPUTE = ("none", "full")
+LATENCIES_US = (1, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
+MTBF_HOURS = (1_000, 2_000, 5_000, 10_000, 20_000, 50_676, 100_000, 200_000, 500_000)
+DEFAULT: dict[str, Any] = {
+    "hardware": "h100-ib",
+    "strategy": "fsdp_gpt",
+    "parts": 8,
+    "gpus": 64,
+    "model": 5,
+    "seq_len": 4096,
+    "sequences": 4,
+    "micro_batch": 1,
+    "recompute": "none",
+    "bandwidth": 1,
+    "latency_us": 20,
+    "mtbf_hours": 50_676,
+}
+
+
+def values() -> dict[str, list[Any]]:
+    """What each control of the page can be: of a slider in its order, of a selection by name."""
+    return {
+        "hardware": list(table()),
+        "strategy": list(STRATEGIES),
+        "parts": [2, 4, 8, 16],
+        "gpus": sweep.SIZES,
+        "model": list(range(len(MODELS))),
+        "seq_len": [2**i for i in range(9, 18)],
+        "sequences": [2**i for i in range(8)],
+        "micro_batch": [2**i for i in range(6)],
+        "recompute": list(RECOMPUTE),
+        "bandwidth": [2.0**i for i in range(-4, 3)],
+        "latency_us": list(LATENCIES_US),
+        "mtbf_hours": list(MTBF_HOURS),
+    }
+
+
+def shape(model: int, seq_len: int) -> Shape:
+    """A model of `MODELS`, with the recipes' defaults for all other sizes."""
+    width, layers, heads = MODELS[model]
+    own = gpt.Shape(VOCAB, layers, heads, width)
+    return Shape(width, layers, heads, own.num_kv_heads, own.mlp_width, True, VOCAB, seq_len, own.tied)
+
+
+def machine(chosen: Mapping[str, Any]) -> Hardware:
+    """The chosen hardware, with the network and the failure rate of the sliders."""
+    found = table()[chosen["hardware"]]
+    return dataclasses.replace(
+        found,
+        network_bandwidth=found.network_bandwidth * chosen["bandwidth"],
+        network_latency_s=chosen["latency_us"] * 1e-6,
+        mtbf_hours=chosen["mtbf_hours"],
+    )
+
+
+def predicted(chosen: Mapping[str, Any]) -> dict[str, float]:
+    """What the page's function plan must return.
+
+    Args:
+        chosen: a value for each key of `DEFAULT`; `gpus` must be a multiple of `parts` for tensor_gpt and pipeline_gpt.
+
+    Returns:
+        The fields of `predict.Prediction`, tokens_s (tokens a second over all ranks) and the bytes of each kind of
+        memory of the rank that needs most.
+    """
+    size, of_machine = chosen["gpus"], machine(chosen)
+    parts = chosen["parts"] if flag(chosen["strategy"]) else 1
+    layout = transformer.of_recipe(
+        chosen["strategy"],
+        size,
+        parts,
+        micro_batch=min(chosen["micro_batch"], chosen["sequences"] * parts),
+        global_batch=chosen["sequences"] * size,
+        recompute=chosen["recompute"],
+        local_size=of_machine.local_size,
+    )
+    work = transformer.work(shape(chosen["model"], chosen["seq_len"]), layout)
+    found = predict.predict([work], of_machine)
+    tokens_s = layout.global_batch * chosen["seq_len"] / found.step_s
+    return {**dataclasses.asdict(found), "tokens_s": tokens_s, **work.memory}
+
+
+def flag(recipe: str) -> str:
+    """The flag that says over how many ranks a recipe splits a model: --tp, --pp, or "" for none."""
+    return next((one for one in sweep.PARTS if about.has_flag(recipe, one)), "")
+
+
+def strategy(recipe: str) -> dict[str, Any]:
+    """What the page needs to make a recipe's layout, by the rules of `transformer.of_recipe`."""
+    few = transformer.of_recipe(recipe, 2, 2)
+    many = transformer.of_recipe(recipe, 4, 2, global_batch=8)
+    chosen = ("dp", "tp", "pp", "micro_batch", "global_batch", "recompute", "local_size", "gradients")
+    fixed = {field.name: getattr(many, field.name) for field in dataclasses.fields(Layout) if field.name not in chosen}
+    return {"flag": flag(recipe), "layout": fixed, "gradients": [few.gradients, many.gradients]}
+
+
+def data() -> dict[str, Any]:
+    """All that the page's script takes from Python."""
+    every = known.compared()
+    named = ("OPERATORS", "MOVED", "MOVED_MLP", "CASTS", "UPDATE_BYTES", "HALF", "FLOAT")
+    return {
+        "constants": {name: getattr(transformer, name) for name in named}
+        | {"FACTORS": predict.FACTORS, "BACKWARD": predict.BACKWARD, "HOUR_S": predict.HOUR_S}
+        | {"RECOVERY_S": predict.recovery_s(), "ENOUGH": known.ENOUGH},
+        "machines": {name: dataclasses.asdict(one) for name, one in table().items()},
+        "models": [dataclasses.asdict(shape(model, 0)) for model in range(len(MODELS))],
+        "strategies": {recipe: strategy(recipe) for recipe in STRATEGIES},
+        "values": values(),
+        "default": DEFAULT,
+        "published": [dataclasses.asdict(one) for one in every if one.workload == "gpt"],
+        "all_rows": {"count": len(every), "worst": max(abs(one.error) for one in every)},
+    }
+
+
+def page() -> str:
+    """The text of docs/explorer.html."""
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(part)}" for key, part in data().items())
+    text = TEMPLATE.read_text()
+    assert text.count("@DATA@") == 1, f"{TEMPLATE} must have one @DATA@"
+    return text.replace("@DATA@", "{\n" + lines.replace("</", "<\\/") + "\n}")
+
+
+def write() -> Path:
+    """Write docs/explorer.html, and return its path."""
+    PAGE.write_text(page())
+    return PAGE
