@@ -15,7 +15,7 @@ import runpy
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,13 +29,12 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from common import UserError, data, flops, guard, initial, keymap, process_group, sampler
 from common.data import map_tensors
 from launch import strategy
-from tools.plan import fake_device, orders
+from tools.plan import fake_device, orders, repeat
 from tools.plan.work import HIDDEN, KINDS, Traffic
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,14 +136,14 @@ class Counter(TorchDispatchMode):
 
     def _here(self, tensor: torch.Tensor) -> bool:
         # On a CPU, the host's own small tensors are none of the model's.
-        return tensor.device.type == self.device.type and (tensor.is_cuda or isinstance(tensor, FakeTensor))
+        return isinstance(tensor, FakeTensor) and tensor.fake_device.type == self.device.type
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # they call the operators of their parts, which are counted
         kwargs = kwargs or {}
         name = func._schema.name
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors([*args, *kwargs.values()])
         here = any(map(self._here, tensors))
         if name in ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::is_nonzero") and here:
             self.sync(name)
@@ -153,7 +152,7 @@ class Counter(TorchDispatchMode):
             self.sync(name)
         # No fused SGD for fake tensors: it changes its arguments, and returns nothing.
         out = None if name == "aten::_fused_sgd_" else func(*args, **kwargs)
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        results = _tensors([out])
         for tensor in (*results, *tensors):
             self._hold(tensor)
         if name in COLLECTIVES:
@@ -171,7 +170,7 @@ class Counter(TorchDispatchMode):
             group = dist.ProcessGroup.unbox(named["process_group"]).group_name
         elif not isinstance(group, str):
             group = group.group_name
-        counted = results if index < 0 else [one for one in tree_leaves(args[index]) if isinstance(one, torch.Tensor)]
+        counted = results if index < 0 else _tensors([args[index]])
         sent = sum(map(_bytes, counted))
         made = distributed_c10d._resolve_process_group(group)
         if group not in self.axes:  # a library has made it
@@ -258,6 +257,17 @@ class Counter(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self.live_bytes -= self.live.pop(key, 0)
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors of an operator's arguments or results, which are values and lists of them."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += _tensors(value)
+    return found
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -392,6 +402,7 @@ def measure(
     bf16: bool = True,
     own_data: bool = False,
     only_step: bool = False,
+    few: int | None = None,
     change: Change | None = None,
 ) -> dict[str, Any]:
     """Count what a rank does in the second training step, in an evaluation and in a comparison of the replicas.
@@ -444,7 +455,7 @@ def measure(
             counter = Counter(place, axis_names(mesh), local_size)
             fake_device.waits[:] = [counter.sync]
             with FakeTensorMode(allow_non_fake_inputs=True), resizing(counter), counter:
-                found = _steps(functions, args, mesh, counter, train, only_step=only_step, change=change)
+                found = _steps(functions, args, mesh, counter, train, only_step=only_step, few=few, change=change)
     tf32 = getattr(args, "matmul_precision", "highest") != "highest"
     return found | {"sample_flops": counted.flops, "units": dict(counted.units), "tf32": tf32}
 
@@ -469,13 +480,28 @@ def shapes_of(train: Any) -> Shapes:
 
 
 def _steps(
-    recipe: Any, args: Any, mesh: Any, counter: Counter, train: Shapes, *, only_step: bool, change: Change | None
+    recipe: Any,
+    args: Any,
+    mesh: Any,
+    counter: Counter,
+    train: Shapes,
+    *,
+    only_step: bool,
+    few: int | None,
+    change: Change | None,
 ) -> dict[str, Any]:
     """As `main` of the recipes, without what surrounds a step."""
     dp_rank, dp_size = recipe["dp_coordinates"](mesh)
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
-    samples = max(LEAST_SAMPLES, 4 * args.global_batch_size)
-    plan = sampler.make_plan(division, samples, run_seed=0, epochs=0, max_steps=WARM_STEPS + 5, progress={})
+    samples, micro_batches = division.global_batch_size, division.num_micro_batches
+    if few is not None and division.global_batch_size % division.global_micro_batch_size == 0:
+        limits = repeat.few(mesh["pp"].size() if "pp" in (mesh.mesh_dim_names or ()) else 1)
+        if micro_batches > max(limits):
+            batch = limits[few] * division.global_micro_batch_size
+            args = dataclasses.replace(args, global_batch_size=batch)
+            division = sampler.divide_batch(batch, args.micro_batch_size, dp_size)
+    there = max(LEAST_SAMPLES, 4 * args.global_batch_size)
+    plan = sampler.make_plan(division, there, run_seed=0, epochs=0, max_steps=WARM_STEPS + 5, progress={})
     model = recipe["make_model"](args, train)
     whole = sum(one.numel() * one.element_size() for one in keymap.model_tensors(model).values())
     if "PipelineStage" in recipe:
@@ -506,8 +532,9 @@ def _steps(
     finite.restore_if_skipped(number)
     found: dict[str, Any] = {"step": counter.report()}
     del sums, grad_norm
-    found["micro_batches"] = division.num_micro_batches
-    found["samples"] = args.global_batch_size
+    found["micro_batches"] = micro_batches
+    found["counted"] = division.num_micro_batches
+    found["samples"] = samples
     found["idle"] = idle_share(model)
     found["stages"] = dist.get_process_group_ranks(mesh.get_group("pp")) if found["idle"] else []
     if only_step:
@@ -589,13 +616,22 @@ def in_child(case: dict[str, Any], answer: Callable[..., dict[str, Any]] = measu
     return found or json.dumps({"error": f"the process that counts ended with {status}", "refused": False})
 
 
+def of_rank(case: dict[str, Any]) -> dict[str, Any]:
+    """What one rank does; a step of many micro-batches is known from two of few."""
+    found = json.loads(in_child(case | {"few": 0}))
+    if found.get("counted") == found.get("micro_batches"):  # or an error
+        return found
+    second = json.loads(in_child(case | {"few": 1}))
+    return second if "error" in second else repeat.more(found, second)
+
+
 def each_that_differs(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """What rank 0 does; of a pipeline also the second and the last stage, which hold and do something else."""
-    found = json.loads(in_child(case))
+    found = of_rank(case)
     yield found
     stages = found.get("stages", [])
     for rank in sorted({*stages[1:2], *stages[-1:]}):
-        yield json.loads(in_child(case | {"rank": rank}))
+        yield of_rank(case | {"rank": rank})
 
 
 def main() -> None:

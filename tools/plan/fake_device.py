@@ -220,13 +220,18 @@ def own_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
 
 
 class Chunks:
-    """The parts into which FSDP cuts a parameter, without a tensor for each of thousands of ranks."""
+    """The parts into which FSDP cuts a parameter, as `torch.chunk` does: each when it is asked for, of thousands."""
 
     def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
-        self._parts = list(torch.chunk(tensor, count, dim=dim))
+        self._tensor = tensor
+        self._dim = dim
+        self._size = -(-tensor.shape[dim] // count)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return self._parts[index] if index < len(self._parts) else self._parts[0].new_empty(0)
+        left = self._tensor.shape[self._dim] - index * self._size
+        if left <= 0:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, index * self._size, min(self._size, left))
 
 
 def with_values(function: Any) -> Any:
