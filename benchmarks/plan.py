@@ -9,14 +9,17 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks import plan_here
 from tests.harness import pages
 from tools import about
 from tools.plan import fit, hardware, published, transformer
-from tools.plan.count import count
-from tools.plan.hardware import KNOWN
+from tools.plan.count import Case, count, each
+from tools.plan.hardware import KNOWN, Hardware
+from tools.plan.predict import predict
+from tools.plan.published import counted_flops
 
 PAGE = about.ROOT / "docs" / "plan.md"
 COMMAND = "uv run python -m benchmarks.plan"
@@ -179,22 +182,98 @@ def of_vtrain() -> str:
     return "\n".join([text, "", *lines])
 
 
+# --- curves ------------------------------------------------------------------------------------------------------
+
+GPT3 = transformer.Shape(12288, 96, 96, 96, 49152, False, 50_304, 2048, True)  # Brown et al. 2020, table 2.1
+BERT = transformer.Shape(1024, 24, 16, 16, 4096, False, 30_522, 512, True)  # BERT-large, as a GPT of its size
+RESNET = ("--model", "resnet50", "--image-size", "224", "--data", "imagenet", "--dtype", "float32")
+
+
+def resnet_steps(machine: Hardware, sizes: Sequence[int], batch: int) -> list[float]:
+    """Seconds of a step of ResNet-50 under DDP, with `batch` images a rank."""
+    folder = about.ROOT / "recipes/ddp_resnet"
+    cases = [Case(folder, size, (*RESNET, "--global-batch-size", str(batch * size))) for size in sizes]
+    return [predict(works, machine).step_s for works in each(cases, machine) if isinstance(works, list)]
+
+
+def gpt_steps(shape: transformer.Shape, machine: Hardware, layouts: Sequence[transformer.Layout]) -> list[float]:
+    """Seconds of a step of a GPT, by formula."""
+    return [predict([transformer.work(shape, layout)], machine).step_s for layout in layouts]
+
+
+def of_curves() -> str:
+    """The scaling of three papers, with the hardware that they state."""
+    machines = hardware.table()
+    sizes = [8, 16, 32, 64, 128, 256]
+    goyal = resnet_steps(machines["p100-eth"], sizes, 32)
+    gbit_100 = dataclasses.replace(machines["v100-ib"], network_bandwidth=100e9 / 8 / 8, network_latency_s=20e-6)
+    ddp = resnet_steps(gbit_100, sizes, 32)
+    bert = gpt_steps(
+        BERT,
+        dataclasses.replace(gbit_100, peak_16bit=gbit_100.peak_float32),  # in float32, as the paper trains
+        [transformer.Layout(dp=size, micro_batch=8, global_batch=8 * size) for size in sizes],
+    )
+
+    def efficiencies(steps: Sequence[float]) -> str:
+        return " | ".join(f"{steps[0] / step:.0%}" for step in steps)
+
+    tbit_2 = dataclasses.replace(machines["a100-ib"], network_bandwidth=2e12 / 8 / 8)
+    many = [128, 192, 256, 384, 512]
+    rows = []
+    for batch, published in ((1, 173), (2, 186)):
+        layouts = [
+            transformer.Layout(dp=size, micro_batch=batch, global_batch=batch * size, zero=3, recompute="full")
+            for size in many
+        ]
+        flops = batch * counted_flops(GPT3, "full") / 1e12
+        cells = " | ".join(f"{flops / step:.0f}" for step in gpt_steps(GPT3, tbit_2, layouts))
+        rows.append(f"| {batch} | {cells} | {published} |")
+    return f"""\
+Efficiency over that of 8 GPUs, by {" / ".join(map(str, sizes))} GPUs; machines of 8:
+
+| paper | model, network | {" | ".join(map(str, sizes))} | the paper |
+|---|---|{"--:|" * len(sizes)}---|
+| [Goyal et al. 2017](https://arxiv.org/abs/1706.02677) | ResNet-50, P100, 32 images a GPU, 50 Gbit/s a machine \
+| {efficiencies(goyal)} | about 90 % at 256 (abstract) |
+| [Li et al. 2020](https://arxiv.org/abs/2006.15704), DDP | ResNet-50, V100, 32 images a GPU, 100 Gbit/s a machine \
+| {efficiencies(ddp)} | "near-linear" at 256 (abstract) |
+| the same | a GPT of BERT-large's size, V100, 8 sequences a GPU | {efficiencies(bert)} \
+| more bytes for each FLOP, so less than ResNet-50 |
+
+[Zhao et al. 2023](https://arxiv.org/abs/2304.11277), FSDP: GPT-175B on A100-80 with 2 Tbit/s a machine, full
+recomputation; TFLOP/s a GPU by sequences a GPU, counted with what is recomputed, over {" / ".join(map(str, many))} GPUs:
+
+| sequences | {" | ".join(map(str, many))} | the paper |
+|--:|{"--:|" * len(many)}--:|
+{chr(10).join(rows)}
+
+Batches that the papers' abstracts do not state are our assumption: 32 images and 8 sequences for DDP."""
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "published": of_print,
+    "vtrain": of_vtrain,
+    "curves": of_curves,
+    "counts": plan_here.of_counts,
+    "memory": plan_here.of_memory,
+    "links": plan_here.of_links,
+}
+
+
 def main() -> None:
     """Measure the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="one part of the page")
+    parser.add_argument("--only", default="", choices=["", *PARTS], help="one part of the page")
     only = parser.parse_args().only
     began = time.monotonic()
 
     def facts(*conditions: str) -> str:
         return pages.measured(f"{COMMAND} --only {only}" if only else COMMAND, *conditions, began=began)
 
-    if only in ("", "published"):
-        text = of_print()
-        pages.write(PAGE, published=f"{facts()}\n\n{text}")
-    if only in ("", "vtrain"):
-        text = of_vtrain()
-        pages.write(PAGE, vtrain=f"{facts()}\n\n{text}")
+    for name, part in PARTS.items():
+        if only in ("", name):
+            text = part()
+            pages.write(PAGE, **{name: f"{facts()}\n\n{text}"})
 
 
 if __name__ == "__main__":

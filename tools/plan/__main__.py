@@ -52,7 +52,7 @@ def main(words: list[str]) -> None:
 
         print(f"wrote {write()}")
     elif args.calibrate:
-        from tools.plan.calibrate import main as calibrate
+        from tools.plan.calibrate import calibrate
 
         calibrate(Path(args.calibrate))
     elif args.fit:

@@ -421,6 +421,8 @@ def measure(
         own_data: read the shapes from the recipe's own `make_data`, if its data are here; otherwise, sequences of bytes
             or images of 1000 classes stand for them.
         only_step: leave out evaluation and comparison, and add what the memory holds at the step's peak.
+        few: 0 or 1 for the smaller or the larger of the two numbers of micro-batches from which `repeat` knows all, if
+            there are more.
         change: what to do to the recipe's functions and model before the first step: a test's mistake.
 
     Raises:
@@ -428,6 +430,8 @@ def measure(
     """
     path = Path(folder) / "train.py"
     accelerate = strategy.environment(config) if config else {}
+    if device == "cpu":  # Accelerate would call it cpu:0, which fake tensors take for another one
+        accelerate |= {"ACCELERATE_TORCH_DEVICE": device}
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     with mock.patch.dict(os.environ, accelerate):
         recipe = runpy.run_path(str(path))
@@ -479,6 +483,14 @@ def shapes_of(train: Any) -> Shapes:
     return Shapes(train.read(np.zeros(1, np.int64), np.zeros(1, np.int64)), train)
 
 
+def fewer(division: sampler.Division, numbers: tuple[int, int], which: int) -> sampler.Division:
+    """A step of one of two numbers of micro-batches, if there are more, and all of one size."""
+    size = division.global_micro_batch_size
+    if division.num_micro_batches <= max(numbers) or division.global_batch_size % size:
+        return division
+    return dataclasses.replace(division, global_batch_size=numbers[which] * size)
+
+
 def _steps(
     recipe: Any,
     args: Any,
@@ -494,12 +506,10 @@ def _steps(
     dp_rank, dp_size = recipe["dp_coordinates"](mesh)
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
     samples, micro_batches = division.global_batch_size, division.num_micro_batches
-    if few is not None and division.global_batch_size % division.global_micro_batch_size == 0:
-        limits = repeat.few(mesh["pp"].size() if "pp" in (mesh.mesh_dim_names or ()) else 1)
-        if micro_batches > max(limits):
-            batch = limits[few] * division.global_micro_batch_size
-            args = dataclasses.replace(args, global_batch_size=batch)
-            division = sampler.divide_batch(batch, args.micro_batch_size, dp_size)
+    if few is not None:
+        stages = mesh["pp"].size() if "pp" in (mesh.mesh_dim_names or ()) else 1
+        division = fewer(division, repeat.few(stages), few)
+        args = dataclasses.replace(args, global_batch_size=division.global_batch_size)
     there = max(LEAST_SAMPLES, 4 * args.global_batch_size)
     plan = sampler.make_plan(division, there, run_seed=0, epochs=0, max_steps=WARM_STEPS + 5, progress={})
     model = recipe["make_model"](args, train)
@@ -530,13 +540,15 @@ def _steps(
     counter.begin()
     sums, grad_norm = recipe["train_step"](args, model, optimizer, finite, batches, dp_size)
     finite.restore_if_skipped(number)
-    found: dict[str, Any] = {"step": counter.report()}
+    found: dict[str, Any] = {
+        "step": counter.report(),
+        "micro_batches": micro_batches,
+        "counted": division.num_micro_batches,
+        "samples": samples,
+        "idle": (idle := idle_share(model)),
+        "stages": dist.get_process_group_ranks(mesh.get_group("pp")) if idle else [],
+    }
     del sums, grad_norm
-    found["micro_batches"] = micro_batches
-    found["counted"] = division.num_micro_batches
-    found["samples"] = samples
-    found["idle"] = idle_share(model)
-    found["stages"] = dist.get_process_group_ranks(mesh.get_group("pp")) if found["idle"] else []
     if only_step:
         found["memory"] = at_peak(counter, model, optimizer, step)
         states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]

@@ -110,7 +110,7 @@ def rate(file: Path) -> float:
     return len(rates) / sum(1 / one for one in rates)
 
 
-def main(file: Path) -> None:
+def calibrate(file: Path) -> None:
     """Measure, fit and write."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
