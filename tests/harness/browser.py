@@ -42,6 +42,7 @@ class Page:
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Network", "Runtime"):
             self.send(f"{domain}.enable")
+        self.send("Page.setLifecycleEventsEnabled", enabled=True)
 
     def _next(self, until: float) -> dict[str, Any]:
         while b"\0" not in self._unread:
@@ -79,11 +80,14 @@ class Page:
 
     def open(self, file: Path) -> None:
         """Load a file, and wait until it has loaded; events begin anew."""
-        self.send("Page.navigate", url="about:blank")
         self.events.clear()
-        self.send("Page.navigate", url=file.resolve().as_uri())
+        loader = self.send("Page.navigate", url=file.resolve().as_uri())["loaderId"]
         until = time.monotonic() + TIMEOUT_S
-        while not any(event["method"] == "Page.loadEventFired" for event in self.events):
+        while not any(
+            event["method"] == "Page.lifecycleEvent"
+            and (event["params"]["loaderId"], event["params"]["name"]) == (loader, "load")
+            for event in self.events
+        ):
             self._next(until)
 
     def evaluate(self, expression: str) -> Any:
@@ -128,9 +132,7 @@ class Page:
     def requested(self) -> list[str]:
         """All addresses that the page has asked for since it was opened."""
         return [
-            event["params"]["request"]["url"]
-            for event in self.events
-            if event["method"] == "Network.requestWillBeSent"
+            event["params"]["request"]["url"] for event in self.events if event["method"] == "Network.requestWillBeSent"
         ]
 
 

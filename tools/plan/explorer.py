@@ -5,9 +5,11 @@ compares what both predict.
 """
 
 import dataclasses
+import functools
 import html
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,16 +45,16 @@ MTBF_HOURS = (1_000, 2_000, 5_000, 10_000, 20_000, 50_676, 100_000, 200_000, 500
 LABELS = {
     "hardware": "Hardware",
     "strategy": "Strategy",
-    "parts": "GPUs that split a model (--tp, --pp)",
+    "parts": "Split (--tp, --pp)",
     "gpus": "GPUs",
     "model": "Parameters",
     "seq_len": "Tokens in a sequence",
-    "sequences": "Sequences of a GPU in a step",
+    "sequences": "Sequences of a GPU",
     "micro_batch": "Sequences in a micro-batch",
-    "recompute": "Computed again in the backward pass",
+    "recompute": "Recompute",
     "bandwidth": "Network of a GPU",
     "latency_us": "Latency of the network",
-    "mtbf_hours": "Time between failures of a GPU",
+    "mtbf_hours": "A GPU fails every",
 }
 WORDS: dict[str, Any] = {  # of legends, from bottom to top
     "strategies": {
@@ -81,10 +83,16 @@ DEFAULT: dict[str, Any] = {
 }
 
 
+@functools.cache
+def machines() -> dict[str, Hardware]:
+    """Those of hardware.toml."""
+    return table()
+
+
 def values() -> dict[str, list[Any]]:
     """What each control of the page can be: of a slider in its order, of a selection by name."""
     return {
-        "hardware": list(table()),
+        "hardware": list(machines()),
         "strategy": list(STRATEGIES),
         "parts": [2, 4, 8, 16],
         "gpus": sweep.SIZES,
@@ -108,7 +116,7 @@ def shape(model: int, seq_len: int) -> Shape:
 
 def machine(chosen: Mapping[str, Any]) -> Hardware:
     """The chosen hardware, with the network and the failure rate of the sliders."""
-    found = table()[chosen["hardware"]]
+    found = machines()[chosen["hardware"]]
     return dataclasses.replace(
         found,
         network_bandwidth=found.network_bandwidth * chosen["bandwidth"],
@@ -173,7 +181,9 @@ def layouts() -> list[dict[str, Any]]:
 def control(key: str, choices: Sequence[Any]) -> str:
     """A selection of what has a name, or a slider, whose value is a place in `choices`."""
     named: dict[str, str] = {
-        "hardware": {name: f"{name}: {one.gpu.removeprefix('NVIDIA ')}" for name, one in table().items()},
+        "hardware": {
+            name: f"{name}: {re.sub('NVIDIA |Tesla |GeForce ', '', one.gpu)}" for name, one in machines().items()
+        },
         "strategy": {recipe: f"{name} ({recipe})" for recipe, name in WORDS["strategies"].items()},
         "recompute": WORDS["recompute"],
     }.get(key, {})
@@ -199,8 +209,8 @@ def published() -> str:
     """The measurements that have an MFU, as a list."""
     rows = sorted((one for one in known.compared() if one.workload == "gpt" and one.mfu), key=lambda one: one.ranks)
     return "\n".join(
-        f"<li>{html.escape(one.name)}: MFU {one.mfu:.1%} on {one.ranks:,} {one.family} GPUs; the planner's "
-        f"step is {one.error:+.0%} of it</li>"
+        f"<li>{html.escape(one.name)}: MFU {one.mfu:.1%} on {one.ranks:,} {one.family} GPUs; predicted with "
+        f"an error of {one.error:+.0%}</li>"
         for one in rows
     )
 
@@ -213,7 +223,7 @@ def data() -> dict[str, Any]:
         "constants": {name: getattr(transformer, name) for name in named}
         | {"FACTORS": predict.FACTORS, "BACKWARD": predict.BACKWARD, "HOUR_S": predict.HOUR_S}
         | {"RECOVERY_S": predict.recovery_s(), "ENOUGH": known.ENOUGH},
-        "machines": {name: dataclasses.asdict(one) for name, one in table().items()},
+        "machines": {name: dataclasses.asdict(one) for name, one in machines().items()},
         "models": [dataclasses.asdict(shape(model, 0)) for model in range(len(MODELS))],
         "strategies": {recipe: strategy(recipe) for recipe in STRATEGIES},
         "values": values(),
