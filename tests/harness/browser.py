@@ -10,6 +10,7 @@ import json
 import os
 import select
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -124,9 +125,9 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
 
-    def screenshot(self, file: Path, *, whole: bool = False) -> None:
-        """Write what the window shows, or the whole page, as PNG."""
-        found = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+    def screenshot(self, file: Path) -> None:
+        """Write what the window shows, as PNG."""
+        found = self.send("Page.captureScreenshot", format="png")
         file.write_bytes(base64.b64decode(found["data"]))
 
     def requested(self) -> list[str]:
@@ -164,3 +165,10 @@ def page() -> Iterator[Page]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(timeout=TIMEOUT_S)
+
+
+if __name__ == "__main__":  # python -m tests.harness.browser docs/explorer.html docs/explorer.png
+    with page() as shown:
+        shown.resize(1280, 900)
+        shown.open(Path(sys.argv[1]))
+        shown.screenshot(Path(sys.argv[2]))
