@@ -241,8 +241,8 @@ Efficiency over that of 8 GPUs, by {" / ".join(map(str, sizes))} GPUs; machines 
 | more bytes for each FLOP, so less than ResNet-50 |
 
 [Zhao et al. 2023](https://arxiv.org/abs/2304.11277), FSDP: GPT-175B on A100-80 with 2 Tbit/s a machine, full
-recomputation; TFLOP/s a GPU, counted with what is recomputed, by sequences a GPU and number of GPUs. The paper's figures
-are as others quote them: 55 % and 60 % of the peak.
+recomputation; TFLOP/s a GPU, counted with what is recomputed, by sequences a GPU and number of GPUs. The paper's
+figures are as others quote them: 55 % and 60 % of the peak.
 
 | sequences | {" | ".join(map(str, many))} | the paper |
 |--:|{"--:|" * len(many)}--:|

@@ -5,8 +5,12 @@ compares what both predict.
 """
 
 import dataclasses
+import functools
+import html
+import itertools
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,31 @@ MODELS = (
 RECOMPUTE = ("none", "full")
 LATENCIES_US = (1, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
 MTBF_HOURS = (1_000, 2_000, 5_000, 10_000, 20_000, 50_676, 100_000, 200_000, 500_000)
+LABELS = {
+    "hardware": "Hardware",
+    "strategy": "Strategy",
+    "parts": "Split (--tp, --pp)",
+    "gpus": "GPUs",
+    "model": "Parameters",
+    "seq_len": "Tokens in a sequence",
+    "sequences": "Sequences of a GPU",
+    "micro_batch": "Sequences in a micro-batch",
+    "recompute": "Recompute",
+    "bandwidth": "Network of a GPU",
+    "latency_us": "Latency of the network",
+    "mtbf_hours": "A GPU fails every",
+}
+WORDS: dict[str, Any] = {  # of legends, from bottom to top
+    "strategies": {
+        "ddp_gpt": "Data parallel",
+        "fsdp_gpt": "Fully sharded",
+        "tensor_gpt": "Tensor parallel",
+        "pipeline_gpt": "Pipeline",
+    },
+    "shares": ["matrix products", "other operators", "waiting in a pipeline", "sending", "failures and saves"],
+    "memory": ["parameters", "gradients", "optimizer", "activations and others"],
+    "recompute": {"none": "nothing", "full": "all of each layer"},
+}
 DEFAULT: dict[str, Any] = {
     "hardware": "h100-ib",
     "strategy": "fsdp_gpt",
@@ -54,10 +83,16 @@ DEFAULT: dict[str, Any] = {
 }
 
 
+@functools.cache
+def machines() -> dict[str, Hardware]:
+    """Those of hardware.toml."""
+    return table()
+
+
 def values() -> dict[str, list[Any]]:
     """What each control of the page can be: of a slider in its order, of a selection by name."""
     return {
-        "hardware": list(table()),
+        "hardware": list(machines()),
         "strategy": list(STRATEGIES),
         "parts": [2, 4, 8, 16],
         "gpus": sweep.SIZES,
@@ -81,7 +116,7 @@ def shape(model: int, seq_len: int) -> Shape:
 
 def machine(chosen: Mapping[str, Any]) -> Hardware:
     """The chosen hardware, with the network and the failure rate of the sliders."""
-    found = table()[chosen["hardware"]]
+    found = machines()[chosen["hardware"]]
     return dataclasses.replace(
         found,
         network_bandwidth=found.network_bandwidth * chosen["bandwidth"],
@@ -131,6 +166,55 @@ def strategy(recipe: str) -> dict[str, Any]:
     return {"flag": flag(recipe), "layout": fixed, "gradients": [few.gradients, many.gradients]}
 
 
+def layouts() -> list[dict[str, Any]]:
+    """What the table of layouts chooses from; what cannot be, the page's function refusal leaves out."""
+    every = values()
+    return [
+        {"strategy": recipe, **({"parts": parts} if parts else {}), "micro_batch": micro_batch, "recompute": recompute}
+        for recipe in STRATEGIES
+        for parts, micro_batch, recompute in itertools.product(
+            every["parts"] if flag(recipe) else [0], every["micro_batch"], every["recompute"]
+        )
+    ]
+
+
+def control(key: str, choices: Sequence[Any]) -> str:
+    """A selection of what has a name, or a slider, whose value is a place in `choices`."""
+    named: dict[str, str] = {
+        "hardware": {
+            name: f"{name}: {re.sub('NVIDIA |Tesla |GeForce ', '', one.gpu)}" for name, one in machines().items()
+        },
+        "strategy": {recipe: f"{name} ({recipe})" for recipe, name in WORDS["strategies"].items()},
+        "recompute": WORDS["recompute"],
+    }.get(key, {})
+    label = f'<div class="row"><label for="{key}">{LABELS[key]}</label>'
+    if named:
+        options = "".join(f'<option value="{i}">{html.escape(named[one])}</option>' for i, one in enumerate(choices))
+        return f'<div>{label}</div><select id="{key}">{options}</select></div>'
+    slider = f'<input id="{key}" type="range" min="0" max="{len(choices) - 1}">'
+    return f'<div>{label}<b id="{key}-says" aria-hidden="true"></b></div>{slider}</div>'
+
+
+def legend(name: str) -> str:
+    """What the lines, or the parts of bars, are; the script writes the figures of the latter."""
+    words = WORDS[name]
+    if isinstance(words, dict):
+        line = '<svg width="36" height="12" aria-hidden="true"><path class="curve {}" d="M0 6H36"/></svg>'
+        return "\n".join(f"<span>{line.format(kind)}{word}</span>" for kind, word in words.items())
+    box = '<svg width="14" height="14" aria-hidden="true"><rect class="k{}" width="14" height="14"/></svg>'
+    return "\n".join(f'<span>{box.format(i)}{word} <b id="{name}-{i}"></b></span>' for i, word in enumerate(words))
+
+
+def published() -> str:
+    """The measurements that have an MFU, as a list."""
+    rows = sorted((one for one in known.compared() if one.workload == "gpt" and one.mfu), key=lambda one: one.ranks)
+    return "\n".join(
+        f"<li>{html.escape(one.name)}: MFU {one.mfu:.1%} on {one.ranks:,} {one.family} GPUs; predicted with "
+        f"an error of {one.error:+.0%}</li>"
+        for one in rows
+    )
+
+
 def data() -> dict[str, Any]:
     """All that the page's script takes from Python."""
     every = known.compared()
@@ -139,10 +223,12 @@ def data() -> dict[str, Any]:
         "constants": {name: getattr(transformer, name) for name in named}
         | {"FACTORS": predict.FACTORS, "BACKWARD": predict.BACKWARD, "HOUR_S": predict.HOUR_S}
         | {"RECOVERY_S": predict.recovery_s(), "ENOUGH": known.ENOUGH},
-        "machines": {name: dataclasses.asdict(one) for name, one in table().items()},
+        "machines": {name: dataclasses.asdict(one) for name, one in machines().items()},
         "models": [dataclasses.asdict(shape(model, 0)) for model in range(len(MODELS))],
         "strategies": {recipe: strategy(recipe) for recipe in STRATEGIES},
         "values": values(),
+        "layouts": layouts(),
+        "words": {name: WORDS[name] for name in ("shares", "memory")},
         "default": DEFAULT,
         "published": [dataclasses.asdict(one) for one in every if one.workload == "gpt"],
         "all_rows": {"count": len(every), "worst": max(abs(one.error) for one in every)},
@@ -152,9 +238,17 @@ def data() -> dict[str, Any]:
 def page() -> str:
     """The text of docs/explorer.html."""
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(part)}" for key, part in data().items())
+    parts = {
+        "DATA": "{\n" + lines.replace("</", "<\\/") + "\n}",
+        "CONTROLS": "\n".join(control(key, choices) for key, choices in values().items()),
+        "PUBLISHED": published(),
+        **{name.upper(): legend(name) for name in ("strategies", "shares", "memory")},
+    }
     text = TEMPLATE.read_text()
-    assert text.count("@DATA@") == 1, f"{TEMPLATE} must have one @DATA@"
-    return text.replace("@DATA@", "{\n" + lines.replace("</", "<\\/") + "\n}")
+    for name, part in parts.items():
+        assert text.count(f"@{name}@") == 1, f"{TEMPLATE} must have one @{name}@"
+        text = text.replace(f"@{name}@", part)
+    return text
 
 
 def write() -> Path:
