@@ -2,9 +2,12 @@
 
 import ast
 import functools
+import importlib.util
 import platform
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
@@ -25,6 +28,18 @@ def source(recipe: str) -> str:
 def workload(recipe: str) -> str:
     """What it trains: the last word of its name."""
     return recipe.rpartition("_")[2]
+
+
+def load(path: Path) -> ModuleType:
+    """A train.py as a module of this process, with its Args and functions, and without its main."""
+    spec = importlib.util.spec_from_file_location("train", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train"] = module  # where the types of a dataclass's fields are looked up
+    sys.path.insert(0, str(path.resolve().parent))  # as for `python train.py`: modules beside it
+    spec.loader.exec_module(module)
+    return module
 
 
 @functools.cache

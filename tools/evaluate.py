@@ -4,7 +4,6 @@ It calls make_data, make_model and forward of the recipe's section 2, and nothin
 """
 
 import dataclasses
-import importlib.util
 import signal
 import sys
 import warnings
@@ -30,6 +29,7 @@ from common import (
     sampler,
 )
 from common.workloads import splits
+from tools import about
 from tools.checkpoint import beside
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -72,13 +72,7 @@ def load_recipe(args: Args, name: object) -> Any:
         )
     if copy.is_file() and manifest.read_bytes(copy) != path.read_bytes():
         ranks.print0(f"note: {path} is not what trained this run; {copy} is a copy of that")
-    spec = importlib.util.spec_from_file_location("train", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train"] = module  # where the types of a dataclass's fields are looked up
-    sys.path.insert(0, str(path.resolve().parent))  # as for `python train.py`: modules beside it
-    spec.loader.exec_module(module)
+    module = about.load(path)
     if missing := [part for part in CALLED if not hasattr(module, part)]:
         raise UserError(f"{path} has no {missing[0]}, which an evaluation calls: {', '.join(CALLED)}")
     return module

@@ -62,7 +62,7 @@ def in_ranks(
     folder.mkdir()
     argv = ["--out", str(folder), "--name", "run", "--log-every", "1", "--dtype", "float32", *flags]
     files = [folder / f"{rank}.json" for rank in range(size)]
-    result = runner.spawn(target, [(str(path), argv, str(file), *more) for file in files], timeout_s=120)
+    result = runner.spawn(target, [(str(path), argv, str(file), *more) for file in files], timeout_s=300)
     assert result.ok, str(result)
     return [json.loads(file.read_text()) for file in files]
 

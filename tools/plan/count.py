@@ -124,7 +124,7 @@ def to_work(found: dict[str, Any], case: Case, machine: Hardware) -> Work:
     moved = 0.0
     tf32 = machine.device == "cuda" and found["tf32"]
     for count_, bytes_, dtype, is_convolution, times in step["products"]:
-        # cuDNN takes TF32 for convolutions of float32, unless it is known otherwise.
+        # cuDNN takes TF32 for convolutions of float32, unless it is set otherwise.
         kind = "tf32" if dtype == "float32" and machine.device == "cuda" and (tf32 or is_convolution) else dtype
         place = convolutions if is_convolution else flops
         place[kind] = place.get(kind, 0.0) + count_ * times

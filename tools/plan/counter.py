@@ -9,9 +9,10 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import io
 import json
 import os
-import runpy
+import re
 import sys
 import traceback
 import weakref
@@ -31,9 +32,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from common import UserError, data, flops, guard, initial, keymap, process_group, sampler
+from common import UserError, cli, data, flops, guard, initial, keymap, process_group, sampler
 from common.data import map_tensors
 from launch import strategy
+from tools import about
 from tools.plan import fake_device, orders, repeat
 from tools.plan.work import HIDDEN, KINDS, Traffic
 
@@ -434,9 +436,8 @@ def measure(
         accelerate |= {"ACCELERATE_TORCH_DEVICE": device}
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     with mock.patch.dict(os.environ, accelerate):
-        recipe = runpy.run_path(str(path))
-        functions = recipe["make_model"].__globals__
-        args = parse(recipe["Args"], flags)
+        functions = vars(about.load(path))
+        args = cli.parse(functions["Args"], flags)
         train = shapes_of(functions["make_data"](args)[0]) if own_data and is_here(args) else stand_in(args)
         plain = functions["make_model"](args, train)
         counted = flops.count_sample(
@@ -462,13 +463,6 @@ def measure(
                 found = _steps(functions, args, mesh, counter, train, only_step=only_step, few=few, change=change)
     tf32 = getattr(args, "matmul_precision", "highest") != "highest"
     return found | {"sample_flops": counted.flops, "units": dict(counted.units), "tf32": tf32}
-
-
-def parse(kind: Any, flags: list[str]) -> Any:
-    """The recipe's arguments, without a look at the command line of this process."""
-    import tyro
-
-    return tyro.cli(kind, args=flags)
 
 
 def is_here(args: Any) -> bool:
@@ -609,13 +603,20 @@ def in_child(case: dict[str, Any], answer: Callable[..., dict[str, Any]] = measu
     reading, writing = os.pipe()
     if not (child := os.fork()):
         os.close(reading)
-        with os.fdopen(writing, "w") as out, open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        said = io.StringIO()
+        with (
+            os.fdopen(writing, "w") as out,
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(said),
+        ):
             try:
                 json.dump(answer(**case), out)
             except UserError as error:
                 json.dump({"error": str(error), "refused": True}, out)
-            except SystemExit:  # of the command line, which has said on stderr what is wrong
-                json.dump({"error": "", "refused": True}, out)
+            except SystemExit:  # of the command line, which has printed what is wrong between two lines
+                parts = re.split("[-\u2500]{9,}", said.getvalue())
+                words = re.sub("[^ -~]+", " ", parts[min(1, len(parts) - 1)]).split()
+                json.dump({"error": " ".join(words), "refused": True}, out)
             except Exception as error:
                 first = str(error).strip().partition("\n")[0]
                 trace = traceback.format_exc()
