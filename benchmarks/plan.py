@@ -7,7 +7,10 @@ links are those between network namespaces, which needs root.
 import argparse
 import dataclasses
 import json
+import shlex
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -251,13 +254,45 @@ figures are as others quote them: 55 % and 60 % of the peak.
 Batches that the papers' abstracts do not state are our assumption: 32 images and 8 sequences for DDP."""
 
 
+# --- this machine ------------------------------------------------------------------------------------------------
+
+EXAMPLES = (
+    "recipes/fsdp_gpt --world-size 1024 --hardware h100-ib --num-layers 32 --width 4096 --num-heads 32 --seq-len 4096 "
+    "--global-batch-size 1024",
+    "recipes/ddp_gpt --sweep --world-size 16 --hardware h100-ib --num-layers 24 --width 2048 --num-heads 32 "
+    "--seq-len 4096 --global-batch-size 64",
+)
+
+
+def of_example() -> str:
+    """Two questions and their answers, as a terminal has them."""
+    found = []
+    for words in EXAMPLES:
+        command = [sys.executable, "-m", "tools.plan", *shlex.split(words)]
+        done = subprocess.run(command, cwd=about.ROOT, capture_output=True, text=True, check=True)
+        found.append(f"```\n$ python -m tools.plan {words}\n{done.stdout}```")
+    return "\n\n".join(found)
+
+
+def of_links() -> str:
+    """Steps over links; what they say of the error is for answers about a calibrated processor."""
+    text, errors = plan_here.of_links()
+    keep(
+        ["gpt", "resnet"],
+        ["cpu"],
+        [compared(f"{recipe} {link}", about.workload(recipe), "cpu", 2, error) for recipe, link, error in errors],
+    )
+    return text
+
+
 PARTS: dict[str, Callable[[], str]] = {
+    "example": of_example,
     "published": of_print,
     "vtrain": of_vtrain,
     "curves": of_curves,
     "counts": plan_here.of_counts,
     "memory": plan_here.of_memory,
-    "links": plan_here.of_links,
+    "links": of_links,
 }
 
 

@@ -211,17 +211,18 @@ def links(machine: hardware.Hardware) -> Iterator[tuple[str, str, float, float]]
                 yield recipe, name, over_link(recipe, flags, rate, Path(folder) / f"{recipe}-{number}"), plan
 
 
-def of_links() -> str:
-    """Step times on links of three bandwidths, predicted by what --calibrate has measured."""
+def of_links() -> tuple[str, list[tuple[str, str, float]]]:
+    """Step times on links of three bandwidths, predicted by what --calibrate has measured; and recipe, link, error."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "mine.toml"
         calibrate(file)
         machine = hardware.find(str(file))
     lines, errors = [], []
     for recipe, link, real, plan in links(machine):
-        errors.append(plan / real - 1)
-        lines.append(f"| {recipe} | {link} | {real * 1e3:,.0f} | {plan * 1e3:,.0f} | {errors[-1]:+.0%} |")
+        errors.append((recipe, link, plan / real - 1))
+        lines.append(f"| {recipe} | {link} | {real * 1e3:,.0f} | {plan * 1e3:,.0f} | {errors[-1][2]:+.0%} |")
         print(lines[-1], flush=True)
     text = "Two machines (network namespaces) of one process each, and links that `tc` shapes; fractions fitted by"
-    text += f" `--calibrate` to other sizes, on one rank alone: {summary(errors)}."
-    return "\n".join([text, "", "| recipe | link | step, ms | planned, ms | |\n|---|---|--:|--:|--:|", *lines])
+    text += f" `--calibrate` to other sizes, on one rank alone: {summary([error for *_, error in errors])}."
+    head = "| recipe | link | step, ms | planned, ms | |\n|---|---|--:|--:|--:|"
+    return "\n".join([text, "", head, *lines]), errors
