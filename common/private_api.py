@@ -142,10 +142,10 @@ def block_attention(
 def block_attention_backward(
     grad: torch.Tensor,
     query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
     out: torch.Tensor,
     logarithms: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of one block's queries, keys and values. Needs what `block_attention` needs.
@@ -153,10 +153,10 @@ def block_attention_backward(
     Args:
         grad: of the joined result, (B, heads, T, D).
         query: as in `block_attention`.
-        key: as there.
-        value: as there.
         out: the result of all blocks joined, (B, heads, T, D).
         logarithms: of all blocks joined, (B, heads, T).
+        key: as in `block_attention`.
+        value: as there.
         causal: as there.
     """
     few = key.shape[1]

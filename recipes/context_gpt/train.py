@@ -178,12 +178,6 @@ def pieces_of(rank: int, size: int, x: torch.Tensor, dim: int = 1) -> torch.Tens
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]], dim)
 
 
-def in_order(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """Whole sequences from what all ranks hold of them, one rank's after the other's: the inverse of `pieces_of`."""
-    pieces = x.tensor_split(2 * size, dim)
-    return torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim)
-
-
 class AllToAll(torch.autograd.Function):
     """Send part i to rank i of a group, and get a part of each; all parts are of one size, (N, ...)."""
 
@@ -214,9 +208,11 @@ def ulysses_attention(
     """
     size = group.size()
     heads = [x.shape[1] // size for x in (query, key, value)]
-    parts = torch.cat([torch.stack(x.chunk(size, 1)) for x in (query, key, value)], dim=2)  # (N, B, a third's, T/N, D)
-    whole = torch.cat(AllToAll.apply(parts, group).unbind(), dim=2)  # (B, heads, T, D), of this rank's heads
-    mixed = gpt.causal_attention(*in_order(whole, size, 2).split(heads, dim=1))  # (B, heads / N, T, D)
+    # (N, B, (heads + 2 kv heads) / N, T / N, D)
+    parts = torch.cat([torch.stack(x.chunk(size, dim=1)) for x in (query, key, value)], dim=2)
+    pieces = torch.cat(AllToAll.apply(parts, group).unbind(), dim=2).tensor_split(2 * size, dim=2)
+    whole = torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim=2)  # early ones, late ones; (..., T, D)
+    mixed = gpt.causal_attention(*whole.split(heads, dim=1))  # (B, heads / N, T, D)
     parts = torch.stack([pieces_of(rank, size, mixed, 2) for rank in range(size)])  # (N, B, heads / N, T / N, D)
     return torch.cat(AllToAll.apply(parts, group).unbind(), dim=1)  # (B, heads, T / N, D)
 
@@ -278,6 +274,10 @@ def sum_round(parts: Iterator[torch.Tensor], group: dist.ProcessGroup) -> torch.
     return ours + wait() if wait else ours
 
 
+BLOCKS = {"ring": passed_round, "allgather": gathered}
+SUM = {"ring": sum_round, "allgather": sum_gathered}
+
+
 def visible(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
     """Which of a rank's queries read which of an owner's keys, and whether each only those up to its own position.
 
@@ -306,15 +306,17 @@ class BlockAttention(torch.autograd.Function):
         logs = out.new_full(query.shape[:3], -torch.inf)  # of the divisors of the softmax so far, (B, heads, T / N)
         for owner, block in BLOCKS[kind](ours, group):
             rows, columns, causal = visible(group.rank(), owner, query.shape[2])
-            part, part_logs = private_api.block_attention(query[:, :, rows], *block[..., columns, :], causal)
+            keys, values = block[..., columns, :]
+            part, part_logs = private_api.block_attention(query[:, :, rows], keys, values, causal)
             both = torch.logaddexp(logs[:, :, rows], part_logs)
             # Each part was divided by its own divisor, and has to be by that of both.
             correction = (logs[:, :, rows] - both).exp()[..., None]
             out[:, :, rows] = out[:, :, rows] * correction + part * (part_logs - both).exp()[..., None]
             logs[:, :, rows] = both
-        ctx.save_for_backward(query, ours, out.to(query.dtype), logs)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, ours, out, logs)
         ctx.kind, ctx.group = kind, group
-        return out.to(query.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -325,10 +327,9 @@ class BlockAttention(torch.autograd.Function):
         def by_blocks() -> Iterator[torch.Tensor]:
             for owner, block in BLOCKS[ctx.kind](ours, ctx.group):
                 rows, columns, causal = visible(ctx.group.rank(), owner, query.shape[2])
-                by_rows, *by_columns = private_api.block_attention_backward(
-                    *(grad[:, :, rows], query[:, :, rows], *block[..., columns, :]),
-                    *(out[:, :, rows], logs[:, :, rows], causal),
-                )
+                keys, values = block[..., columns, :]
+                of_rows = (one[:, :, rows] for one in (grad, query, out, logs))
+                by_rows, *by_columns = private_api.block_attention_backward(*of_rows, keys, values, causal)
                 by_query[:, :, rows] += by_rows
                 by_block = torch.zeros_like(ours, dtype=logs.dtype)
                 by_block[..., columns, :] = torch.stack(by_columns)
@@ -336,10 +337,6 @@ class BlockAttention(torch.autograd.Function):
 
         by_ours = SUM[ctx.kind](by_blocks(), ctx.group)
         return None, None, by_query.to(query.dtype), *by_ours.to(query.dtype)
-
-
-BLOCKS = {"ring": passed_round, "allgather": gathered}
-SUM = {"ring": sum_round, "allgather": sum_gathered}
 
 
 def share_sequences(args: Args, model: Any, group: dist.ProcessGroup) -> None:
@@ -354,14 +351,9 @@ def share_sequences(args: Args, model: Any, group: dist.ProcessGroup) -> None:
         return whole(mine(tokens), None if targets is None else mine(targets), positions)
 
     model.forward = forward_pieces
-    for block in model.blocks.values():
-        block.attention.attend = functools.partial(attend, args.cp_kind, group)
-
-
-@torch.compiler.disable  # what is sent is not compiled
-def attend(kind: str, group: dist.ProcessGroup, *parts: torch.Tensor) -> torch.Tensor:
-    """This rank's pieces of attention, from those of queries, keys and values, (B, heads, T / N, D) each."""
-    return ulysses_attention(group, *parts) if kind == "ulysses" else BlockAttention.apply(kind, group, *parts)
+    attend = ulysses_attention if args.cp_kind == "ulysses" else functools.partial(BlockAttention.apply, args.cp_kind)
+    for block in model.blocks.values():  # the compiler takes what is around it: it knows no messages
+        block.attention.attend = torch.compiler.disable(functools.partial(attend, group))
 
 
 def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) -> nn.Module:
@@ -375,7 +367,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     # in float32, and cast the result back once for each matrix that reads it.
     model.forward = torch.autocast(device.type, enabled=False)(model.forward)
     share_sequences(args, model, mesh.get_group("cp"))
-    axes = init_device_mesh(device.type, (mesh.size(),), mesh_dim_names=("dp_cp",))  # FSDP splits over all ranks
+    axes = DeviceMesh(device.type, list(range(mesh.size())), mesh_dim_names=("dp_cp",))  # FSDP splits over all ranks
     gpt.recompute(model, args.recompute)  # inside FSDP's hooks: they gather the parameters before
     for block in model.blocks.values():
         fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=args.reshard_after_forward)

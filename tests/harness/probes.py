@@ -25,6 +25,7 @@ KINDS = {  # operators of torch.distributed, and which of their tensors is the w
     "allgather_into_tensor_coalesced_": ("all-gather", 0),
     "_reduce_scatter_base_": ("reduce-scatter", 1),
     "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
+    "alltoall_base_": ("all-to-all", 0),
     "broadcast_": ("broadcast", 0),
     "send": ("send", 0),
     "recv_": ("receive", 0),
