@@ -134,9 +134,7 @@ def block_attention(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
     if _has_flash(query):
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)[:2]
-    scores = _scores(query, key, causal)
-    logarithms = scores.logsumexp(dim=3)
-    return (scores - logarithms[..., None]).exp().to(value.dtype) @ value, logarithms
+    return _plain_attention(query, key, value, causal)
 
 
 def block_attention_backward(
@@ -172,10 +170,7 @@ def block_attention_backward(
             *(None, None, query.shape[2], key.shape[2], 0.0, causal, *unused),
         )
     else:
-        weights = (_scores(query, key, causal) - logarithms[..., None]).exp()
-        by_weights = grad @ value.mT - (grad * out).sum(3, keepdim=True)
-        by_scores = (weights * by_weights * query.shape[3] ** -0.5).to(query.dtype)
-        gradients = (by_scores @ key, by_scores.mT @ query, weights.to(grad.dtype).mT @ grad)
+        gradients = _plain_attention_backward(grad, query, out, logarithms, key, value, causal)
     return gradients[0], *(x.unflatten(1, (few, -1)).sum(2) for x in gradients[1:])
 
 
@@ -186,6 +181,29 @@ def _for_each_query(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 def _has_flash(query: torch.Tensor) -> bool:
     """Whether a GPU's operator takes this type, and this width of heads."""
     return query.dtype in (torch.float16, torch.bfloat16) and query.shape[3] % 8 == 0 and query.shape[3] <= 256
+
+
+def _plain_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = _scores(query, key, causal)
+    logarithms = scores.logsumexp(dim=3)
+    return (scores - logarithms[..., None]).exp().to(value.dtype) @ value, logarithms
+
+
+def _plain_attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    logarithms: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    weights = (_scores(query, key, causal) - logarithms[..., None]).exp()
+    by_weights = grad @ value.mT - (grad * out).sum(3, keepdim=True)
+    by_scores = (weights * by_weights * query.shape[3] ** -0.5).to(query.dtype)
+    return by_scores @ key, by_scores.mT @ query, weights.to(grad.dtype).mT @ grad
 
 
 def _scores(query: torch.Tensor, key: torch.Tensor, causal: bool) -> torch.Tensor:

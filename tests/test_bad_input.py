@@ -234,7 +234,11 @@ BAD_SIZES = {
     ),
     "tp and sequence": (2, ["--tp", "2", "--seq-len", "15"], ["--tp 2 must divide --seq-len (15)"]),
     "cp and ranks": (4, ["--cp", "3"], ["--cp 3 must divide the number of ranks (4)"]),
-    "cp and sequence": (2, ["--cp", "2", "--seq-len", "18"], ["--seq-len 18 must be a multiple of 4", "--cp 2 ranks"]),
+    "cp and sequence": (
+        2,
+        ["--cp", "2", "--seq-len", "18"],
+        ["--seq-len 18 must be a multiple of 4", "the --cp 2 ranks"],
+    ),
     "ulysses and heads": (
         3,
         ["--cp", "3", "--cp-kind", "ulysses", "--seq-len", "24"],

@@ -85,9 +85,9 @@ def plain_gpt_loop(
     parts: tuple[tuple[str, float], ...] = (),
 ) -> Curve:
     """The same for a language model."""
-    train, validation = text.load(folder, 16)
+    shape = {"num_layers": 3, "num_heads": 4, "width": 40, "mlp_width": 44, "seq_len": 16} | dict(sizes)
+    train, validation = text.load(folder, shape.pop("seq_len"))
     with torch.device("meta"):
-        shape = {"num_layers": 3, "num_heads": 4, "width": 40, "mlp_width": 44} | dict(sizes)
         model = gpt.GPT(gpt.Shape(256, **shape, tied=tied))
     initial.materialize(model, 0, torch.device("cpu"), dtype)
     decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -395,6 +395,30 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
     "ranks that share the matrices read different samples": (
         *("tensor_gpt", 2, ("--tp", "2")),
         {"dp_coordinates": "def dp_coordinates(mesh): return mesh.get_rank(), mesh.size()"},
+    ),
+    "pieces come back out of order": (
+        *("context_gpt", 2, ("--cp", "2", "--cp-kind", "ulysses")),
+        {"ulysses_attention": {"reversed(pieces[1::2])": "pieces[1::2]"}},
+    ),
+    "positions do not follow the pieces": (
+        *("context_gpt", 2, ("--cp", "2", "--cp-kind", "ring")),
+        {"share_sequences": {"mine(torch.arange(tokens.shape[1], device=tokens.device), dim=0)": "None"}},
+    ),
+    "two neighbouring pieces a rank, under the mask for balanced ones": (
+        *("context_gpt", 2, ("--cp", "2", "--cp-kind", "allgather")),
+        {"pieces_of": {"[pieces[rank], pieces[2 * size - 1 - rank]]": "[pieces[2 * rank], pieces[2 * rank + 1]]"}},
+    ),
+    "late queries do not read the pieces of a later rank": (
+        *("context_gpt", 2, ("--cp", "2", "--cp-kind", "ring")),
+        {"visible": {"(every, early, False) if owner < rank else (late, every, False)": "(every, early, False)"}},
+    ),
+    "the softmax is not corrected when another block is joined": (
+        *("context_gpt", 2, ("--cp", "2", "--cp-kind", "ring")),
+        {"BlockAttention": {"(logs[:, :, rows] - both).exp()[..., None]": "1.0"}},
+    ),
+    "a block's gradient does not follow it": (
+        *("context_gpt", 4, ("--cp", "4", "--cp-kind", "ring")),
+        {"sum_round": {"part + wait() if wait else part": "part"}},
     ),
     "pipelines train apart": (
         *("pipeline_gpt", 2, ("--pp", "1")),

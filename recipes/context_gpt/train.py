@@ -147,16 +147,14 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
 def make_mesh(args: Args, world: World) -> DeviceMesh:
     """The ranks and their axes: dp groups, which read different sequences, and the cp ranks that share each of them."""
     cli.check_divides("--cp", args.cp, {"the number of ranks": world.size})
-    if args.cp > 1:
-        shape = gpt.Shape.of(args, vocab_size=1)
-        if args.seq_len % (2 * args.cp):
-            raise UserError(
-                f"--seq-len {args.seq_len} must be a multiple of {2 * args.cp}: each of --cp {args.cp} ranks holds two "
-                "pieces of every sequence"
-            )
-        if args.cp_kind == "ulysses":
-            heads = {"--num-heads": args.num_heads, "--num-kv-heads": shape.num_kv_heads}
-            cli.check_divides("--cp-kind ulysses: --cp", args.cp, heads)
+    if args.cp > 1 and args.seq_len % (2 * args.cp):
+        raise UserError(
+            f"--seq-len {args.seq_len} must be a multiple of {2 * args.cp}: each of the --cp {args.cp} ranks holds two "
+            "pieces of every sequence"
+        )
+    if args.cp_kind == "ulysses":
+        heads = {"--num-heads": args.num_heads, "--num-kv-heads": gpt.Shape.of(args, vocab_size=1).num_kv_heads}
+        cli.check_divides("--cp-kind ulysses: --cp", args.cp, heads)
     return init_device_mesh(world.device.type, (world.size // args.cp, args.cp), mesh_dim_names=("dp", "cp"))
 
 
@@ -328,8 +326,9 @@ class BlockAttention(torch.autograd.Function):
             for owner, block in BLOCKS[ctx.kind](ours, ctx.group):
                 rows, columns, causal = visible(ctx.group.rank(), owner, query.shape[2])
                 keys, values = block[..., columns, :]
-                of_rows = (one[:, :, rows] for one in (grad, query, out, logs))
-                by_rows, *by_columns = private_api.block_attention_backward(*of_rows, keys, values, causal)
+                by_rows, *by_columns = private_api.block_attention_backward(
+                    grad[:, :, rows], query[:, :, rows], out[:, :, rows], logs[:, :, rows], keys, values, causal
+                )
                 by_query[:, :, rows] += by_rows
                 by_block = torch.zeros_like(ours, dtype=logs.dtype)
                 by_block[..., columns, :] = torch.stack(by_columns)
@@ -367,7 +366,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     # in float32, and cast the result back once for each matrix that reads it.
     model.forward = torch.autocast(device.type, enabled=False)(model.forward)
     share_sequences(args, model, mesh.get_group("cp"))
-    axes = DeviceMesh(device.type, list(range(mesh.size())), mesh_dim_names=("dp_cp",))  # FSDP splits over all ranks
+    axes = DeviceMesh(device.type, list(range(mesh.size())), mesh_dim_names=("dp_cp",))  # over all ranks
     gpt.recompute(model, args.recompute)  # inside FSDP's hooks: they gather the parameters before
     for block in model.blocks.values():
         fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=args.reshard_after_forward)

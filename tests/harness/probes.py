@@ -56,14 +56,20 @@ def run_until(path: str, argv: list[str], last_step: int, before: Callable[[int]
 
 
 def in_ranks(
-    target: Callable[..., None], recipe: str | Path, size: int, flags: list[str], folder: Path, *more: Any
+    target: Callable[..., None],
+    recipe: str | Path,
+    size: int,
+    flags: list[str],
+    folder: Path,
+    *more: Any,
+    timeout_s: float = 120.0,
 ) -> list[Any]:
     """What `target` reports from each rank, which it calls with the recipe's path and arguments, a file and `more`."""
     path = recipe if isinstance(recipe, Path) else ROOT / "recipes" / recipe / "train.py"
     folder.mkdir()
     argv = ["--out", str(folder), "--name", "run", "--log-every", "1", "--dtype", "float32", *flags]
     files = [folder / f"{rank}.json" for rank in range(size)]
-    result = runner.spawn(target, [(str(path), argv, str(file), *more) for file in files], timeout_s=120)
+    result = runner.spawn(target, [(str(path), argv, str(file), *more) for file in files], timeout_s)
     assert result.ok, str(result)
     return [json.loads(file.read_text()) for file in files]
 
