@@ -6,6 +6,7 @@ sends nothing. Time and memory are taken in different steps, because the profile
 """
 
 import argparse
+import itertools
 import json
 import resource
 import statistics
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from tests.harness import pages, probes, runner
 
 KINDS = ("ring", "allgather", "ulysses")
@@ -41,7 +41,7 @@ def watch(path: str, argv: list[str], file: str) -> None:
         elif step == PROFILED + 1:
             profile.stop()
             profile.export_chrome_trace(f"{file}.trace")
-            seconds = [[b - a for a, b in zip(one, other, strict=True)] for one, other in zip(marks, marks[1:])]
+            seconds = [[b - a for a, b in zip(one, other, strict=True)] for one, other in itertools.pairwise(marks)]
             Path(file).write_text(json.dumps({"seconds": seconds, "peak": peak(Path(f"{file}.trace"))}))
         if step in (*TIMED, PROFILED):
             marks.append((time.perf_counter(), time.process_time()))

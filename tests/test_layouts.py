@@ -46,17 +46,13 @@ KINDS: dict[str, tuple[Layout, ...]] = {
     ),
     "cp": (
         Layout("context_gpt", 2, ("--cp", "2", "--cp-kind", "ring"), 1),
-        Layout("context_gpt", 4, ("--cp", "4", "--cp-kind", "ulysses"), 1),
-    ),
-    "cp x fsdp": (
-        Layout("context_gpt", 4, ("--cp", "2", "--cp-kind", "allgather"), 2),
-        Layout("context_gpt", 3, ("--cp", "1", "--cp-kind", "ring"), 3),
+        Layout("context_gpt", 4, ("--cp", "2", "--cp-kind", "ulysses"), 2),
     ),
     "accelerate": (Layout("accelerate_gpt", 2, (), 2), Layout("accelerate_gpt", 3, (), 3)),
 }
 LAYOUTS = [layout for kind in KINDS.values() for layout in kind]
 # With a tied embedding, one of each kind: in the first pipeline one rank has both its ends, in the others two have.
-TIED = [KINDS[kind][i] for kind, i in zip(KINDS, (0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0), strict=True)] + [KINDS["pp"][1]]
+TIED = [KINDS[kind][i] for kind, i in zip(KINDS, (0, 1, 1, 0, 0, 0, 0, 0, 1, 0), strict=True)] + [KINDS["pp"][1]]
 
 
 @pytest.fixture(scope="module")

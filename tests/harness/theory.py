@@ -146,10 +146,10 @@ def context(kind: str, cp: int) -> dict[str, Term]:
     Keys and values are as wide as the residual stream here: the model has no grouped heads.
     """
     if kind == "ulysses":  # queries, keys, values, results; and their gradients
-        return {"all-to-all": ("8 L B T C / N", 8 / cp)}
+        return {"all-to-all": ("8 L B T C / cp", 8 / cp)}
     if kind == "allgather":  # keys and values, again in the backward pass; and their gradients
         return {"all-gather": ("4 L B T C", 4.0), "reduce-scatter": ("2 L B T C", 2.0)}
-    hops: Term = ("6 L B T C (N - 1) / N", 6 * (cp - 1) / cp)  # of the same
+    hops: Term = ("6 L B T C (cp - 1) / cp", 6 * (cp - 1) / cp)  # of the same
     return {"send": hops, "receive": hops}
 
 
