@@ -8,6 +8,7 @@ sends nothing. Time and memory are taken in different steps, because the profile
 import argparse
 import itertools
 import json
+import re
 import resource
 import statistics
 import tempfile
@@ -114,10 +115,8 @@ def under_limit(layout: runner.Layout, length: int, more: float, folder: Path) -
     try:
         probes.in_ranks(limit, layout.recipe, layout.size, flags(layout, length), folder, int(more), timeout_s=1200)
     except AssertionError as error:
-        reasons = [line for line in str(error).splitlines() if "out of memory" in line]
-        if not reasons:
-            raise
-        found = "is out of memory"
+        errors = re.findall(r"out of memory|^\w*Error: .*$", str(error), re.MULTILINE)
+        found = f"ends: {errors[0] if errors else 'without a word'}"
     kind = layout.flags[-1] if layout.flags else "one process"
     return f"| {length:,} | {layout.size} | {kind} | {more / 1e6:.0f} | {found} |"
 

@@ -419,7 +419,7 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
     ),
     "a block's gradient does not follow it": (
         *("context_gpt", 4, ("--cp", "4", "--cp-kind", "ring")),
-        {"sum_round": {"part + wait() if wait else part": "part"}},
+        {"sum_round": {"part + wait() if wait else part": "part + 0 * wait() if wait else part"}},
     ),
     "pipelines train apart": (
         *("pipeline_gpt", 2, ("--pp", "1")),

@@ -231,7 +231,7 @@ def pass_on(outgoing: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], to
 
     The receive comes first: behind a large message, gloo would announce it late.
     """
-    before, after = (group.rank() - 1) % group.size(), (group.rank() + 1) % group.size()
+    before, after = ((group.rank() + hop) % group.size() for hop in (-1, 1))
     incoming = torch.empty_like(outgoing)
     receive = dist.P2POp(dist.irecv, incoming, group=group, group_peer=before)
     send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=after)
@@ -313,7 +313,8 @@ class BlockAttention(torch.autograd.Function):
             logs[:, :, rows] = both
         out = out.to(query.dtype)
         ctx.save_for_backward(query, ours, out, logs)
-        ctx.kind, ctx.group = kind, group
+        ctx.kind = kind
+        ctx.group = group
         return out
 
     @staticmethod
