@@ -63,7 +63,7 @@ def sizes(case: Case) -> Iterator[Case]:
 
 
 def layouts(case: Case) -> Iterator[Case]:
-    """Ways to split a training over these ranks: recipes of its workload, --tp, --pp, --cp, micro-batch, recomputation."""
+    """Ways to split a training over these ranks: recipes of its workload, their parts, micro-batch, recomputation."""
     mine = case.folder.name
     batch = value(case.flags, BATCH, default(mine, BATCH))
     kept = case.flags
