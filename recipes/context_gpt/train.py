@@ -340,7 +340,7 @@ class BlockAttention(torch.autograd.Function):
 
 
 def share_sequences(args: Args, model: Any, group: dist.ProcessGroup) -> None:
-    """Let the model read this rank's pieces of what it is given, at their positions, and attend to all pieces."""
+    """Let the model read this rank's pieces of its inputs, at their positions, and attend to all pieces."""
     mine = functools.partial(pieces_of, group.rank(), group.size())
     whole = model.forward
 
