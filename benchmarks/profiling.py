@@ -122,7 +122,7 @@ def main() -> None:
     example = ""
     with tempfile.TemporaryDirectory() as folder:
         for recipe in about.RECIPES:
-            flag = next((flag for flag in ("--pp", "--tp") if about.has_flag(recipe, flag)), "")
+            flag = next((flag for flag in ("--pp", "--tp", "--cp") if about.has_flag(recipe, flag)), "")
             strategy = (flag, "2") if flag else ()
             records, printed = run(recipe, str(Path(folder, recipe)), *FLAGS, *strategy)
             rows.append(row(recipe, strategy, profiled(records), printed))

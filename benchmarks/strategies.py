@@ -100,6 +100,7 @@ def symbols() -> str:
         "B T C": ("residual stream of these sequences", f"{4 * BATCH * LENGTH * WIDTH / 1e6:.2f} MB for {BATCH}"),
         "S": ("ranks of a group that shares the model (HSDP)", "2"),
         "tp": ("ranks of a tensor-parallel group, `--tp`", "2 or 4"),
+        "cp": ("ranks that share sequences, `--cp`", "2 or 4"),
         "norms": ("parameters of all norms", f"{NORMS / 1e3:.0f} kB"),
     }
     lines = [f"| {symbol} | {meaning} | {size} |" for symbol, (meaning, size) in rows.items()]

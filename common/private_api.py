@@ -111,6 +111,108 @@ def merge_axes(mesh: DeviceMesh) -> None:
         flatten("_".join(mesh.mesh_dim_names or ()))
 
 
+def block_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to one block of keys, and what joins it with that to others: the logarithm of its softmax's divisor.
+
+    Needs the operators behind `scaled_dot_product_attention`, as `torch.distributed.tensor.experimental` does: the
+    public function keeps the logarithms to itself. Types and widths that a GPU's operator does not take are computed
+    plainly, with all scores in memory. CUDA: not run.
+
+    Args:
+        query: (B, heads, T, D).
+        key: (B, kv heads, S, D); each of its heads serves equally many of the queries'.
+        value: the same shape.
+        causal: whether query t reads the keys up to t alone; S is T then.
+
+    Returns:
+        The result, (B, heads, T, D), and the logarithms, (B, heads, T), in float32 or wider. No gradient flows back.
+    """
+    key, value = (_for_each_query(x, query) for x in (key, value))
+    if query.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+    if _has_flash(query):
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)[:2]
+    return _plain_attention(query, key, value, causal)
+
+
+def block_attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    logarithms: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of one block's queries, keys and values. Needs what `block_attention` needs.
+
+    Args:
+        grad: of the joined result, (B, heads, T, D).
+        query: as in `block_attention`.
+        out: the result of all blocks joined, (B, heads, T, D).
+        logarithms: of all blocks joined, (B, heads, T).
+        key: as in `block_attention`.
+        value: as there.
+        causal: as there.
+    """
+    few = key.shape[1]
+    key, value = (_for_each_query(x, query) for x in (key, value))
+    if query.device.type == "cpu":
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, logarithms, 0.0, causal
+        )
+    elif _has_flash(query):
+        unused = [torch.empty(size, dtype=torch.uint64, device=query.device) for size in ((2,), ())]  # no dropout
+        gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *(grad, query, key, value, out, logarithms.contiguous()),
+            *(None, None, query.shape[2], key.shape[2], 0.0, causal, *unused),
+        )
+    else:
+        gradients = _plain_attention_backward(grad, query, out, logarithms, key, value, causal)
+    return gradients[0], *(x.unflatten(1, (few, -1)).sum(2) for x in gradients[1:])
+
+
+def _for_each_query(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    return x if x.shape[1] == query.shape[1] else x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
+
+
+def _has_flash(query: torch.Tensor) -> bool:
+    """Whether a GPU's operator takes this type, and this width of heads."""
+    return query.dtype in (torch.float16, torch.bfloat16) and query.shape[3] % 8 == 0 and query.shape[3] <= 256
+
+
+def _plain_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = _scores(query, key, causal)
+    logarithms = scores.logsumexp(dim=3)
+    return (scores - logarithms[..., None]).exp().to(value.dtype) @ value, logarithms
+
+
+def _plain_attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    logarithms: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    weights = (_scores(query, key, causal) - logarithms[..., None]).exp()
+    by_weights = grad @ value.mT - (grad * out).sum(3, keepdim=True)
+    by_scores = (weights * by_weights * query.shape[3] ** -0.5).to(query.dtype)
+    return by_scores @ key, by_scores.mT @ query, weights.to(grad.dtype).mT @ grad
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, causal: bool) -> torch.Tensor:
+    """Logarithms of the weights before they are divided, (B, heads, T, S)."""
+    scores = (query @ key.mT * query.shape[3] ** -0.5).to(torch.promote_types(query.dtype, torch.float32))
+    after = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill(after, -torch.inf) if causal else scores
+
+
 def forget_meshes() -> None:
     """Let DTensor forget the layouts that it has met, with their meshes, before these processes begin again.
 

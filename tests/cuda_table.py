@@ -72,7 +72,7 @@ class Case:
     def dp_size(self) -> int:
         """Ranks, or groups of them, that read different samples."""
         sizes = dict(itertools.pairwise(self.strategy))
-        return self.size // int(sizes.get("--tp", sizes.get("--pp", 1)))
+        return self.size // int(next((sizes[flag] for flag in ("--tp", "--pp", "--cp") if flag in sizes), 1))
 
     @property
     def batch(self) -> int:
@@ -108,6 +108,10 @@ def cases(recipe: str) -> list[Case]:
             found += [Case(recipe, size, pipeline), Case(recipe, size, pipeline, rank=size - 1)]
         elif runner.has_flag(recipe, "--tp"):
             found += [Case(recipe, size, ("--tp", tp)) for tp in ("4", "8")]
+        elif runner.has_flag(recipe, "--cp"):
+            found += [
+                Case(recipe, size, ("--cp", "8", "--cp-kind", kind)) for kind in runner.choices(recipe, "--cp-kind")
+            ]
         else:
             found.append(Case(recipe, size))
             if runner.has_flag(recipe, "--sync-bn") and size == 8:

@@ -233,6 +233,22 @@ BAD_SIZES = {
         ["--tp 3 must divide --mlp-width (128)"],
     ),
     "tp and sequence": (2, ["--tp", "2", "--seq-len", "15"], ["--tp 2 must divide --seq-len (15)"]),
+    "cp and ranks": (4, ["--cp", "3"], ["--cp 3 must divide the number of ranks (4)"]),
+    "cp and sequence": (
+        2,
+        ["--cp", "2", "--seq-len", "18"],
+        ["--seq-len 18 must be a multiple of 4", "the --cp 2 ranks"],
+    ),
+    "ulysses and heads": (
+        3,
+        ["--cp", "3", "--cp-kind", "ulysses", "--seq-len", "24"],
+        ["--cp-kind ulysses: --cp 3 must divide --num-heads (4)"],
+    ),
+    "ulysses and kv heads": (
+        2,
+        ["--cp", "2", "--cp-kind", "ulysses", "--num-kv-heads", "1"],
+        ["--cp-kind ulysses: --cp 2 must divide --num-kv-heads (1)"],
+    ),
     "dp_replicate": (4, ["--dp-replicate", "3"], ["--dp-replicate 3 must divide the number of ranks (4)"]),
     "pp and ranks": (4, ["--pp", "3"], ["--pp 3 must divide the number of ranks (4)"]),
     "pp and batch": (4, ["--pp", "2", "--global-batch-size", "1"], ["--global-batch-size 1 does not divide by 2"]),

@@ -384,3 +384,49 @@ def test_file_that_datasets_was_reading(tmp_path: Path) -> None:
         datasets.load_dataset("text", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
     assert private_api.file_in(error.value) == files[1]
     assert private_api.file_in(ValueError()) == ""
+
+
+# --- attention to one block ---
+
+
+def attention(seed: int, causal: bool, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor, list[Any]]:
+    """Query, key and value of grouped heads; a gradient of the result; and the result and three gradients by autograd.
+
+    The public function keeps the logarithms of the softmax's divisors; they are computed beside it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, 4, 6, 8), (2, 2, 6 if causal else 10, 8), (2, 2, 6 if causal else 10, 8), (2, 4, 6, 8)]
+    query, key, value, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    inputs = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+    out = nn.functional.scaled_dot_product_attention(*inputs, is_causal=causal, enable_gqa=True)
+    gradients = torch.autograd.grad(out, inputs, grad.to(dtype))
+    return [x.detach() for x in inputs], grad.to(dtype), [out.detach(), *gradients]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+def test_block_attention(dtype: torch.dtype, tolerance: float, causal: bool) -> None:
+    """The operator gives what the public function does, and the logarithms; so does the plain way."""
+    (query, key, value), grad, wanted = attention(0, causal, dtype)
+    wide = [x.double().repeat_interleave(2, 1) for x in (key, value)]
+    scores = query.double() @ wide[0].mT / 8**0.5
+    after = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1) & causal
+    logarithms = scores.masked_fill(after, -torch.inf).logsumexp(3)
+    out, found = private_api.block_attention(query, key, value, causal)
+    gradients = private_api.block_attention_backward(grad, query, out, found, key, value, causal)
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    plain = private_api._plain_attention(query, *(x.to(dtype) for x in wide), causal)
+    by_hand = private_api._plain_attention_backward(grad, query, *plain, *(x.to(dtype) for x in wide), causal)
+    summed = [by_hand[0], *(x.unflatten(1, (2, 2)).sum(2) for x in by_hand[1:])]
+    for out_, logarithms_, gradients_ in ((out, found, gradients), (*plain, summed)):
+        torch.testing.assert_close(logarithms_.double(), logarithms, rtol=tolerance, atol=tolerance)
+        for one, other in zip((out_, *gradients_), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_block_attention_of_no_samples() -> None:
+    """A rank may read none in the last micro-batch."""
+    query, few = torch.empty(0, 4, 6, 8), torch.empty(0, 2, 6, 8)
+    out, logarithms = private_api.block_attention(query, few, few, causal=True)
+    gradients = private_api.block_attention_backward(out, query, out, logarithms, few, few, causal=True)
+    assert [x.shape for x in gradients] == [query.shape, few.shape, few.shape]

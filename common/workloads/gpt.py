@@ -9,7 +9,7 @@ computes the parts it has.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -132,20 +132,23 @@ def scale_frequencies(frequencies: torch.Tensor, scaling: list[float]) -> torch.
     return (1 - kept) * slow + kept * frequencies
 
 
-def rotations(length: int, shape: Shape, like: torch.Tensor) -> torch.Tensor:
+def rotations(length: int, shape: Shape, like: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
     """Cosines and sines of the rotary positions (Su et al. 2021, https://arxiv.org/abs/2104.09864), (2, T, D / 2).
 
     Args:
         length: T.
         shape: of the model.
         like: on whose device; in a wider type if its own has fewer digits than float32.
+        positions: of the tokens in their texts, (T,); None for 0 to T - 1.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     half = shape.head_width // 2
     # Rounded as transformers rounds it: far from the start of a text, the angles would differ.
     frequencies = 1 / shape.rope_base ** (torch.arange(half, device=like.device, dtype=dtype) / half)
     frequencies = scale_frequencies(frequencies, parse_scaling(shape.rope_scaling))
-    angles = torch.arange(length, device=like.device, dtype=dtype)[:, None] * frequencies
+    if positions is None:
+        positions = torch.arange(length, device=like.device, dtype=dtype)
+    angles = positions[:, None] * frequencies
     return torch.stack([angles.cos(), angles.sin()])
 
 
@@ -161,12 +164,28 @@ def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], dim=3)
 
 
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What each query reads of the values up to its own position, (B, heads, T, D).
+
+    Args:
+        query: (B, heads, T, D).
+        key: (B, kv heads, T, D); each head of keys and values serves equally many heads of queries.
+        value: the same shape.
+    """
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+
+
 class Attention(nn.Module):
-    """Causal self-attention. The weights' shapes decide the number of heads, because a rank may hold only some."""
+    """Causal self-attention. The weights' shapes decide the number of heads, because a rank may hold only some.
+
+    A strategy whose ranks hold parts of each sequence puts its own function in the place of `attend`.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_width = shape.head_width
+        self.attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = causal_attention
         self.query = nn.Linear(shape.width, shape.num_heads * shape.head_width, bias=shape.qkv_bias)
         self.key = nn.Linear(shape.width, shape.num_kv_heads * shape.head_width, bias=shape.qkv_bias)
         self.value = nn.Linear(shape.width, shape.num_kv_heads * shape.head_width, bias=shape.qkv_bias)
@@ -180,8 +199,7 @@ class Attention(nn.Module):
         query, key = self.query_norm(heads[0]), self.key_norm(heads[1])  # (B, T, heads, D)
         query, key, value = (part.transpose(1, 2) for part in (query, key, heads[2]))  # (B, heads, T, D)
         query, key = rotate(query, turns), rotate(key, turns)
-        grouped = query.shape[1] != key.shape[1]
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        mixed = self.attend(query, key, value)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
@@ -226,16 +244,19 @@ class GPT(nn.Module):
         self.norm: nn.RMSNorm | None = nn.RMSNorm(shape.width, shape.norm_eps)
         self.head = None if shape.tied else nn.Linear(shape.width, shape.vocab_size, bias=False)
 
-    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, targets: torch.Tensor | None = None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Logits (B, T, vocab_size) of tokens (B, T), or with targets (B, T) the loss of each sequence, (B,).
 
         A part without the embedding takes the residual stream (B, T, C); a part without the last norm returns it.
+        `positions`, (T,), are those of the tokens in their sequences; None for 0 to T - 1.
         """
         length = x.shape[1]  # of the whole sequences; after the embedding, a rank may have a part of each
         if not x.is_floating_point():
             assert self.embed is not None
             x = self.embed(x)
-        turns = rotations(length, self.shape, x)  # once, for the queries and keys of all blocks
+        turns = rotations(length, self.shape, x, positions)  # once, for the queries and keys of all blocks
         for block in self.blocks.values():
             x = block(x, turns)
         if self.norm is None:

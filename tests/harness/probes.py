@@ -25,6 +25,7 @@ KINDS = {  # operators of torch.distributed, and which of their tensors is the w
     "allgather_into_tensor_coalesced_": ("all-gather", 0),
     "_reduce_scatter_base_": ("reduce-scatter", 1),
     "reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
+    "alltoall_base_": ("all-to-all", 0),
     "broadcast_": ("broadcast", 0),
     "send": ("send", 0),
     "recv_": ("receive", 0),
@@ -55,14 +56,20 @@ def run_until(path: str, argv: list[str], last_step: int, before: Callable[[int]
 
 
 def in_ranks(
-    target: Callable[..., None], recipe: str | Path, size: int, flags: list[str], folder: Path, *more: Any
+    target: Callable[..., None],
+    recipe: str | Path,
+    size: int,
+    flags: list[str],
+    folder: Path,
+    *more: Any,
+    timeout_s: float = 120.0,
 ) -> list[Any]:
     """What `target` reports from each rank, which it calls with the recipe's path and arguments, a file and `more`."""
     path = recipe if isinstance(recipe, Path) else ROOT / "recipes" / recipe / "train.py"
     folder.mkdir()
     argv = ["--out", str(folder), "--name", "run", "--log-every", "1", "--dtype", "float32", *flags]
     files = [folder / f"{rank}.json" for rank in range(size)]
-    result = runner.spawn(target, [(str(path), argv, str(file), *more) for file in files], timeout_s=300)
+    result = runner.spawn(target, [(str(path), argv, str(file), *more) for file in files], timeout_s)
     assert result.ok, str(result)
     return [json.loads(file.read_text()) for file in files]
 

@@ -145,6 +145,15 @@ def layouts(recipe: str) -> list[Layout]:
         elif has_flag(recipe, "--tp"):
             slices = [tp for tp in (4, 2, 1) if size % tp == 0][:2]
             found += [Layout(recipe, size, ("--tp", str(tp)), size // tp) for tp in slices if tp > 1 or size % 2]
+        elif has_flag(recipe, "--cp"):
+            groups = [cp for cp in (4, 2, 1) if size % cp == 0][:2]  # tests/test_context.py has one of three ranks
+            kinds = choices(recipe, "--cp-kind")
+            found += [
+                Layout(recipe, size, ("--cp", str(cp), "--cp-kind", kind), size // cp)
+                for cp in groups
+                for kind in (kinds if cp > 1 else kinds[:1])
+                if cp > 1 or size % 2
+            ]
         elif has_flag(recipe, "--sync"):  # in several buckets, small as the model is
             kinds = choices(recipe, "--sync") if size > 1 else choices(recipe, "--sync")[:1]
             found += [Layout(recipe, size, ("--sync", kind, "--bucket-mb", "0.02"), size) for kind in kinds]

@@ -29,6 +29,9 @@ SHOWN = (  # the rows of "Sent" that everybody should see: how they begin
     "fsdp_gpt --dp-replicate 2 | 4 | all-reduce",
     "tensor_gpt --tp 4 | 4 | all-gather",
     "tensor_gpt --tp 4 | 4 | reduce-scatter",
+    "context_gpt --cp 4 --cp-kind ring | 4 | send",
+    "context_gpt --cp 4 --cp-kind allgather | 4 | all-gather",
+    "context_gpt --cp 4 --cp-kind ulysses | 4 | all-to-all",
     f"pipeline_gpt --pp 4 --schedule {DEFAULT} | 4 | send",
     f"pipeline_gpt --pp 2 --schedule {DEFAULT} | 4 | all-reduce",
 )
@@ -99,11 +102,16 @@ def traffic(layout: runner.Layout, rank: int) -> dict[str, list[Term]]:
     stream = 4 * BATCH * LENGTH * WIDTH / layout.dp_size  # of a group's part of the batch
     if layout.recipe in REPLICAS:
         found["all-reduce"] = [("P", P)]
-    elif layout.recipe == "fsdp_gpt":
+    elif layout.recipe in ("fsdp_gpt", "context_gpt"):
         found["all-gather"] = [("2 P", 2 * P), ("first and last layers gathered once", -rest)]
         found["reduce-scatter"] = [("P", P)]
         if "--dp-replicate" in flags:
             found["all-reduce"] = [share(layout, rank)]
+        if layout.recipe == "context_gpt":
+            for kind, (words, streams) in context(flags["--cp-kind"], int(flags["--cp"])).items():
+                first = found.get(kind, [("", 0.0)])[0]
+                term = (" + ".join(filter(None, [first[0], words])), first[1] + streams * LAYERS * stream)
+                found[kind] = [term, *found.get(kind, [])[1:]]
     elif layout.recipe == "tensor_gpt":
         tp, fsdp = int(flags["--tp"]), int(flags["--tp"]) < layout.size
         ends: Term = ("around embedding and last norm", 2 * stream)
@@ -130,6 +138,19 @@ def traffic(layout: runner.Layout, rank: int) -> dict[str, list[Term]]:
         if layout.dp_size > 1:
             found["all-reduce"] = [share(layout, rank)]
     return found
+
+
+def context(kind: str, cp: int) -> dict[str, Term]:
+    """What attention sends in a block's forward and backward pass, by kind of call; as a multiple of B T C.
+
+    Keys and values are as wide as the residual stream here: the model has no grouped heads.
+    """
+    if kind == "ulysses":  # queries, keys, values, results; and their gradients
+        return {"all-to-all": ("8 L B T C / cp", 8 / cp)}
+    if kind == "allgather":  # keys and values, again in the backward pass; and their gradients
+        return {"all-gather": ("4 L B T C", 4.0), "reduce-scatter": ("2 L B T C", 2.0)}
+    hops: Term = ("6 L B T C (cp - 1) / cp", 6 * (cp - 1) / cp)  # of the same
+    return {"send": hops, "receive": hops}
 
 
 # --- Layouts that are measured --------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tools.plan.predict import Prediction, predict
 
 SIZES = [2**i for i in range(17)]  # 1 to 65,536
 BATCH, MICRO, RECOMPUTE = "--global-batch-size", "--micro-batch-size", "--recompute"
-PARTS = ("--tp", "--pp")
+PARTS = ("--tp", "--pp", "--cp")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def sizes(case: Case) -> Iterator[Case]:
 
 
 def layouts(case: Case) -> Iterator[Case]:
-    """Ways to split a training over these ranks: recipes of its workload, --tp, --pp, micro-batch, recomputation."""
+    """Ways to split a training over these ranks: recipes of its workload, their parts, micro-batch, recomputation."""
     mine = case.folder.name
     batch = value(case.flags, BATCH, default(mine, BATCH))
     kept = case.flags

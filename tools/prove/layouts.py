@@ -74,6 +74,15 @@ def layouts(recipe: str, size: int, gpus: bool) -> list[Layout]:
             lacks = "" if size % 2 == 0 and size >= 4 else TWO_GROUPS
             found.append(Layout(recipe, ("--tp", "2"), size // 2, needs=lacks))
         return found
+    if has_flag(recipe, "--cp"):
+        cp = next((cp for cp in (8, 4, 2) if size % cp == 0), 2)
+        lacks = "" if size % cp == 0 else two or "an even number of ranks"
+        kinds = choices(recipe, "--cp-kind")
+        found = [Layout(recipe, ("--cp", str(cp), "--cp-kind", kind), size // cp, needs=lacks) for kind in kinds]
+        if cp > 2 or size < 4:
+            lacks = "" if size % 2 == 0 and size >= 4 else TWO_GROUPS
+            found.append(Layout(recipe, ("--cp", "2", "--cp-kind", kinds[0]), size // 2, needs=lacks))
+        return found
     # One rank of the reference is the reference.
     same = two if recipe == reference(workload(recipe)).recipe else ""
     found = [Layout(recipe, dp_size=size, needs=same)]

@@ -1,0 +1,484 @@
+"""Train a GPT on sequences that are too long for one device: context parallel, and FSDP2 over all ranks.
+
+Each of the --cp ranks of a group holds two pieces of every sequence, an early and a late one, so that all have as much
+to compute. Only attention reads beyond a rank's own pieces: --cp-kind says how it gets there.
+
+    what                          each rank, of N in N / cp groups
+    parameters                    1/N of each, and the whole of one or two blocks during their computation
+    gradients, optimizer state    1/N; with several micro-batches, all gradients until the last one
+    batch                         each group: an equal part of its sequences; each rank: 1/cp of each sequence
+    activations                   1/cp; allgather: also all keys and values of one block during its attention
+
+    --cp-kind     in each block's forward pass         in its backward pass
+    ring          keys and values go round, cp - 1     the same again, and their gradients go round
+                  hops, each during a computation
+    allgather     all-gathers keys and values          the same again, and reduce-scatters their gradients
+    ulysses       all-to-all from pieces of all        the same two
+                  heads to whole sequences of some,
+                  and another one back
+
+Parameters and gradients travel as in fsdp_gpt, over all ranks: no rank knows which of them share sequences.
+
+    bash launch/torchrun.sh recipes/context_gpt --seq-len 1024                                # one group of 2
+    NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/context_gpt --cp 2 --cp-kind ulysses     # 2 groups of 2
+    bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/context_gpt --cp 16 --seq-len 131072 --recompute full
+
+Measured: docs/context.md. Several GPUs and NCCL: not run.
+
+Base: recipes/fsdp_gpt. Open: 0 1 3
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import Optimizer
+
+from common import checkpoint, cli, data, devices, exits, flops, guard, initial, metrics, precision
+from common import UserError, private_api
+from common import process_group, rates, run_dir, sampler, schedule, session, start
+from common.process_group import World
+from common.workloads import gpt, text
+
+# --- 1 Arguments ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Train a small GPT on text."""
+
+    out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
+    name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
+    resume: str = ""  # start from this run or checkpoint, of any recipe with the same model
+    init: str = ""  # begin with the weights that fit: a checkpoint, folder, .safetensors, .pth, torchvision:NAME
+    data: str = "stdlib"  # "stdlib" (built in: Python's own text), a folder, or a data set of the Hugging Face hub
+    seed: cli.Seed = 0  # seed of initial weights and order of samples
+    workers: cli.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
+    backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo or nccl
+    epochs: cli.PositiveInt = 1  # length of the training in epochs, if max_steps is 0
+    max_steps: cli.NonNegativeInt = 200  # length of the training in optimizer steps; 0 for epochs
+    stop_after: cli.NonNegativeInt = 0  # save and stop after this step; 0 for never
+    deadline: cli.NonNegativeFloat = 0.0  # save and stop after this many minutes; 0 for never
+    log_every: cli.PositiveInt = 10  # steps between log lines
+    eval_every: cli.NonNegativeInt = 100  # steps between evaluations; 0 for once per epoch
+    save_every: cli.NonNegativeInt = 100  # steps between checkpoints; 0 for once per epoch
+    keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
+    keep_best: str = ""  # also keep the checkpoint that is best in this metric, such as loss; "" for none
+    patience: cli.NonNegativeInt = 0  # stop after this many evaluations without a better keep_best, or loss; 0: never
+    async_save: bool = False  # write checkpoints while the training continues
+    check_every: cli.NonNegativeInt = 100  # steps between comparisons of the replicas; 0 for never
+    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
+    on_bad_state: Literal["stop", "rewind"] = "stop"  # a faulty state, never saved: stop, or compute it again
+    hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
+    profile: cli.NonNegativeInt = 0  # steps to profile, after the first 5: where their time goes; 0 for none
+    global_batch_size: cli.PositiveInt = 32  # sequences per optimizer step, over all ranks
+    micro_batch_size: cli.Smaller = 0  # most sequences of a rank's forward pass; 0 for one micro-batch per step
+    lr: cli.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
+    lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr was chosen for
+    weight_decay: cli.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
+    rates: str = ""  # factors on the rate of parts, 0 to freeze them: "all=0,PART=1"; "" for 1 everywhere
+    warmup_steps: cli.NonNegativeInt = 20  # steps of linear warm-up
+    max_grad_norm: cli.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
+    dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16, float16 or float64
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high is TF32 on GPUs
+    deterministic: bool = False  # the same bits each time on GPUs too, if slower; a CPU gives them anyway
+    compile: bool = False  # torch.compile the model
+    recompute: Annotated[gpt.Recompute, cli.Frees("full")] = "none"  # what the backward pass computes again
+    seq_len: cli.PositiveInt = 128  # tokens in a sequence
+    tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
+    text_columns: str = ""  # columns to read, such as "title,body"; "" for the one with the most text
+    num_layers: cli.PositiveInt = 4  # transformer blocks
+    num_heads: cli.PositiveInt = 4  # query heads
+    num_kv_heads: cli.NonNegativeInt = 0  # key and value heads; 0 for num_heads
+    width: cli.PositiveInt = 192  # width of the residual stream
+    mlp_width: cli.NonNegativeInt = 0  # hidden units of each MLP; 0 for 8/3 of width, rounded up to a multiple of 64
+    tied: bool = False  # share the embedding's weights with the output layer
+    rope_base: cli.AtLeastOne = 10_000.0  # base of the rotary positions' wavelengths
+    norm_eps: cli.NonNegativeFloat = 1e-5  # added to the variance in each norm
+    vocab_size: cli.NonNegativeInt = 0  # rows of the embedding; 0 for as many as the tokenizer has tokens
+    head_width: cli.NonNegativeInt = 0  # width of each head; 0 for width / num_heads
+    qkv_bias: bool = False  # add a bias to queries, keys and values
+    qk_norm: bool = False  # pass each head's query and key through a norm
+    rope_scaling: str = ""  # stretched positions: "linear:FACTOR" or "llama3:FACTOR:LOW:HIGH:CONTEXT"; "" for none
+    cp: Annotated[cli.PositiveInt, cli.Shortens("exposed", "smaller")] = 2  # ranks that share every sequence
+    cp_kind: Literal["ring", "allgather", "ulysses"] = "ring"  # how attention reads other ranks' pieces
+    reshard_after_forward: bool = True  # free gathered parameters until the backward pass, which saves memory
+
+
+# --- 2 Workload -------------------------------------------------------------------------------------------
+
+
+def make_data(args: Args) -> tuple[text.Text, text.Text]:
+    """The training and the validation split, the same on every rank."""
+    return text.load(args.data, args.seq_len, args.tokenizer, args.text_columns)
+
+
+def make_model(args: Args, train: text.Text) -> nn.Module:
+    """The plain model on the meta device: names and shapes, no weights yet, whatever its size."""
+    with torch.device("meta"):
+        return rates.freeze(gpt.GPT(gpt.Shape.of(args, train.vocab_size)), args.rates)
+
+
+def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
+    """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101); no weight decay on norms."""
+    lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
+    groups = rates.groups(model, args.rates, lr, args.weight_decay)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
+    """Sums over one rank's micro-batch; the backward pass starts from "loss"."""
+    dtype = precision.compute_dtype(args.dtype, batch.inputs.device)
+    with precision.autocast(batch.inputs.device, dtype):
+        losses = model(batch.inputs, batch.targets)  # (b,), the mean over each sequence
+    return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device)}
+
+
+# --- 3 Strategy -------------------------------------------------------------------------------------------
+
+
+def make_mesh(args: Args, world: World) -> DeviceMesh:
+    """The ranks and their axes: dp groups, which read different sequences, and the cp ranks that share each of them."""
+    cli.check_divides("--cp", args.cp, {"the number of ranks": world.size})
+    if args.cp > 1 and args.seq_len % (2 * args.cp):
+        raise UserError(
+            f"--seq-len {args.seq_len} must be a multiple of {2 * args.cp}: each of the --cp {args.cp} ranks holds two "
+            "pieces of every sequence"
+        )
+    if args.cp_kind == "ulysses":
+        heads = {"--num-heads": args.num_heads, "--num-kv-heads": gpt.Shape.of(args, vocab_size=1).num_kv_heads}
+        cli.check_divides("--cp-kind ulysses: --cp", args.cp, heads)
+    return init_device_mesh(world.device.type, (world.size // args.cp, args.cp), mesh_dim_names=("dp", "cp"))
+
+
+def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
+    """Index of the part of each batch that this rank reads, and number of parts; one per cp group."""
+    return mesh.get_local_rank("dp"), mesh["dp"].size()
+
+
+def pieces_of(rank: int, size: int, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """A rank's part of whole sequences: of 2 N pieces, number r and, as causal attention has less to do early, 2 N-1-r.
+
+    Args:
+        rank: r, in its cp group.
+        size: N.
+        x: (..., T, ...), in order.
+        dim: whose size is T.
+    """
+    pieces = x.tensor_split(2 * size, dim)
+    return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]], dim)
+
+
+class AllToAll(torch.autograd.Function):
+    """Send part i to rank i of a group, and get a part of each; all parts are of one size, (N, ...)."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """What the others send, in the order of ranks."""
+        ctx.group = group
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Each gradient goes back to where its part came from."""
+        return AllToAll.apply(grad.contiguous(), ctx.group), None
+
+
+def ulysses_attention(
+    group: dist.ProcessGroup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """Each rank computes some of the heads over whole sequences (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509).
+
+    Args:
+        group: the cp ranks.
+        query: this rank's pieces, (B, heads, T / N, D).
+        key: (B, kv heads, T / N, D).
+        value: the same shape.
+    """
+    size = group.size()
+    heads = [x.shape[1] // size for x in (query, key, value)]
+    # (N, B, (heads + 2 kv heads) / N, T / N, D)
+    parts = torch.cat([torch.stack(x.chunk(size, dim=1)) for x in (query, key, value)], dim=2)
+    pieces = torch.cat(AllToAll.apply(parts, group).unbind(), dim=2).tensor_split(2 * size, dim=2)
+    whole = torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim=2)  # early ones, late ones; (..., T, D)
+    mixed = gpt.causal_attention(*whole.split(heads, dim=1))  # (B, heads / N, T, D)
+    parts = torch.stack([pieces_of(rank, size, mixed, 2) for rank in range(size)])  # (N, B, heads / N, T / N, D)
+    return torch.cat(AllToAll.apply(parts, group).unbind(), dim=1)  # (B, heads, T / N, D)
+
+
+# A block of keys and values is what one rank holds of them, (2, B, kv heads, T / N, D).
+Blocks = Iterator[tuple[int, torch.Tensor]]  # of all ranks, each with its rank
+
+
+def gathered(ours: torch.Tensor, group: dist.ProcessGroup) -> Blocks:
+    """All blocks at once."""
+    blocks = ours.new_empty(group.size() * len(ours), *ours.shape[1:])  # (2 N, B, kv heads, T / N, D)
+    dist.all_gather_into_tensor(blocks, ours, group=group)
+    yield from enumerate(blocks.chunk(group.size()))
+
+
+def pass_on(outgoing: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Begin to send to the next rank and to receive from the one before; the function returned waits for the latter.
+
+    The receive comes first: behind a large message, gloo would announce it late.
+    """
+    before, after = ((group.rank() + hop) % group.size() for hop in (-1, 1))
+    incoming = torch.empty_like(outgoing)
+    receive = dist.P2POp(dist.irecv, incoming, group=group, group_peer=before)
+    send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=after)
+    works = dist.batch_isend_irecv([receive, send])
+
+    def wait() -> torch.Tensor:
+        for work in works:
+            work.wait()
+        return incoming
+
+    return wait
+
+
+def passed_round(ours: torch.Tensor, group: dist.ProcessGroup) -> Blocks:
+    """One block after the other, this rank's first; the next is on its way while the caller computes with this one."""
+    block = ours
+    for hop in range(group.size()):
+        wait = pass_on(block, group) if hop < group.size() - 1 else None
+        yield (group.rank() - hop) % group.size(), block
+        if wait:
+            block = wait()
+
+
+def sum_gathered(parts: Iterator[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
+    """Gradient of this rank's block, from this rank's parts of the gradients of all blocks, in the order of ranks."""
+    blocks = list(parts)
+    ours = torch.empty_like(blocks[0])
+    dist.reduce_scatter_tensor(ours, torch.cat(blocks), group=group)
+    return ours
+
+
+def sum_round(parts: Iterator[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
+    """The same in the order of `passed_round`: a block's gradient follows it round, one computation behind."""
+    ours = next(parts)
+    wait = None
+    for part in parts:
+        wait = pass_on(part + wait() if wait else part, group)
+    return ours + wait() if wait else ours
+
+
+BLOCKS = {"ring": passed_round, "allgather": gathered}
+SUM = {"ring": sum_round, "allgather": sum_gathered}
+
+
+def visible(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
+    """Which of a rank's queries read which of an owner's keys, and whether each only those up to its own position.
+
+    All but the rank's own blocks take equally long: half of the queries or half of the keys are left out, and no mask
+    is needed.
+    """
+    every, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)
+    if owner == rank:
+        return every, every, True
+    return (every, early, False) if owner < rank else (late, every, False)
+
+
+class BlockAttention(torch.autograd.Function):
+    """Attention to one rank's keys after the other's; the results are joined as they come.
+
+    The backward pass gets the blocks again: kept, they would take N times the memory of a rank's own.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, kind: str, group: dist.ProcessGroup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """The result for this rank's queries, (B, heads, T / N, D); key and value: (B, kv heads, T / N, D)."""
+        ours = torch.stack([key, value])
+        out = torch.zeros_like(query, dtype=torch.promote_types(query.dtype, torch.float32))
+        logs = out.new_full(query.shape[:3], -torch.inf)  # of the divisors of the softmax so far, (B, heads, T / N)
+        for owner, block in BLOCKS[kind](ours, group):
+            rows, columns, causal = visible(group.rank(), owner, query.shape[2])
+            keys, values = block[..., columns, :]
+            part, part_logs = private_api.block_attention(query[:, :, rows], keys, values, causal)
+            both = torch.logaddexp(logs[:, :, rows], part_logs)
+            # Each part was divided by its own divisor, and has to be by that of both.
+            correction = (logs[:, :, rows] - both).exp()[..., None]
+            out[:, :, rows] = out[:, :, rows] * correction + part * (part_logs - both).exp()[..., None]
+            logs[:, :, rows] = both
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, ours, out, logs)
+        ctx.kind = kind
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of query, key and value; the query's is this rank's alone."""
+        query, ours, out, logs = ctx.saved_tensors
+        by_query = torch.zeros_like(query, dtype=logs.dtype)
+
+        def by_blocks() -> Iterator[torch.Tensor]:
+            for owner, block in BLOCKS[ctx.kind](ours, ctx.group):
+                rows, columns, causal = visible(ctx.group.rank(), owner, query.shape[2])
+                keys, values = block[..., columns, :]
+                by_rows, *by_columns = private_api.block_attention_backward(
+                    grad[:, :, rows], query[:, :, rows], out[:, :, rows], logs[:, :, rows], keys, values, causal
+                )
+                by_query[:, :, rows] += by_rows
+                by_block = torch.zeros_like(ours, dtype=logs.dtype)
+                by_block[..., columns, :] = torch.stack(by_columns)
+                yield by_block
+
+        by_ours = SUM[ctx.kind](by_blocks(), ctx.group)
+        return None, None, by_query.to(query.dtype), *by_ours.to(query.dtype)
+
+
+def share_sequences(args: Args, model: Any, group: dist.ProcessGroup) -> None:
+    """Let the model read this rank's pieces of its inputs, at their positions, and attend to all pieces."""
+    mine = functools.partial(pieces_of, group.rank(), group.size())
+    whole = model.forward
+
+    def forward_pieces(tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        # The loss is the mean over this rank's pieces. They are equally long on all ranks, so FSDP's mean over the
+        # gradients of all ranks, and the mean of the metrics, are the means over whole sequences.
+        positions = mine(torch.arange(tokens.shape[1], device=tokens.device), dim=0)
+        return whole(mine(tokens), None if targets is None else mine(targets), positions)
+
+    model.forward = forward_pieces
+    attend = ulysses_attention if args.cp_kind == "ulysses" else functools.partial(BlockAttention.apply, args.cp_kind)
+    for block in model.blocks.values():  # the compiler takes what is around it: it knows no messages
+        block.attention.attend = torch.compiler.disable(functools.partial(attend, group))
+
+
+def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) -> nn.Module:
+    """Put the plain model on its device and under the strategy."""
+    dtype = precision.compute_dtype(args.dtype, device)
+    model = model.to(precision.param_dtype(dtype))
+    compute = dtype if dtype in precision.HALVES else None
+    # FSDP's param_dtype is the type it gathers in, our compute type. It adds up gradients in our storage type.
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.param_dtype(dtype))
+    # Parameters come in the compute type, so section 2's autocast has nothing to do. On GPUs it would compute each norm
+    # in float32, and cast the result back once for each matrix that reads it.
+    model.forward = torch.autocast(device.type, enabled=False)(model.forward)
+    share_sequences(args, model, mesh.get_group("cp"))
+    axes = DeviceMesh(device.type, list(range(mesh.size())), mesh_dim_names=("dp_cp",))  # over all ranks
+    gpt.recompute(model, args.recompute)  # inside FSDP's hooks: they gather the parameters before
+    for block in model.blocks.values():
+        fully_shard(block, mesh=axes, mp_policy=policy, reshard_after_forward=args.reshard_after_forward)
+    # The rest: embedding, last norm and head. It stays gathered, as the backward pass begins with the head.
+    fully_shard(model, mesh=axes, mp_policy=policy, reshard_after_forward=False)
+    # After the split, so each rank keeps only its part of the weights.
+    return initial.materialize(model, args.seed, device, precision.param_dtype(dtype))
+
+
+def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scale: Any) -> metrics.Sums:
+    """Forward and backward passes of a step's micro-batches; only the last backward pass reduces gradients."""
+    sums: metrics.Sums = {}
+    for batch in batches:
+        model.set_requires_gradient_sync(batch.last)
+        batch_sums = forward(args, model, batch)
+        # The mean over the samples of the whole step; dp_size in `scale` cancels FSDP's mean over all ranks.
+        (batch_sums["loss"] * (scale / batch.step_samples)).backward()
+        sums = metrics.add(sums, batch_sums)
+    return sums
+
+
+def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metrics.Sums:
+    """Forward passes of an evaluation."""
+    sums: metrics.Sums = {}
+    for batch in batches:
+        sums = metrics.add(sums, forward(args, model, batch))
+    model.reshard()  # without a backward pass, embedding, norm and head would stay gathered
+    return sums
+
+
+def clip_gradients(args: Args, model: Any) -> torch.Tensor:
+    """Clip to the global gradient norm, (), and return it; the norm is over all ranks' parts."""
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
+    return norm.full_tensor()  # a DTensor: this adds up the ranks' parts
+
+
+# --- 4 Step -----------------------------------------------------------------------------------------------
+
+
+def train_step(
+    args: Args, model: Any, optimizer: Optimizer, finite: guard.FiniteGuard, batches: data.Loader, dp_size: int
+) -> tuple[metrics.Sums, torch.Tensor]:
+    """One optimizer step; returns this rank's sums and the global gradient norm, ()."""
+    # Other types than float16 have a loss scale of 1.
+    sums = forward_backward(args, model, batches.step(), dp_size * finite.loss_scale)
+    finite.unscale_gradients()
+    grad_norm = clip_gradients(args, model)
+    finite.skip_if_not_finite(grad_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return sums, grad_norm
+
+
+@torch.no_grad()
+def evaluate(args: Args, model: Any, batches: data.Loader) -> metrics.Sums:
+    """This rank's sums over its part of the validation split."""
+    model.eval()
+    sums = forward_only(args, model, batches)
+    model.train()
+    return sums
+
+
+# --- 5 Main -----------------------------------------------------------------------------------------------
+
+
+@exits.entry
+def main() -> None:
+    """Train to the end, from the newest checkpoint or from the start."""
+    args = cli.parse(Args)
+    devices.configure(args.matmul_precision, args.deterministic)
+    # Compares flags and code over the ranks, because nothing else would notice a rank with others.
+    world = process_group.start(args.backend, args.dtype, __file__, flag=dataclasses.asdict(args))
+    mesh = make_mesh(args, world)
+    dp_rank, dp_size = dp_coordinates(mesh)
+    division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
+    train, validation = make_data(args)
+    model = make_model(args, train)
+    # Refuses a checkpoint of another model before this one takes memory. Optional: the comparison of seed and data.
+    found = checkpoint.find(
+        run_dir.choose(args.out, args.name), args.resume, model, seed=args.seed, data=train.digest()
+    )
+    plan = sampler.make_plan(
+        division, len(train), run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
+    )
+    # Optional: without it, the log shows neither MFU nor tokens per second.
+    sample = flops.count_sample(lambda plain, batch: forward(args, plain, batch)["loss"], model, train)
+    model = parallelize(args, model, mesh, world.device)
+    optimizer = make_optimizer(args, model)  # now: the strategy may have replaced the parameters
+    # Optional: refuses a forward that returns a mean. Before restore, because forward may change buffers, and before
+    # compile, which would remember these small batches.
+    metrics.check_sums(*(evaluate(args, model, batches) for batches in data.twins(train, plan, world.device)))
+    start.restore(found.path, args.init, model, optimizer)
+    if args.compile:
+        model.compile()
+    batches = data.Loader(train, sampler.training_requests(plan, dp_rank), args.workers, world.device)
+    # Claims the run's folder, and takes over signals before the first loader worker is forked.
+    run = session.Session(
+        args, __file__, world, mesh, found=found, plan=plan, model=model, optimizer=optimizer, sample=sample
+    )
+    for step in run.steps(dp_rank):
+        lr = schedule.scale_rates(optimizer, schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps))
+        sums, grad_norm = train_step(args, model, optimizer, run.finite, batches, dp_size)
+        run.log_train(step, sums, grad_norm=grad_norm, data_wait_s=batches.wait_s, lr=lr)
+        run.check_replicas(step)  # optional: finds replicas that have drifted apart
+        if run.evaluates(step):
+            requests = sampler.evaluation_requests(plan, len(validation), dp_rank)
+            sums = evaluate(args, model, data.Loader(validation, requests, args.workers, world.device))
+            run.log_validation(step, validation.metrics(metrics.means(sums)))
+        run.save(step)
+    run.finish()
+
+
+if __name__ == "__main__":
+    main()
