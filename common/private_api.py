@@ -11,14 +11,16 @@ import json
 import pickle
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import ranks, seal
@@ -226,12 +228,35 @@ def forget_meshes() -> None:
         clear()
 
 
-def files_of_rank(folder: Path, rank: int) -> list[Path]:
-    """The files of a rank that `HuggingFaceStorageWriter(save_distributed=True)` has written to a folder.
+def file_of_rank(rank: int) -> str:
+    """Name of the file that a rank writes in a checkpoint: as torch's `HuggingFaceStorageWriter` would call it."""
+    return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
 
-    Needs the writer's names, "shard-00001-model-..." for rank 0: it returns no list of what it has written.
-    """
+
+def files_of_rank(folder: Path, rank: int) -> list[Path]:
+    """The files of a rank in a checkpoint's folder."""
     return sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
+
+
+def shard_header(parts: Mapping[str, tuple[torch.dtype, ChunkStorageMetadata]]) -> bytes:
+    """Header of a safetensors file that holds these parts of tensors, in this order and without gaps.
+
+    Needs the entries that `HuggingFaceStorageReader` looks for, DCP_SHARDING_INFO and saved_offsets, which only
+    `HuggingFaceStorageWriter` writes, and that one puts a whole file together in memory first; and
+    `safetensors.torch._TYPES`, the format's names of types. https://huggingface.co/docs/safetensors#format
+    """
+    kinds = {dtype: kind for kind, dtype in safetensors.torch._TYPES.items()}
+    offsets = {name: {"saved_offsets": list(chunk.offsets)} for name, (_, chunk) in parts.items()}
+    header: dict[str, Any] = {
+        "__metadata__": {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    }
+    end = 0
+    for name, (dtype, chunk) in parts.items():
+        begin, end = end, end + chunk.sizes.numel() * dtype.itemsize
+        header[name] = {"dtype": kinds[dtype], "shape": list(chunk.sizes), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import UserError, checkpoint, devices, guard, manifest, private_api, process_group, ranks, run_dir
+from common import UserError, checkpoint, devices, guard, manifest, process_group, ranks, run_dir, shards
 from common.diagnose import SAVING
 
 Tensors = dict[str, torch.Tensor]
@@ -81,6 +82,7 @@ class Saver:
         self._failure = ""
         self._has_one = has_one
         self._best = -1
+        self._whole: dict[str, list[tuple[Any, ...]]] = {}  # see `_look`
         self._bad: guard.BadStateError | None = None
         # After an error, only a little: the other ranks are exiting too.
         process_group.background.callback(self.wait, 10)
@@ -176,21 +178,16 @@ class Saver:
         partial = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
         try:
             partial = Path(self._together(lambda: self._make(partial, tensors) if dist.get_rank() == 0 else None)[0])
-            mine = self._share(tensors)
-            rows: Tensors = {}  # contiguous copies, because safetensors does not store strides
-            self._together(lambda: rows.update({name: tensors[name].contiguous() for name in mine}))
-            writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
+            writer = shards.ShardWriter(partial, dist.get_rank())
             # A tensor that several ranks hold is taken from the lowest: BatchNorm's running statistics differ between
             # ranks, and mixing them would match no rank.
             planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-            dcp.save(rows, storage_writer=writer, planner=planner, process_group=self._group)
-            # Each rank reads back and hashes the files that it wrote.
-            written = functools.partial(private_api.files_of_rank, partial, dist.get_rank())
-            files = self._together(lambda: {path.name: manifest.seal(path) for path in written()})
-            everything = {name: entry for part in files for name, entry in part.items()}
-            # After the writing, so that nothing that changes meanwhile is kept either.
-            self._check.judge(self._together(lambda: self._check.summarize(tensors)), facts["step"])
-            self._together(lambda: self._commit(partial, final, facts, everything) if dist.get_rank() == 0 else None)
+            mine = {name: tensors[name] for name in self._share(tensors)}
+            dcp.save(mine, storage_writer=writer, planner=planner, process_group=self._group)
+            parts = self._together(lambda: self._seal(writer, tensors))
+            files = {name: entry for part, _ in parts for name, entry in part.items()}
+            self._check.judge([summary for _, summary in parts], facts["step"])
+            self._together(lambda: self._commit(partial, final, facts, files) if dist.get_rank() == 0 else None)
             self._tidy(final)
         except (Exception, dcp.CheckpointException) as error:  # CheckpointException derives from BaseException
             self._bad = error if isinstance(error, guard.BadStateError) else None
@@ -214,6 +211,19 @@ class Saver:
             names[name] = min(same, key=load.__getitem__)
             load[names[name]] += tensors[name].numel()
         return [name for name, rank in names.items() if rank == dist.get_rank()]
+
+    def _seal(self, writer: shards.ShardWriter, tensors: Tensors) -> tuple[dict[str, Any], list[Any]]:
+        """Flush this rank's file; returns its entry in the manifest, and the check's summary of the tensors.
+
+        The check is computed while the disk writes, and after the file was written, so that nothing that changed
+        meanwhile is kept either.
+        """
+        entry = writer.seal()
+        with ThreadPoolExecutor(1, "flush") as pool:
+            flushed = pool.submit(writer.flush)
+            summary = self._check.summarize(tensors)
+            flushed.result()
+        return entry, summary
 
     def _together(self, part: Callable[[], Any]) -> list[Any]:
         """Let every rank do its part; every rank gets all results, JSON values, or every rank raises SaveError."""
@@ -239,8 +249,6 @@ class Saver:
 
     def _commit(self, partial: Path, final: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
         """Write the manifest and rename the folder (rank 0)."""
-        if not files:
-            raise SaveError(f"torch {torch.__version__} has given a checkpoint's files other names: see private_api.py")
         manifest.write(partial, facts, files)
         # It must be damaged, as is a link to itself: otherwise this run would have resumed from it.
         if os.path.lexists(final):
@@ -251,16 +259,15 @@ class Saver:
     def _tidy(self, final: Path) -> None:
         """Point `latest` to the newest checkpoint, and delete the oldest ones (all ranks)."""
         try:
-            found, best = self._together(lambda: self._look(final))[0]
+            found, best, whole = self._together(lambda: self._look(final))[0]
             # Newer ones must be damaged, otherwise this run would have resumed from them: they do not count as kept.
             step_of = checkpoint.step_of
             older = [path for path in map(final.with_name, found) if step_of(path) < step_of(final)]
             older = [path for path in older if path.name != best]
             kept = 1
-            share = (dist.get_rank(), dist.get_world_size())
             while older and kept < self._keep:
-                verify = functools.partial(manifest.verify, older.pop(0), *share)  # each rank reads some files
-                kept += not any(fault for _, fault in self._together(verify))
+                path = older.pop(0)
+                kept += path.name in whole or self._is_whole(path)
             if dist.get_rank() == 0:
                 latest = final.with_name("latest")  # for people; `find` does not read it
                 run_dir.replace(latest, final.name)
@@ -271,14 +278,30 @@ class Saver:
         except (SaveError, OSError) as error:  # SaveError is raised on all ranks
             ranks.print0(f"warning: {final} is saved, but an older checkpoint could not be deleted: {error}")
 
-    def _look(self, final: Path) -> tuple[list[str], str]:
-        """Names of all checkpoints, and of the best one: if its save has failed, of the one that was best before."""
+    def _is_whole(self, path: Path) -> bool:
+        """Read an older checkpoint, each rank a part of it (all ranks); remember that it is whole."""
+        verify = functools.partial(manifest.verify, path, dist.get_rank(), dist.get_world_size())
+        whole = not any(fault for _, fault in self._together(verify))
+        if whole:
+            self._whole[path.name] = manifest.stamps(path)
+        return whole
+
+    def _look(self, final: Path) -> tuple[list[str], str, list[str]]:
+        """Names of all checkpoints, of the best one, and of those that this process knows to be whole (rank 0).
+
+        The best one is that of before if its save has failed. What was written or read here once is not read again at
+        each save, as long as no program has changed it; a bit that flips on the disk meanwhile is found when the
+        checkpoint is loaded.
+        """
+        self._whole[final.name] = manifest.stamps(final)
         found = [path.name for path in checkpoint.committed(self._run_dir)]
+        self._whole = {name: known for name, known in self._whole.items() if name in found}
+        whole = [name for name, known in self._whole.items() if manifest.stamps(final.with_name(name)) == known]
         pointer = final.with_name(checkpoint.BEST)
         best = checkpoint.folder(self._run_dir, self._best).name
         if best not in found:
             best = pointer.read_text() if pointer.is_file() else ""
-        return found, best
+        return found, best, whole
 
 
 def _new_group() -> Any:

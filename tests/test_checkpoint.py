@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from common import UserError, checkpoint, manifest
 
 from tests.harness import runner
@@ -306,6 +307,55 @@ def test_what_cannot_be_read_is_damaged(tmp_path: Path, capsys: pytest.CaptureFi
     assert find_step(tmp_path) == 10
 
 
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 24)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("size", [0, 1, 23, 63, 64, 65, 128, 300])
+def test_digests_of_chunks(size: int, tmp_path: Path) -> None:
+    """Those of what is written, in whatever pieces, are those of the file."""
+    content = memoryview(random.Random(size).randbytes(size))
+    wanted = [xxhash.xxh3_128_hexdigest(content[start : start + 64]) for start in range(0, size, 64)]
+    for piece in (1, 7, 64, 1000):
+        with (tmp_path / "file").open("wb") as file:
+            pieces = [content[start : start + piece] for start in range(0, size, piece)]
+            assert manifest.write_blocks(file, pieces) == wanted
+        assert (tmp_path / "file").read_bytes() == content
+        assert manifest.seal(tmp_path / "file") == {"bytes": size, "xxh3_128": wanted}
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_readers_share_the_chunks_of_a_file(tmp_path: Path) -> None:
+    """Each flipped bit is found by one of them, and whatever else is wrong by at least one."""
+    folder = tmp_path / "step_00000001"
+    folder.mkdir()
+    files = {"large": folder / "large.safetensors", "empty": folder / "empty.safetensors"}
+    files["large"].write_bytes(random.Random(0).randbytes(300))
+    files["empty"].touch()
+    manifest.write(folder, {"step": 1, "samples": 1}, {file.name: manifest.seal(file) for file in files.values()})
+
+    def finders() -> list[int]:
+        return [part for part in range(3) if manifest.verify(folder, part, 3)[1]]
+
+    assert finders() == []
+    for byte in range(0, 300, 7):
+        flip_bit(files["large"], 8 * byte + byte % 8)
+        assert finders() == [byte // 64 % 3]
+        flip_bit(files["large"], 8 * byte + byte % 8)
+    for file in files.values():
+        content = file.read_bytes()
+        for other in (content + b"x", content[:-1]) if content else (b"x",):
+            file.write_bytes(other)
+            assert finders()
+        file.unlink()
+        assert finders()
+        file.write_bytes(content)
+    assert finders() == []
+
+
 def find_in_parts(run_dir: str) -> None:
     """Three ranks, each with a file in each checkpoint; of the newer ones another rank's is damaged each time."""
     dist.init_process_group("gloo")
@@ -319,7 +369,7 @@ def find_in_parts(run_dir: str) -> None:
             flip_bit(file, 8 * file.stat().st_size - 1)
     dist.barrier()
     digest = manifest._digest
-    manifest._digest = lambda path: (read.append(path), digest(path))[1]  # type: ignore[func-returns-value]
+    manifest._digest = lambda path, *part: (read.append(path), digest(path, *part))[1]  # type: ignore[func-returns-value]
     assert find_step(run) == 1, "all hear of what one has found"
     assert len(read) == 4, "one of the three files of each"
     dist.barrier()

@@ -77,7 +77,7 @@ def test_unknown_format_is_refused(tmp_path: Path) -> None:
     del facts["sha256"]
     (newest / manifest.NAME).write_text(json.dumps(facts | {"sha256": manifest._digest_json(facts)}))
     with pytest.raises(
-        UserError, match=rf"{newest} has format 9, and this code reads format {manifest.FORMAT}: continue"
+        UserError, match=rf"{newest} has format 9, and this code reads formats up to {manifest.FORMAT}: continue"
     ):
         checkpoint.choose(run)
 

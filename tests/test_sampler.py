@@ -5,14 +5,15 @@ Every claim is checked for all combinations of a few awkward sizes.
 
 import dataclasses
 import itertools
+import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import pytest
 import torch
-from common import UserError, sampler
+from common import UserError, sampler, seed
 from common.sampler import Request
 
 SEED = 3
@@ -365,3 +366,91 @@ def test_permutation_has_no_favourites() -> None:
     places = np.stack([np.argsort(sampler.permutation(8, 0, epoch)) for epoch in range(4000)])
     counts = np.stack([np.bincount(places[:, sample], minlength=8) for sample in range(8)])
     assert np.abs(counts - 500).max() < 110  # 5 standard deviations
+
+
+# --- the order of a large set, which is never in memory ---
+
+
+def permuted(num_samples: int, key: int) -> np.ndarray:
+    return sampler.permuted(num_samples, seed.mix(key), np.arange(num_samples))
+
+
+def shuffled(num_samples: int, key: int) -> np.ndarray:
+    """NumPy's, to compare with."""
+    return np.random.default_rng(key).permutation(num_samples)
+
+
+def hash_own_digit(numbers: np.ndarray, key: np.ndarray, high_base: np.uint64, low_base: np.uint64) -> np.ndarray:
+    """A mutant of `_place`: it changes a digit by a hash of itself, so two numbers can come to one place."""
+    high, low = np.divmod(numbers, low_base)
+    return (high + seed.mix(key, high) % high_base) % high_base * low_base + low
+
+
+def not_permuted(sizes: Iterable[int]) -> list[int]:
+    return [size for size in sizes if not np.array_equal(np.sort(permuted(size, size)), np.arange(size))]
+
+
+def test_large_order_has_each_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not_permuted(range(1, 3001)) == []
+    last = np.arange(2**40 - 3, 2**40 - 1)
+    found = sampler.permuted(2**40 - 1, seed.mix(0), last)
+    assert len({*found.tolist()}) == 2
+    assert found.max() < 2**40 - 1
+    monkeypatch.setattr(sampler, "_place", hash_own_digit)
+    squares = [49, 64, 81]  # nothing is outside of them, where such a mutant could walk for ever
+    assert not_permuted(squares) == squares, "the mutant is found"
+
+
+def excess(permute: Callable[[int, int], np.ndarray]) -> float:
+    """How far samples' places and pairs are from equally often, over 6,000 keys: standard deviations of chi-square."""
+    orders = np.stack([permute(12, key) for key in range(6000)])
+    sizes, values = [], []
+    for sample in range(12):
+        sizes.append(12)
+        values.append(orders[:, sample])
+    for one, other in itertools.combinations((0, 1, 2, 5, 6, 11), 2):
+        first, second = orders[:, one], orders[:, other]
+        sizes.append(132)
+        values.append(first * 11 + second - (second > first))
+    worst = 0.0
+    for size, value in zip(sizes, values, strict=True):
+        expected = len(value) / size
+        chi_square = float(((np.bincount(value, minlength=size) - expected) ** 2).sum() / expected)
+        worst = max(worst, (chi_square - (size - 1)) / math.sqrt(2 * (size - 1)))
+    return worst
+
+
+def test_large_order_is_as_random_as_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert excess(shuffled) < 5
+    assert excess(permuted) < 5
+    monkeypatch.setattr(sampler, "ROUNDS", 2)
+    assert excess(permuted) > 50, "the mutant of two rounds is found"
+
+
+def test_order_of_a_large_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked at once, and nothing is sorted for it."""
+    small = make_plan(100, (7, 0, 1), epochs=3)
+    assert np.array_equal(small.samples(0, 100)[1], sampler.permutation(100, SEED, 0))
+    monkeypatch.setattr(sampler, "MOST_SORTED", 99)
+    monkeypatch.setattr(sampler, "permutation", lambda *_: pytest.fail("it was sorted"))
+    plan = make_plan(100, (7, 0, 1), epochs=3)
+    epochs, indices = plan.samples(0, 300)
+    orders = indices.reshape(3, 100)
+    assert np.array_equal(epochs, np.repeat([0, 1, 2], 100))
+    assert np.array_equal(np.sort(orders), np.tile(np.arange(100), (3, 1)))
+    assert len({tuple(order) for order in orders.tolist()}) == 3
+    for start, stop in ((0, 1), (98, 103), (150, 290), (7, 7)):
+        assert np.array_equal(plan.samples(start, stop)[1], indices[start:stop])
+    # As it is today, and as every checkpoint's position relies on.
+    assert sampler.ordered(100, 0, 0, np.arange(8)).tolist() == [9, 62, 60, 26, 18, 24, 64, 42]
+
+
+def test_older_checkpoint_within_an_epoch_of_a_large_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its epoch would go on in another order: some samples twice, others never."""
+    old = {"format": 1, "step": 3, "samples": 21}
+    monkeypatch.setattr(sampler, "MOST_SORTED", 99)
+    with pytest.raises(UserError, match=r"step 3 is in the middle of an epoch of 100 samples, .* of more than 99 has"):
+        make_plan(100, (7, 0, 1), epochs=3, progress=old)
+    for progress in (old | {"format": 2}, old | {"samples": 200}):
+        make_plan(100, (7, 0, 1), epochs=3, progress=progress)
+    make_plan(99, (7, 0, 1), epochs=3, progress=old)

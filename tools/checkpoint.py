@@ -125,9 +125,10 @@ def write_start(run_dir: Path, tensors: Tensors, source: str) -> None:
     """Write a checkpoint of step 0 without an optimizer."""
     folder = checkpoint.folder(run_dir, 0)
     folder.mkdir(parents=True)
-    write(tensors, folder / "model.safetensors", 0)
-    facts: dict[str, Any] = {"step": 0, "samples": 0, "source": source}
-    manifest.write(folder, facts, {"model.safetensors": manifest.seal(folder / "model.safetensors")})
+    file = folder / "model.safetensors"
+    write(tensors, file, 0)
+    manifest.sync(file)
+    manifest.write(folder, {"step": 0, "samples": 0, "source": source}, {file.name: manifest.seal(file)})
 
 
 def main() -> None:

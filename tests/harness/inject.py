@@ -28,7 +28,7 @@ Who renames one of these renames it here as well; a patch of a name that is not 
     torch.autograd.backward                  point "backward"; the action "spoil"
     torch's hook before an optimizer's step  point "update"
     dcp.save                                 point "before the data"
-    dcp.HuggingFaceStorageWriter.write_data  points "between the files", "in a file"
+    common.shards.ShardWriter.write_data     points "between the files", "in a file"
     Path.rename                              points "before the rename", "after the rename"
     shutil.rmtree                            point "during retention"
     os._exit                                 note "exited"
@@ -81,6 +81,7 @@ from common import (
     saver,
     seal,
     session,
+    shards,
     stop,
     sync_batchnorm,
     watch,
@@ -253,8 +254,8 @@ def _patch(drifts: bool) -> None:
     _after(stop.Stop, "after", _notes("done"))
     register_optimizer_step_pre_hook(_reaches("update"))
     _before(dcp, "save", _reaches("before the data"))
-    _before(dcp.HuggingFaceStorageWriter, "write_data", _reaches("between the files"))
-    _after(dcp.HuggingFaceStorageWriter, "write_data", _reaches("in a file"))
+    _before(shards.ShardWriter, "write_data", _reaches("between the files"))
+    _after(shards.ShardWriter, "write_data", _reaches("in a file"))
     _before(manifest, "seal", _reaches("before the digests"))
     _before(manifest, "write", _reaches("before the manifest"))
     _before(Path, "rename", reach_if_checkpoint("before the rename"))

@@ -1,0 +1,203 @@
+"""Time and memory of a save beside torch's own: `uv run python -m benchmarks.saves` writes docs/survival.md.
+
+The state of a training with Adam on 2 ranks (gloo, one thread each), the same on both, as under DDP. By turns in one
+run, each after a `sync` of the whole machine: a plain save and one in the background, torch.save by rank 0 and
+`dcp.save`, both flushed to the disk. Brigade's saves also compare the replicas, write digests and delete the checkpoint
+before; the others' are deleted outside of the clock. Then: how long it takes to verify a checkpoint, and to load it.
+"""
+
+import hashlib
+import os
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from common import checkpoint, guard, keymap, manifest, process_group, run_dir, saver
+from tests.harness import pages, runner
+from tests.harness.runner import ROOT
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+ROUNDS, LAYERS, WIDTH = 6, 10, 2024
+PLAIN, BACKGROUND, TORCH, DCP = "Brigade, plain", "Brigade, `--async-save`", "torch.save, fsync", "dcp.save, fsync"
+
+
+def make_state() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model and all that a checkpoint keeps of it and of Adam, by canonical name."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    keymap.create_state(optimizer)
+    state = keymap.model_tensors(model) | keymap.optimizer_tensors(model, optimizer)
+    for tensor in state.values():
+        if tensor.ndim:
+            tensor.detach().normal_()
+    return model, state
+
+
+def peak_mb(save: Callable[[int], None], background: saver.Saver) -> float:
+    """How much the memory of this process grew at most during one more save, in MB."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory_mb("VmHWM")
+    save(ROUNDS)
+    background.drain()
+    return memory_mb("VmHWM") - before
+
+
+def memory_mb(kind: str) -> float:
+    """A line of this process's status."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def processor_s() -> float:
+    """User and system seconds of this process, in all its threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def measure(folder: str) -> None:
+    """One rank's part; rank 0 leaves the tables."""
+    world = process_group.start()
+    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp",))
+    model, state = make_state()
+    check = guard.StateCheck(model, compare=True)
+    place = Path(folder)
+    savers = []
+    for in_background in (False, True):
+        path = place / f"run{in_background}"
+        run_dir.claim(path)
+        dist.barrier()
+        savers.append(saver.Saver(path, __file__, mesh, check, {}, 2, in_background, has_one=True))
+    plain, background = savers
+
+    def save_dcp(i: int) -> None:
+        dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(place / f"dcp{i}", sync_files=True))
+
+    def save_torch(i: int) -> None:
+        if world.rank == 0:
+            with (place / f"torch{i}").open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+        dist.barrier()
+
+    def save_in_background(i: int) -> None:
+        background.save(i, state, i, last=False)
+
+    ways = {
+        PLAIN: lambda i: plain.save(i, state, i, last=False),
+        DCP: save_dcp,
+        BACKGROUND: save_in_background,
+        TORCH: save_torch,
+    }
+    rounds = [{name: once(way, i, place, background) for name, way in ways.items()} for i in range(ROUNDS)]
+    grown = {name: peak_mb(way, background) for name, way in ways.items()}
+    size = sum(tensor.nbytes for tensor in state.values()) / 1e6
+    rows = [
+        f"| {size:.0f} MB, 2 ranks | training held up, ms | durable after, ms | of dcp.save | processor s | MB more |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in ways:
+        held, done, used = (statistics.median(of[name][i] for of in rounds[1:]) for i in range(3))
+        ratio = statistics.median(of[name][1] / of[DCP][1] for of in rounds[1:])
+        rows.append(
+            f"| {name} | {1e3 * held:,.0f} | {1e3 * done:,.0f} | {ratio:.2f} | {used:.2f} | {grown[name]:,.0f} |"
+        )
+    copy = statistics.median(copy_s(state) for _ in range(ROUNDS))
+    rows.append(f"| a copy of the state, the limit of any stall | {1e3 * copy:,.0f} | | | | |")
+    saved = checkpoint.folder(place / "runFalse", ROUNDS)
+    reads: dict[str, Callable[[], object]] = {
+        "verify, 2 ranks": lambda: checkpoint.choose(saved),
+        "verify, 1 process": lambda: manifest.verify(saved) if world.rank == 0 else None,
+        "load, 2 ranks": lambda: checkpoint.load(saved, state),
+    }
+    taken = [{name: seconds(read) for name, read in reads.items()} for _ in range(ROUNDS)]
+    lines = [f"| {name}, ms | {1e3 * statistics.median(of[name] for of in taken[1:]):,.0f} |" for name in reads]
+    if world.rank == 0:
+        (place / "saves").write_text("\n".join(rows))
+        (place / "reads").write_text(
+            "\n".join([f"| {size:.0f} MB in the page cache | |", "|---|---|", *lines, *digest_rows()])
+        )
+    process_group.finish()
+
+
+def once(save: Callable[[int], None], i: int, place: Path, background: saver.Saver) -> tuple[float, float, float]:
+    """Seconds that a save holds the training up, and until it is durable; processor seconds of all ranks."""
+    if dist.get_rank() == 0:
+        os.sync()
+    dist.barrier()
+    before, start = processor_s(), time.perf_counter()
+    save(i)
+    held = time.perf_counter() - start
+    background.drain()
+    dist.barrier()
+    done = time.perf_counter() - start
+    used = torch.tensor(processor_s() - before, dtype=torch.float64)
+    dist.all_reduce(used)
+    if dist.get_rank() == 0:
+        shutil.rmtree(place / f"dcp{i}", ignore_errors=True)
+        (place / f"torch{i}").unlink(missing_ok=True)
+    dist.barrier()
+    return held, done, float(used)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Wall seconds until all ranks have done it."""
+    dist.barrier()
+    start = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def copy_s(state: dict[str, torch.Tensor]) -> float:
+    """Seconds to copy the state into memory that is new each time, as a background save does."""
+    start = time.perf_counter()
+    copies = [tensor.clone() for tensor in state.values()]
+    assert copies
+    return time.perf_counter() - start
+
+
+def digest_rows() -> list[str]:
+    """GB/s of one core, by digest."""
+    content = os.urandom(2**27)
+    rates = []
+    for digest in (xxhash.xxh3_128, zlib.crc32, hashlib.sha256):
+        start = time.process_time()
+        digest(content)
+        rates.append(
+            f"| {digest.__name__}, GB/s of a core | {len(content) / 1e9 / (time.process_time() - start):.1f} |"
+        )
+    return rates
+
+
+def main() -> None:
+    """Measure on two ranks and write the page's part, or print it only (`--print`)."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        result = runner.spawn(measure, [(folder,), (folder,)], timeout_s=500.0)
+        assert result.ok, str(result)
+        saves, reads = (Path(folder, name).read_text() for name in ("saves", "reads"))
+    print(f"{saves}\n\n{reads}")
+    if "--print" not in sys.argv:
+        pages.write(
+            ROOT / "docs" / "survival.md",
+            saves_measured=pages.measured("uv run python -m benchmarks.saves", "2 ranks on gloo", began=began),
+            saves=saves,
+            reads=reads,
+        )
+
+
+if __name__ == "__main__":
+    main()
