@@ -143,7 +143,7 @@ class Stop:
         return ranks.printable(self._store.peek("stop/reason"))
 
     def _agree(self, reason: str) -> None:
-        """Publish this rank's latest step, and set the step to stop after, which rank 0 finds from those of all ranks."""
+        """Publish this rank's latest step, and set the step to stop after, which rank 0 finds from those of all."""
         with self._lock:  # from here on, `after` waits, so no rank can pass the target
             self.reason = reason
             done = self._done
