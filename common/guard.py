@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common import UserError, devices, keymap, precision, private_api, ranks, sampler, sync_batchnorm
+from common import UserError, devices, keymap, precision, private_api, ranks, replicas, sampler, sync_batchnorm
 
 NOT_SAVED = "This state is not saved"
 
@@ -225,6 +225,19 @@ class StateCheck:
     def is_shared(self, name: str) -> bool:
         """Whether all ranks that hold the same part of a tensor hold the same bits; what is not compared may differ."""
         return "replicas" in self.kinds and (name in self._shared or name.startswith(keymap.OPTIMIZER))
+
+    def compare(self, tensors: Mapping[str, torch.Tensor], step: int) -> None:
+        """Compare these tensors over all ranks, which gather names only where there is something to name (all ranks).
+
+        Raises:
+            BadStateError: as `judge`.
+        """
+        names, hashes = self.summarize(tensors)
+        differing = replicas.suspects(hashes)
+        found = torch.tensor([bool(names or differing)], dtype=torch.uint8)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        if found:
+            self.judge(ranks.gather([names, differing]), step)
 
     def judge(self, summaries: list[list[Any]], step: int) -> None:
         """Compare the summaries of all ranks.
