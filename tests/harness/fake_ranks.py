@@ -1,6 +1,8 @@
 """Many ranks of one process, each a thread with a connection of its own to a real store: what they ask of it."""
 
 import collections
+import contextlib
+import io
 import threading
 import time
 from datetime import timedelta
@@ -25,7 +27,7 @@ class Counted:
         real = getattr(self._store, name)
 
         def counted(*args: Any) -> Any:
-            self.requests[name] += 1
+            self.requests[name] += name != "set_timeout"  # which asks nothing
             self.values += len(args[0]) if name == "multi_get" else name == "get"
             return real(*args)
 
@@ -53,9 +55,10 @@ def agree(size: int) -> tuple[list[Rank], float]:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     ranks = [Rank(rank, size, server.clone(), 100 + rank % 7) for rank in range(size)]
     threads = [threading.Thread(target=rank._agree, args=("a test",), daemon=True) for rank in ranks]
-    began = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return ranks, time.perf_counter() - began
+    with contextlib.redirect_stdout(io.StringIO()):  # all of them are rank 0 by their environment, and say so
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return ranks, time.perf_counter() - began
