@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import guard, keymap, process_group, ranks, run_dir, sampler, stop, watch
+import torch.distributed as dist
+from common import guard, keymap, process_group, run_dir, sampler, stop, watch
 from common.workloads.resnet import make_resnet
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT
@@ -39,11 +40,6 @@ def idle_s(begin_step: Callable[[int], object]) -> float:
     return (time.process_time() - before) / IDLE_STEPS
 
 
-def judge(check: guard.StateCheck, tensors: dict[str, torch.Tensor]) -> None:
-    """What `Session.check_replicas` does."""
-    check.judge(ranks.gather(check.summarize(tensors)), 1)
-
-
 def measure(folder: str) -> None:
     """One rank's part; rank 0 prints the rows of the tables."""
     world = process_group.start()
@@ -69,7 +65,7 @@ def measure(folder: str) -> None:
         "Stop.after": timed(lambda: stopping.after(next(step))),
         "FiniteGuard.skip_if_not_finite": timed(lambda: finite.skip_if_not_finite(norm)),
         "FiniteGuard.restore_if_skipped": timed(lambda: finite.restore_if_skipped(1)),
-        "StateCheck, every 100 steps": timed(lambda: judge(check, keymap.model_tensors(model))) / 100,
+        "StateCheck, every 100 steps": timed(lambda: check.compare(keymap.model_tensors(model), 1)) / 100,
     }
     rows["threads of Watch and Stop, their processor time"] = idle_s(watching.step) - idle_before
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from common import ranks
 
@@ -93,6 +92,8 @@ def _held() -> dict[str, int]:
         return {}
     model, optimizer = (owner() for owner in owners)
     in_groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    from torch.distributed.tensor import DTensor  # slow to import, and the launcher imports this module
+
     parameters = [*model.parameters(), *in_groups]  # FSDP: what is gathered now, and this rank's own parts
     states = [value for state in optimizer.state.values() for value in state.values()]
     kinds = {

@@ -1,5 +1,6 @@
 """From stacks and heartbeats to the name of the culprit: pure functions."""
 
+import linecache
 import re
 import traceback
 from collections.abc import Iterable
@@ -28,15 +29,24 @@ def phase_and_stack(frames: Iterable[tuple[FrameType, int]], noted: str = "") ->
         frames: the thread's stack, outermost frame first.
         noted: the phase, if the run itself has noted it.
     """
-    stack = traceback.StackSummary.extract(frames)
-    ours = [frame for frame in stack[:-1] if "site-packages" not in frame.filename]
-    shown = "".join(traceback.format_list([*ours[-4:], *stack[-1:]]))
+    stack = [*frames]
+    ours = [one for one in stack[:-1] if "site-packages" not in one[0].f_code.co_filename]
+    shown = "".join(traceback.format_list([*map(_summary, [*ours[-4:], *stack[-1:]])]))
     if noted:
         return noted, shown
+    codes = [frame.f_code for frame, _ in stack]
     for phase, file, function in PHASES:
-        if any(file in frame.filename and function in ("", frame.name) for frame in stack):
+        if any(file in code.co_filename and function in ("", code.co_name) for code in codes):
             return phase, shown
     return "the main loop", shown
+
+
+def _summary(place: tuple[FrameType, int]) -> traceback.FrameSummary:
+    """A frame as text. Its line is read once: StackSummary.extract looks at all files again, in each heartbeat."""
+    frame, line = place
+    code = frame.f_code
+    linecache.lazycache(code.co_filename, frame.f_globals)
+    return traceback.FrameSummary(code.co_filename, line, code.co_name, lookup_line=False)
 
 
 def waits_in(record: dict[str, Any], stack: str, phase: str) -> str:

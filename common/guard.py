@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from common import UserError, devices, keymap, precision, private_api, ranks, sampler, sync_batchnorm
+from common import UserError, devices, keymap, precision, private_api, ranks, replicas, sampler, sync_batchnorm
 
 NOT_SAVED = "This state is not saved"
 
@@ -68,12 +68,10 @@ class FiniteGuard:
         self._most = most
         self._model = model
         self._looked = False
-        by_type: dict[Any, list[torch.Tensor]] = {}
-        for i, buffer in enumerate(model.buffers()):
-            by_type.setdefault(buffer.dtype if buffer.is_contiguous() else i, []).append(buffer)
-        # Of all buffers of a type, one copy behind the other: a GPU takes longer to begin with each than to copy it.
-        self._buffers = list(by_type.values())
-        self._kept = [torch.cat([buffer.flatten() for buffer in some]) for some in self._buffers]
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in model.buffers():
+            by_type.setdefault(buffer.dtype, []).append(buffer)
+        self._buffers = [_Kept(buffers) for buffers in by_type.values()]
         device = next(model.parameters()).device
         self._bad = torch.zeros((), dtype=torch.bool, device=device)
         self._since_report: dict[int, torch.Tensor] = {}  # by step: whether its update was skipped, and to what end
@@ -118,13 +116,8 @@ class FiniteGuard:
     def restore_if_skipped(self, step: int) -> None:
         """After `step`: restore the buffers to their values before it, if its update was skipped."""
         bad = self._bad
-        for buffers, kept in zip(self._buffers, self._kept, strict=True):
-            torch.where(bad, kept, torch.cat([buffer.flatten() for buffer in buffers]), out=kept)
-            if buffers[0].is_contiguous():
-                sizes = [buffer.numel() for buffer in buffers]
-                torch.split_with_sizes_copy(kept, sizes, out=[buffer.view(-1) for buffer in buffers])
-            else:
-                buffers[0].copy_(kept.view_as(buffers[0]))
+        for kept in self._buffers:
+            kept.restore_if(bad)
         lowered = self._scale.update(bad)
         self._since_report[step] = torch.stack((bad & ~lowered, lowered))
 
@@ -168,6 +161,29 @@ class FiniteGuard:
         return BadStateError(message, last)
 
 
+class _Kept:
+    """Buffers of one type, and copies of them: of all, one behind the other.
+
+    A GPU takes longer to begin with each buffer than to copy it, and a processor to be asked for each.
+    """
+
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        self._buffers = buffers
+        self._kept = torch.cat([buffer.flatten() for buffer in buffers])
+        self._now = torch.empty_like(self._kept)
+        sizes = [buffer.numel() for buffer in buffers]
+        self._parts_kept, self._parts_now = (
+            [part.view(buffer.shape) for part, buffer in zip(flat.split(sizes), buffers, strict=True)]
+            for flat in (self._kept, self._now)
+        )
+
+    def restore_if(self, bad: torch.Tensor) -> None:
+        """If `bad`, (), copy what is kept into the buffers; else keep what they hold now."""
+        private_api.copy_each(self._parts_now, self._buffers)
+        torch.where(bad, self._kept, self._now, out=self._kept)
+        private_api.copy_each(self._buffers, self._parts_kept)
+
+
 class StateCheck:
     """Finds what a checkpoint must not keep: numbers that are not finite, and replicas that differ.
 
@@ -209,6 +225,19 @@ class StateCheck:
     def is_shared(self, name: str) -> bool:
         """Whether all ranks that hold the same part of a tensor hold the same bits; what is not compared may differ."""
         return "replicas" in self.kinds and (name in self._shared or name.startswith(keymap.OPTIMIZER))
+
+    def compare(self, tensors: Mapping[str, torch.Tensor], step: int) -> None:
+        """Compare these tensors over all ranks, which gather names only where there is something to name (all ranks).
+
+        Raises:
+            BadStateError: as `judge`.
+        """
+        names, hashes = self.summarize(tensors)
+        differing = replicas.suspects(hashes)
+        found = torch.tensor([bool(names or differing)], dtype=torch.uint8)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        if found:
+            self.judge(ranks.gather([names, differing]), step)
 
     def judge(self, summaries: list[list[Any]], step: int) -> None:
         """Compare the summaries of all ranks.

@@ -4,11 +4,13 @@ A rank that waits for others sleeps. One that computes, or would if its processo
 equally long for a step, and the slow one alone works all the time.
 """
 
+import contextlib
+import os
 import statistics
 import threading
 import time
+import weakref
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -32,8 +34,11 @@ class Pace:
         self.worked_s = self.took_s = 0.0
         self._began = (0.0, 0.0)
         self._on_cpu = device.type == "cpu"
-        self._file = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-        self._has_file = self._file.exists()  # on Linux; elsewhere, where others take its processor, it seems to wait
+        # On Linux; elsewhere, where others take its processor, it seems to wait. It stays open: opening takes longest.
+        self._file: int | None = None
+        with contextlib.suppress(OSError):
+            self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+            weakref.finalize(self, os.close, self._file)
 
     def begin(self) -> None:
         """Work begins."""
@@ -49,7 +54,7 @@ class Pace:
         """Seconds of this thread on a processor, and ready to run without one (proc(5), schedstat's second number)."""
         if not self._on_cpu:
             return 0.0
-        delay_ns = int(self._file.read_text().split()[1]) if self._has_file else 0
+        delay_ns = 0 if self._file is None else int(os.pread(self._file, 64, 0).split()[1])
         return time.thread_time() + delay_ns / 1e9
 
 

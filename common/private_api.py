@@ -91,6 +91,14 @@ def skip_update_if(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
     flagged.found_inf = bad.float()
 
 
+def copy_each(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Copy each tensor's values into another: on a GPU, many in one kernel.
+
+    Needs `torch._foreach_copy_`, which torch's optimizers and FSDP call. The public way is a call for each tensor.
+    """
+    torch._foreach_copy_(to, values)
+
+
 def keep_compiled_activations() -> None:
     """Let a compiled graph run its backward pass in two parts, as zero-bubble schedules do (the whole process).
 

@@ -251,7 +251,7 @@ class Session:
         self._is_last(step)
         if self._comparison_is_due(step):
             with self._goes_back(), profile.mark(timeline.BESIDE):
-                self._check.judge(ranks.gather(self._check.summarize(keymap.model_tensors(self._model))), step)
+                self._check.compare(keymap.model_tensors(self._model), step)
 
     def save(self, step: int, more: saver.Tensors | None = None) -> None:
         """Write a checkpoint of model and optimizer, if one is due (all ranks).

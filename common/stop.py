@@ -2,8 +2,8 @@
 
 The main thread blocks the signals, so that loader workers inherit the block and survive them. A thread receives them,
 also while the main thread waits in a collective. The rank that gets a signal writes the reason to the store; every
-rank's thread answers with its latest step; all ranks stop after the largest of these plus one, the first step that no
-rank can have passed. A signal to one rank is enough.
+rank's thread answers with its latest step; rank 0 reads these, many in one request, and publishes the largest plus one,
+the first step that no rank can have passed: after it, all ranks stop. A signal to one rank is enough.
 """
 
 import os
@@ -19,6 +19,8 @@ from common import diagnose, process_group, ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 POLL_S = 0.2
+POLL_RANK_S = 1e-4  # for each rank that there is
+AT_ONCE = 512  # answers of ranks that rank 0 reads in one request
 # torchrun forwards a signal that the terminal or Slurm also sends to the ranks: within this time it counts as one.
 SAME_SIGNAL_S = 2.0
 END_MARGIN_S = 120.0  # for the current step and the save, before Slurm ends the job
@@ -28,6 +30,11 @@ def taken_over() -> list[signal.Signals]:
     """The signals that mean a request to stop: SIGNALS, but not SIGHUP if this process ignores it, as under nohup."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
+
+
+def poll_s(size: int) -> float:
+    """Seconds between two questions of a rank to the store, which answers no more a second however many ask."""
+    return max(POLL_S, POLL_RANK_S * size)
 
 
 latest: "Stop | None" = None  # this process's
@@ -52,6 +59,7 @@ class Stop:
         self.reason = ""
         self._rank = world.rank
         self._size = world.size
+        self._poll_s = poll_s(world.size)
         self._deadline = time.monotonic() + 60 * deadline_min if deadline_min else float("inf")
         if "SLURM_JOB_END_TIME" in os.environ:  # Unix time; launch/slurm.sh sets it if Slurm does not
             remaining_s = float(os.environ["SLURM_JOB_END_TIME"]) - time.time()
@@ -104,7 +112,7 @@ class Stop:
     def close(self) -> None:
         """Stop waiting for signals: this rank has finished."""
         self._closing.set()
-        self._thread.join(5 * POLL_S)
+        self._thread.join(5 * self._poll_s)
 
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -118,7 +126,7 @@ class Stop:
 
     def _look(self) -> str:
         """Wait a moment for a reason to stop: a signal, the clock, or another rank's reason in the store."""
-        if select.select([self._signals], [], [], POLL_S)[0]:
+        if select.select([self._signals], [], [], self._poll_s)[0]:
             # Other signals arrive here too, such as SIGCHLD when a loader worker ends.
             numbers = [number for number in self._signals.recv(64) if number in SIGNALS]
             if not numbers:
@@ -135,20 +143,36 @@ class Stop:
         return ranks.printable(self._store.peek("stop/reason"))
 
     def _agree(self, reason: str) -> None:
-        """Publish this rank's latest step, read those of all ranks, and set the step to stop after."""
+        """Publish this rank's latest step, and set the step to stop after, which rank 0 finds from those of all."""
         with self._lock:  # from here on, `after` waits, so no rank can pass the target
             self.reason = reason
             done = self._done
         self._store.set("stop/reason", reason)
         self._store.set(f"stop/done/{self._rank}", str(done))
-        furthest = done
-        for rank in range(self._size):
-            while not self._store.check([f"stop/done/{rank}"]):
-                if self._store.peek(diagnose.FINDING):
-                    return  # a rank that has died never answers; `watch` ends this process
-                time.sleep(POLL_S / 4)
-            furthest = max(furthest, int(self._store.get(f"stop/done/{rank}")))
-        self._target = min(1 + furthest, self._last_step)
+        target = self._decide() if self._rank == 0 else [*map(int, self._wait_for(["stop/target"]))]
+        if not target:
+            return
+        self._target = target[0]
         self._agreed.set()
         repeat = "; send it again to quit now without saving" if reason.startswith("SIG") else ""
         ranks.print0(f"{reason}: saving and stopping after step {self._target}{repeat}")
+
+    def _decide(self) -> list[int]:
+        """Rank 0: publish the step to stop after; nothing if a rank has died."""
+        names = [f"stop/done/{rank}" for rank in range(self._size)]
+        done: list[int] = []
+        for first in range(0, self._size, AT_ONCE):
+            if not (some := self._wait_for(names[first : first + AT_ONCE])):
+                return []
+            done += map(int, some)
+        target = min(1 + max(done), self._last_step)
+        self._store.set("stop/target", str(target))
+        return [target]
+
+    def _wait_for(self, names: list[str]) -> list[str]:
+        """These values of the store, once all are there; none if a rank has died, which never answers."""
+        while not all(values := self._store.peek_all(names)):
+            if self._store.peek(diagnose.FINDING):
+                return []  # `watch` ends this process
+            time.sleep(self._poll_s / 4)
+        return values

@@ -133,7 +133,7 @@ def test_mutant_loader_draws_from_the_global_generator(monkeypatch: pytest.Monke
     wanted = torch.rand(4)
     torch.manual_seed(3)
     monkeypatch.setattr(torch, "Generator", lambda: None)
-    next(data.Loader(SlowReader(), endless(), 0, torch.device("cpu")))
+    next(data.Loader(SlowReader(), endless(), 1, torch.device("cpu")))
     assert not torch.equal(torch.rand(4), wanted)
 
 

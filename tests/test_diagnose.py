@@ -130,6 +130,25 @@ def test_no_function_of_a_recipe_is_known_by_name() -> None:
     assert {file.partition("/")[0] for _, file, _ in diagnose.PHASES} == {"common", "torch"}
 
 
+def test_heartbeats_do_not_look_at_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand ranks would ask a shared file system for 20,000 states of files a second."""
+    probe = Probe()
+    forward(probe)  # reads the lines that it shows
+    looked: list[str] = []
+    monkeypatch.setattr("os.stat", lambda path, **_: looked.append(str(path)))
+    forward(probe)
+    assert not looked
+    traceback.StackSummary.extract(traceback.walk_stack(sys._getframe()))
+    assert looked, "else this could not fail"
+    (_, first), (_, second) = probe.found
+    monkeypatch.undo()
+    frames = [*traceback.walk_stack(sys._getframe())][::-1]
+    wanted = traceback.StackSummary.extract(frames)
+    ours = [one for one in wanted[:-1] if "site-packages" not in one.filename]
+    assert diagnose.phase_and_stack(frames)[1] == "".join(traceback.format_list([*ours[-4:], wanted[-1]]))
+    assert first.splitlines()[-1] == second.splitlines()[-1]
+
+
 def test_phases_of_a_traceback_are_reported_too() -> None:
     def fail() -> None:
         raise ValueError("oh")

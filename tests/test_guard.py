@@ -370,8 +370,22 @@ def last_number(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def compare(model: nn.Module, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+    """As a session does, and as a save does: both must tell the same."""
     check = guard.StateCheck(model, compare=True)
-    check.judge(ranks.gather(check.summarize(tensors or keymap.model_tensors(model))), 12)
+    tensors = tensors or keymap.model_tensors(model)
+    told = []
+    for look_at in (
+        lambda: check.compare(tensors, 12),
+        lambda: check.judge(ranks.gather(check.summarize(tensors)), 12),
+    ):
+        try:
+            look_at()
+            told.append("")
+        except guard.BadStateError as error:
+            told.append(str(error))
+    assert told[0] == told[1]
+    if told[0]:
+        raise guard.BadStateError(told[0], 12)
 
 
 def check_after(model: nn.Module, drifts: Sequence[Drift]) -> str:

@@ -74,6 +74,13 @@ def test_torch_without_a_flight_recorder(monkeypatch: pytest.MonkeyPatch, capsys
     assert f"torch {torch.__version__} has no _dump_fr_trace_json" in warned
 
 
+def test_copy_of_many_tensors() -> None:
+    values = [torch.arange(3.0), torch.tensor(2.0), torch.ones(2, 2, 2, 3).to(memory_format=torch.channels_last)]
+    to = [torch.zeros_like(one) for one in values[:2]] + [torch.zeros(2, 2, 2, 3)]
+    private_api.copy_each(to, values)
+    assert all(map(torch.equal, to, values))
+
+
 # --- functions on a stack ---
 
 

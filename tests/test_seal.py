@@ -129,3 +129,13 @@ def meet() -> None:
 def test_ranks_share_a_key() -> None:
     result = runner.spawn(meet, [(), ()])
     assert result.ok, str(result)
+
+
+def test_peek_all(raw: dist.Store, store: seal.SealedStore) -> None:
+    store.set("a", "1")
+    assert store.peek_all(["a", "b"]) == ["", ""], "one is missing"
+    store.set("b", "2")
+    assert store.peek_all(["a", "b"]) == ["1", "2"]
+    raw.set("b", raw.get("a"))
+    assert store.peek_all(["a", "b"]) == ["1", ""]
+    assert store.foreign == "b"

@@ -28,6 +28,8 @@ def test_published_values_of_splitmix64() -> None:
 @pytest.mark.parametrize("keys", [(0, 0), (7, 1, 3), (2**64 - 1, 2**63), (1, 2, 3, 4, 5)], ids=str)
 def test_equals_python_integers(keys: tuple[int, ...]) -> None:
     assert int(seed.mix(*keys)) == splitmix(*keys)
+    assert seed.mix_ints(*keys) == splitmix(*keys)
+    assert seed.mix_ints(*map(np.uint64, keys)) == splitmix(*keys), "NumPy's integers overflow"
 
 
 def test_broadcasts_like_single_keys() -> None:
@@ -93,3 +95,21 @@ def test_everything_fixes_all_generators(run_seed: int) -> None:
     for name, value in first.items():
         assert value != second[name], name
         assert value != other[name], name
+
+
+@pytest.mark.parametrize("run_seed", range(4))
+@pytest.mark.parametrize("gpus", [False, True])
+def test_everything_draws_what_torch_would(run_seed: int, gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, on GPUs as well: a run that began with torch.manual_seed resumes with the same numbers."""
+    seeds: list[int] = []
+    monkeypatch.setattr(seed, "_has_gpus", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    bits = int(seed.mix(run_seed, seed.STEP, 5))
+    random.seed(bits)
+    np.random.seed(bits % 2**32)
+    torch.manual_seed(bits)
+    wanted = draw()
+    del seeds[:]
+    seed.everything(run_seed, seed.STEP, 5)
+    assert draw() == wanted
+    assert seeds == [bits] * gpus

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from common import diagnose, process_group, ranks, stop, watch
 
-from tests.harness import runner
+from tests.harness import fake_ranks, runner
 
 
 def wait_for_the_clock(slurm_s: float, deadline_s: float, due_s: float) -> None:
@@ -125,3 +125,23 @@ def agree_with_the_dead() -> None:
 def test_a_dead_rank_is_not_waited_for() -> None:
     result = runner.spawn(agree_with_the_dead, [()] * 2, timeout_s=30)
     assert result.ok, str(result)
+
+
+@pytest.mark.parametrize("at_once", [512, 1], ids=["", "mutant: one by one"])
+def test_reads_of_a_rank_do_not_grow_with_their_number(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that ends in 30 s has no time for a million questions to one store."""
+    monkeypatch.setattr(stop, "AT_ONCE", at_once)
+    most = {}
+    for size in (8, 24):
+        found, _ = fake_ranks.agree(size)
+        assert {one._target for one in found} == {107}, "the first step that no rank can have passed"
+        assert all(one._agreed.is_set() for one in found)
+        assert [one.counted.values for one in found] == [size, *[1] * (size - 1)]
+        most[size] = max(one.counted.requests["multi_get"] for one in found)
+    assert (most[24] == most[8] == 1) == (at_once == 512)
+
+
+def test_number_of_ranks_sets_the_pace() -> None:
+    """The store of 16,384 ranks answers no more questions a second than that of 2,000."""
+    assert stop.poll_s(16) == stop.POLL_S
+    assert 16_384 / stop.poll_s(16_384) == pytest.approx(2_000 / stop.POLL_S)

@@ -313,7 +313,8 @@ def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     # Over all ranks, so that all have the same bits. The pipelines have equal gradients by now.
     square = norm.square() / model.mesh["dp"].size()
     dist.all_reduce(square)
-    nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm or float("inf"), square.sqrt())
+    if args.max_grad_norm:
+        nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, square.sqrt())
     return square.sqrt()
 
 

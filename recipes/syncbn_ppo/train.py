@@ -233,7 +233,9 @@ def train_step(
             batch_sums = forward(args, model, batch)
             # The mean over the samples of all ranks: `dp_size` cancels DDP's mean over the ranks.
             (batch_sums["loss"] * (dist.get_world_size() / args.global_batch_size)).backward()
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf")))
+            norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+            if args.max_grad_norm:
+                nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, norms[-1])
             finite.skip_if_not_finite(norms[-1])
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -27,6 +27,7 @@ FORGED = {
     "stop/reason": "SIGTERM on a stranger",
     "stop/done/0": "1",
     "stop/done/1": "1",
+    "stop/target": "1",
     "watch/finding": FINDING,
     "watch/0": json.dumps(HEARTBEAT),
     "watch/1": json.dumps(HEARTBEAT),
