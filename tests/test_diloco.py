@@ -29,7 +29,22 @@ FLAGS = [
 ]
 
 
-def plain_loop(folder: Path, replicas: int, inner_steps: int, rate: float = 0.7, momentum: float = 0.9) -> Curve:
+def as_sent(difference: torch.Tensor, error: torch.Tensor, compress: str) -> torch.Tensor:
+    """What arrives of a replica's difference; `error` is changed to what of it is still to be sent."""
+    if compress == "bf16":
+        return difference.bfloat16()
+    if compress == "int8":
+        wanted = difference + error
+        scale = wanted.abs().max() / 127
+        arrives = torch.round(wanted / scale) * scale
+        error.copy_(wanted - arrives)
+        return arrives
+    return difference
+
+
+def plain_loop(
+    folder: Path, replicas: int, inner_steps: int, rate: float = 0.7, momentum: float = 0.9, compress: str = "none"
+) -> Curve:
     """All replicas in one process, as one would write it: local steps, and Nesterov's on the mean difference."""
     train, validation = text.load(str(folder), 16)
     models, optimizers = [], []
@@ -42,6 +57,7 @@ def plain_loop(folder: Path, replicas: int, inner_steps: int, rate: float = 0.7,
         models.append(model)
         optimizers.append(torch.optim.AdamW([matrices, others], betas=(0.9, 0.95)))
     shared = [p.detach().clone() for p in models[0].parameters()]
+    errors = [[torch.zeros_like(p) for p in shared] for _ in range(replicas)]
     outer = torch.optim.SGD(shared, lr=rate, momentum=momentum, nesterov=momentum > 0)
     order = sampler.permutation(len(train), 0, 0)
     every = np.arange(len(validation))
@@ -61,16 +77,18 @@ def plain_loop(folder: Path, replicas: int, inner_steps: int, rate: float = 0.7,
         losses.append(mean_loss)
         means = [torch.stack(ps).mean(0).detach() for ps in zip(*(m.parameters() for m in models), strict=True)]
         if (step + 1) % inner_steps == 0:
-            for before, mean in zip(shared, means, strict=True):
-                before.grad = before - mean
+            for i, before in enumerate(shared):
+                weights = [[*model.parameters()][i].detach() for model in models]
+                arrive = [as_sent(before - w, own[i], compress) for w, own in zip(weights, errors, strict=True)]
+                before.grad = sum(arrive[1:], arrive[0]).double() / replicas  # added up as they are sent
             outer.step()
             means = [before.clone() for before in shared]
             for model in models:
                 torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(shared), model.parameters())
         if (step + 1) % EVAL_EVERY == 0 or step + 1 == STEPS:
             tokens, targets = validation.read(np.zeros_like(every), every)
-            weights = dict(zip((name for name, _ in models[0].named_parameters()), means, strict=True))
-            logits = torch.func.functional_call(models[0], weights, tokens).detach()
+            averaged = dict(zip(dict(models[0].named_parameters()), means, strict=True))
+            logits = torch.func.functional_call(models[0], averaged, tokens).detach()
             held_out[step + 1] = F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
     return Curve(losses, norms, held_out)
 
@@ -220,8 +238,19 @@ def test_any_recipe_gets_the_mean_and_the_first_optimizer(small_text: Path, tmp_
     assert [*back["train/loss"]] == [9, 10]
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_compressed(kind: str, small_text: Path, tmp_path: Path) -> None:
-    """A few bits of each difference are lost, and no more."""
-    wanted = plain_loop(small_text, 2, 3)
-    assert 1e-7 < difference(small_text, tmp_path, 2, wanted, "--inner-steps", "3", *OUTER, "--compress", kind) < 0.01
+NO_ERRORS: mutants.Changes = {"Outer": {"error.copy_(one - sent)": "pass"}}
+ONE_SCALE: mutants.Changes = {"Outer": {"every_scale.view(group.size(), -1)": "scales[None]"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "mutant"),
+    [("bf16", {}), ("int8", {}), ("int8", NO_ERRORS), ("int8", ONE_SCALE)],
+    ids=["bf16", "int8", "mutant: what rounding takes away is lost", "mutant: codes get this replica's scales"],
+)
+def test_compressed(kind: str, mutant: mutants.Changes, small_text: Path, tmp_path: Path) -> None:
+    """Also with the roundings of what is sent, and with what they take away sent later."""
+    wanted = plain_loop(small_text, 2, 3, compress=kind)
+    path = mutants.mutate(RECIPE, tmp_path, mutant)
+    how = ("--inner-steps", "3", *OUTER, "--compress", kind, "--check-every", "0")
+    found = difference(small_text, tmp_path, 2, wanted, *how, recipe=path)
+    assert found > 1e-6 if mutant else found < 1e-9
