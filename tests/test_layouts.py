@@ -45,10 +45,11 @@ KINDS: dict[str, tuple[Layout, ...]] = {
         Layout("pipeline_gpt", 2, ("--pp", "1", "--schedule", "GPipe"), 2),
     ),
     "accelerate": (Layout("accelerate_gpt", 2, (), 2), Layout("accelerate_gpt", 3, (), 3)),
+    "diloco": (Layout("diloco_gpt", 2, runner.AS_ONE, 2), Layout("diloco_gpt", 3, runner.AS_ONE, 3)),
 }
 LAYOUTS = [layout for kind in KINDS.values() for layout in kind]
 # With a tied embedding, one of each kind: in the first pipeline one rank has both its ends, in the others two have.
-TIED = [KINDS[kind][i] for kind, i in zip(KINDS, (0, 1, 1, 0, 0, 0, 0, 0, 0), strict=True)] + [KINDS["pp"][1]]
+TIED = [KINDS[kind][i] for kind, i in zip(KINDS, (0, 1, 1, 0, 0, 0, 0, 0, 0, 0), strict=True)] + [KINDS["pp"][1]]
 
 
 @pytest.fixture(scope="module")
