@@ -71,7 +71,9 @@ def folder_of(setting: Setting, folder: Path) -> Path:
     if setting.recipe not in HOOKS:
         return ROOT / setting.recipe
     bucket = ", bucket_cap_mb=10_000" if setting.recipe == "powersgd" else ""  # one bucket, as multinode_resnet has it
-    made = f"model = {WRAPPED.removeprefix('return ').removesuffix(')')}{bucket}); {HOOKS[setting.recipe]}; return model"
+    made = (
+        f"model = {WRAPPED.removeprefix('return ').removesuffix(')')}{bucket}); {HOOKS[setting.recipe]}; return model"
+    )
     hooks = "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook"
     changes = {"": {"import contextlib": f"import contextlib; {hooks}"}, "parallelize": {WRAPPED: made}}
     return mutants.mutate("ddp_gpt", folder, changes).parent

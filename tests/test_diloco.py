@@ -3,6 +3,7 @@
 As one replica it is ddp_gpt, so the tests of all recipes run it like that (`runner.layouts`).
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,38 @@ def as_sent(difference: torch.Tensor, error: torch.Tensor, compress: str) -> tor
     return difference
 
 
-def plain_loop(
-    folder: Path, replicas: int, inner_steps: int, rate: float = 0.7, momentum: float = 0.9, compress: str = "none"
-) -> Curve:
+@dataclass(frozen=True)
+class How:
+    """What a plain loop does; `fragments` gives the parameters of each by the beginnings of their names.
+
+    Attributes:
+        turns: the step of each round, from 1, after which each fragment is sent.
+    """
+
+    replicas: int = 2
+    inner_steps: int = 3
+    rate: float = 0.7
+    momentum: float = 0.9
+    compress: str = "none"
+    fragments: tuple[tuple[str, ...], ...] = (("",),)
+    turns: tuple[int, ...] = ()
+    delay: int = 0
+    mixing: float = 0.0
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The same for the recipe."""
+        values: dict[str, Any] = {"replicas": self.replicas, "inner-steps": self.inner_steps, "outer-lr": self.rate}
+        values |= {"outer-momentum": self.momentum, "fragments": len(self.fragments), "delay": self.delay}
+        values |= {"mixing": self.mixing, "compress": self.compress}
+        return tuple(word for name, value in values.items() for word in (f"--{name}", str(value)))
+
+
+def plain_loop(folder: Path, how: How) -> Curve:
     """All replicas in one process, as one would write it: local steps, and Nesterov's on the mean difference."""
     train, validation = text.load(str(folder), 16)
     models, optimizers = [], []
-    for _ in range(replicas):
+    for _ in range(how.replicas):
         with torch.device("meta"):
             model = gpt.GPT(gpt.Shape(256, num_layers=3, num_heads=4, width=40, mlp_width=44))
         initial.materialize(model, 0, torch.device("cpu"), torch.float64)
@@ -56,40 +82,51 @@ def plain_loop(
         others = {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0}
         models.append(model)
         optimizers.append(torch.optim.AdamW([matrices, others], betas=(0.9, 0.95)))
-    shared = [p.detach().clone() for p in models[0].parameters()]
-    errors = [[torch.zeros_like(p) for p in shared] for _ in range(replicas)]
-    outer = torch.optim.SGD(shared, lr=rate, momentum=momentum, nesterov=momentum > 0)
+    weights = [dict(model.named_parameters()) for model in models]
+    shared = {name: p.detach().clone() for name, p in weights[0].items()}
+    errors = [{name: torch.zeros_like(p) for name, p in shared.items()} for _ in weights]
+    outer = torch.optim.SGD(shared.values(), lr=how.rate, momentum=how.momentum, nesterov=how.momentum > 0)
     order = sampler.permutation(len(train), 0, 0)
     every = np.arange(len(validation))
+    sent: dict[str, tuple[int, torch.Tensor]] = {}
     losses, norms, held_out = [], [], {}
-    for step in range(STEPS):
-        of_replicas = np.split(order[step * BATCH : (step + 1) * BATCH], replicas)
+    for step in range(1, STEPS + 1):
+        of_replicas = np.split(order[(step - 1) * BATCH : step * BATCH], how.replicas)
         mean_loss = 0.0
         for model, optimizer, batch in zip(models, optimizers, of_replicas, strict=True):
             tokens, targets = train.read(np.zeros_like(batch), batch)
             loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
             optimizer.zero_grad()
             loss.backward()
-            norm = clip_and_step(model, optimizer, step, RATES["gpt"])
-            mean_loss += loss.item() / replicas
+            norm = clip_and_step(model, optimizer, step - 1, RATES["gpt"])
+            mean_loss += loss.item() / how.replicas
             if model is models[0]:  # the log is that of rank 0
                 norms.append(norm)
         losses.append(mean_loss)
-        means = [torch.stack(ps).mean(0).detach() for ps in zip(*(m.parameters() for m in models), strict=True)]
-        if (step + 1) % inner_steps == 0:
-            for i, before in enumerate(shared):
-                weights = [[*model.parameters()][i].detach() for model in models]
-                arrive = [as_sent(before - w, own[i], compress) for w, own in zip(weights, errors, strict=True)]
-                before.grad = sum(arrive[1:], arrive[0]).double() / replicas  # added up as they are sent
-            outer.step()
-            means = [before.clone() for before in shared]
-            for model in models:
-                torch.nn.utils.vector_to_parameters(torch.nn.utils.parameters_to_vector(shared), model.parameters())
-        if (step + 1) % EVAL_EVERY == 0 or step + 1 == STEPS:
+        for starts, turn in zip(how.fragments, how.turns or (how.inner_steps,), strict=True):
+            for name, before in shared.items():
+                if not name.startswith(starts):
+                    continue
+                if (step - turn) % how.inner_steps == 0:
+                    arrive = [
+                        as_sent(before - own[name].detach(), error[name], how.compress)
+                        for own, error in zip(weights, errors, strict=True)
+                    ]
+                    total = sum(arrive[1:], arrive[0]).double()  # added up as they are sent
+                    sent[name] = (step + how.delay, total / how.replicas)
+                if name in sent and sent[name][0] == step:
+                    before.grad = sent.pop(name)[1]
+        outer.step()
+        for name, before in shared.items():
+            for own in weights:
+                if before.grad is not None:
+                    own[name].data = how.mixing * own[name].detach() + (1 - how.mixing) * before
+        outer.zero_grad()
+        if step % EVAL_EVERY == 0 or step == STEPS:
             tokens, targets = validation.read(np.zeros_like(every), every)
-            averaged = dict(zip(dict(models[0].named_parameters()), means, strict=True))
-            logits = torch.func.functional_call(models[0], averaged, tokens).detach()
-            held_out[step + 1] = F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+            means = {name: torch.stack([own[name] for own in weights]).mean(0).detach() for name in shared}
+            logits = torch.func.functional_call(models[0], means, tokens).detach()
+            held_out[step] = F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
     return Curve(losses, norms, held_out)
 
 
@@ -104,45 +141,66 @@ def difference(folder: Path, out: Path, size: int, wanted: Curve, *flags: str, r
     return max(worst(found[0], wanted.losses, STEPS), worst(found[1], wanted.norms, STEPS), of_validation)
 
 
-# Ranks, replicas, inner steps, and the outer step.
-WAYS: dict[str, tuple[int, int, int, float, float]] = {
-    "average after each step": (2, 2, 1, 1.0, 0.0),
-    "outer momentum after each step": (2, 2, 1, 0.7, 0.9),
-    "local SGD": (2, 2, 3, 1.0, 0.0),
-    "three replicas": (3, 3, 3, 0.7, 0.9),
-    "two replicas of two ranks": (4, 2, 3, 0.7, 0.9),
+PARTS = (("embed", "blocks.0"), ("blocks.1",), ("blocks.2", "norm", "head"))
+# Ranks, and how.
+WAYS: dict[str, tuple[int, How]] = {
+    "average after each step": (2, How(inner_steps=1, rate=1.0, momentum=0.0)),
+    "outer momentum after each step": (2, How(inner_steps=1)),
+    "local SGD": (2, How(rate=1.0, momentum=0.0)),
+    "three replicas": (3, How(replicas=3)),
+    "two replicas of two ranks": (4, How()),
+    "bf16": (2, How(compress="bf16")),
+    "int8": (2, How(compress="int8")),
+    "fragments": (2, How(inner_steps=4, fragments=PARTS, turns=(1, 2, 4))),
+    "fragments in 8 bits that arrive later": (
+        *(2, How(inner_steps=4, compress="int8", fragments=PARTS, turns=(1, 2, 4), delay=3, mixing=0.25)),
+    ),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_plain_loop(way: str, small_text: Path, tmp_path: Path) -> None:
-    size, replicas, inner_steps, rate, momentum = WAYS[way]
-    wanted = plain_loop(small_text, replicas, inner_steps, rate, momentum)
-    flags = ("--replicas", str(replicas), "--inner-steps", str(inner_steps))
-    flags += ("--outer-lr", str(rate), "--outer-momentum", str(momentum))
-    assert difference(small_text, tmp_path, size, wanted, *flags) < 1e-9
+    size, how = WAYS[way]
+    assert difference(small_text, tmp_path, size, plain_loop(small_text, how), *how.flags) < 1e-9
 
 
-MUTANTS: dict[str, mutants.Changes] = {
-    "the outer momentum is forgotten": {
-        "Outer": {"self.momentum[name].mul_(self.args.outer_momentum).add_(mean)": "mean.clone()"}
-    },
-    "heavy ball in place of Nesterov": {"Outer": {"mean + self.args.outer_momentum * momentum": "momentum"}},
-    "a sum in place of the mean": {"Outer": {"sent.to(flat.dtype) / self.mesh.size()": "sent.to(flat.dtype)"}},
-    "the outer step is one step late": {
-        "Outer": {"self.steps % self.args.inner_steps == 0": "self.steps % self.args.inner_steps == 1"}
-    },
-    "each rank is evaluated as it is": {"forward_only": {"model.strategy.averaged()": "contextlib.nullcontext()"}},
-    "replicas send their gradients": {"parallelize": {'mesh.get_group("dp")': "None"}},
+# What is wrong, in which way.
+MUTANTS: dict[str, tuple[str, mutants.Changes]] = {
+    "the outer momentum is forgotten": (
+        *(
+            "outer momentum after each step",
+            {"Outer": {"self.momentum[name].mul_(self.args.outer_momentum)": "torch.zeros_like(mean)"}},
+        ),
+    ),
+    "heavy ball in place of Nesterov": (
+        *("three replicas", {"Outer": {"mean + self.args.outer_momentum * momentum": "momentum"}}),
+    ),
+    "a sum in place of the mean": (
+        *("local SGD", {"Outer": {"sent.to(flat.dtype) / group.size()": "sent.to(flat.dtype)"}}),
+    ),
+    "the outer step is one step late": ("local SGD", {"Outer": {"if since == 0: ...": "if since == 1: ..."}}),
+    "each rank is evaluated as it is": (
+        *("local SGD", {"forward_only": {"model.strategy.averaged()": "contextlib.nullcontext()"}}),
+    ),
+    "replicas send their gradients": ("local SGD", {"parallelize": {'mesh.get_group("dp")': "None"}}),
+    "what rounding takes away is lost": (
+        *("int8", {"Outer": {"self.errors[name].copy_(one - code * scale)": "pass"}}),
+    ),
+    "codes get this replica's scales": (*("int8", {"Outer": {"every_scale.view(group.size(), -1)": "scales[None]"}}),),
+    "all fragments take the last turn": ("fragments", {"Outer": {"i + 1": "len(self.fragments)"}}),
+    "what arrives later replaces all": (
+        *("fragments in 8 bits that arrive later", {"Outer": {"1 - self.args.mixing if self.args.delay else 1": "1"}}),
+    ),
 }
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutant_fails(mutant: str, small_text: Path, tmp_path: Path) -> None:
-    wanted = plain_loop(small_text, 2, 3)
-    path = mutants.mutate(RECIPE, tmp_path, MUTANTS[mutant])
-    how = ("--inner-steps", "3", *OUTER, "--check-every", "0")
-    assert difference(small_text, tmp_path, 2, wanted, *how, recipe=path) > 1e-6
+    way, changes = MUTANTS[mutant]
+    size, how = WAYS[way]
+    path = mutants.mutate(RECIPE, tmp_path, changes)
+    flags = (*how.flags, "--check-every", "0")
+    assert difference(small_text, tmp_path, size, plain_loop(small_text, how), *flags, recipe=path) > 1e-6
 
 
 def calls(folder: Path, size: int, *flags: str) -> list[tuple[str, int]]:
@@ -176,7 +234,7 @@ def run(out: Path, size: int, data: Path, *flags: str, recipe: str | Path = RECI
     return curves | {"output": result.outputs[0]}  # type: ignore[dict-item]
 
 
-ROUND = ("--inner-steps", "4", "--compress", "int8", *OUTER)
+ROUND = ("--inner-steps", "4", "--compress", "int8", "--fragments", "3", "--delay", "2", *OUTER)
 
 
 @pytest.mark.parametrize(("size", "replicas"), [(2, 2), (4, 2)])
@@ -236,21 +294,3 @@ def test_any_recipe_gets_the_mean_and_the_first_optimizer(small_text: Path, tmp_
     note: Any = "so it is of another strategy or number of ranks"
     assert [note in str(one["output"]) for one in (ddp, three, back)] == [False, True, True]
     assert [*back["train/loss"]] == [9, 10]
-
-
-NO_ERRORS: mutants.Changes = {"Outer": {"error.copy_(one - sent)": "pass"}}
-ONE_SCALE: mutants.Changes = {"Outer": {"every_scale.view(group.size(), -1)": "scales[None]"}}
-
-
-@pytest.mark.parametrize(
-    ("kind", "mutant"),
-    [("bf16", {}), ("int8", {}), ("int8", NO_ERRORS), ("int8", ONE_SCALE)],
-    ids=["bf16", "int8", "mutant: what rounding takes away is lost", "mutant: codes get this replica's scales"],
-)
-def test_compressed(kind: str, mutant: mutants.Changes, small_text: Path, tmp_path: Path) -> None:
-    """Also with the roundings of what is sent, and with what they take away sent later."""
-    wanted = plain_loop(small_text, 2, 3, compress=kind)
-    path = mutants.mutate(RECIPE, tmp_path, mutant)
-    how = ("--inner-steps", "3", *OUTER, "--compress", kind, "--check-every", "0")
-    found = difference(small_text, tmp_path, 2, wanted, *how, recipe=path)
-    assert found > 1e-6 if mutant else found < 1e-9

@@ -28,7 +28,7 @@ Base: recipes/ddp_gpt. Open: 0 1 3
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from common import checkpoint, cli, data, devices, exits, flops, guard, initial, keymap, metrics, precision
+from common import UserError, checkpoint, cli, data, devices, exits, flops, guard, initial, keymap, metrics, precision
 from common import process_group, rates, run_dir, sampler, schedule, session, start
 from common.process_group import World
 from common.workloads import gpt, text
@@ -111,6 +111,9 @@ class Args:
     outer_lr: cli.NonNegativeFloat = 0.7  # rate of the outer step: how far it follows the mean difference
     outer_momentum: cli.Fraction = 0.9  # Nesterov momentum of the outer step
     compress: Literal["none", "bf16", "int8"] = "none"  # how the differences are sent
+    fragments: cli.PositiveInt = 1  # parts of the layers, whose outer steps take turns within the inner steps
+    delay: cli.NonNegativeInt = 0  # inner steps that differences may be on the way; 0 to wait for them
+    mixing: cli.Fraction = 0.5  # share of its own weights in what a replica continues from after a delay
 
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
@@ -149,6 +152,10 @@ def make_mesh(args: Args, world: World) -> DeviceMesh:
     """The ranks and their axes: replicas that train apart, and the ranks of a replica."""
     replicas = args.replicas or world.size
     cli.check_divides("--replicas", replicas, {"the number of ranks": world.size})
+    if args.fragments > args.num_layers:
+        raise UserError(f"--fragments {args.fragments} is more than --num-layers {args.num_layers}: lower it")
+    if args.delay >= args.inner_steps:
+        raise UserError(f"--delay {args.delay} must be below --inner-steps {args.inner_steps}: lower it")
     sizes = (replicas, world.size // replicas)
     return init_device_mesh(world.device.type, sizes, mesh_dim_names=("replica", "dp"))
 
@@ -166,8 +173,12 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     model = DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
     model.strategy = outer = Outer(args, model, mesh["replica"])
     # The optimizer is made later. A weak reference: this hook stays in the process if a run begins again in it.
-    register_optimizer_step_post_hook(lambda *_, alive=weakref.ref(outer): (one := alive()) and one.after_update())
+    alive = weakref.WeakMethod(outer.after_update)
+    register_optimizer_step_post_hook(lambda *_: (after_update := alive()) and after_update())
     return model
+
+
+Arrive = Callable[[], list[torch.Tensor]]
 
 
 class Outer:
@@ -183,8 +194,10 @@ class Outer:
         self.weights = {name: one.detach() for name, one in named.items()}  # the model's own
         self.before = {name: one.clone() for name, one in self.weights.items()}  # at the last outer step
         self.momentum = {name: torch.zeros_like(one) for name, one in self.weights.items()}
-        rounds = self.weights if args.compress == "int8" else {}
-        self.errors = {name: torch.zeros_like(one) for name, one in rounds.items()}
+        rounded = self.weights if args.compress == "int8" else {}
+        self.errors = {name: torch.zeros_like(one) for name, one in rounded.items()}
+        self.fragments = [[name for name in named if fragment_of(args, name) == i] for i in range(args.fragments)]
+        self.on_the_way: dict[int, Arrive] = {}  # by fragment: waits for the mean differences that it has sent
 
     def begin(self) -> None:
         """Before each backward pass of a training step."""
@@ -194,55 +207,75 @@ class Outer:
                 before.copy_(self.weights[name])
 
     def after_update(self) -> None:
-        """After each optimizer step; the outer step is due after some (all ranks)."""
+        """After each step of an optimizer (all ranks): the fragments whose turn it is send, or arrive."""
         self.steps += self.updates
-        if self.updates and self.is_due():
-            differences = [before - self.weights[name] for name, before in self.before.items()]
-            for mean, (name, before) in zip(self.average(differences), self.before.items(), strict=True):
-                momentum = self.momentum[name].mul_(self.args.outer_momentum).add_(mean)
-                before.sub_(mean + self.args.outer_momentum * momentum, alpha=self.args.outer_lr)
-                self.weights[name].copy_(before)
+        for i, names in enumerate(self.fragments if self.updates else []):
+            turn = (i + 1) * self.args.inner_steps // len(self.fragments)
+            since = (self.steps - turn) % self.args.inner_steps
+            if since == 0:
+                self.on_the_way[i] = self.send(names)
+            if since == self.args.delay < self.steps:
+                self.outer_step(i)
+                for name in names:
+                    self.weights[name].lerp_(self.before[name], 1 - self.args.mixing if self.args.delay else 1)
         self.updates = False
 
-    def is_due(self) -> bool:
-        """Whether the last step ends with an outer step, so that the replicas are equal."""
-        return self.steps % self.args.inner_steps == 0
+    def outer_step(self, i: int) -> None:
+        """Wait for the differences of a fragment, if they are on the way, and follow their mean (all ranks)."""
+        if i not in self.on_the_way:  # a checkpoint has been written since it was sent
+            return
+        for name, mean in zip(self.fragments[i], self.on_the_way.pop(i)(), strict=True):
+            momentum = self.momentum[name].mul_(self.args.outer_momentum).add_(mean)
+            self.before[name].sub_(mean + self.args.outer_momentum * momentum, alpha=self.args.outer_lr)
 
-    def average(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The means over the replicas, as --compress has them sent (all ranks)."""
+    def send(self, names: list[str]) -> Arrive:
+        """Begin to send these differences, as --compress says; what is returned waits for their means (all ranks)."""
+        group = self.mesh.get_group()
+        differences = [self.before[name] - self.weights[name] for name in names]
         if self.args.compress == "int8":
-            return self.average_codes(tensors)
-        flat = torch.cat([one.flatten() for one in tensors])
+            return self.send_codes(names, differences)
+        flat = torch.cat([one.flatten() for one in differences])
         sent = flat.bfloat16() if self.args.compress == "bf16" else flat
-        dist.all_reduce(sent, group=self.mesh.get_group())
-        return split(sent.to(flat.dtype) / self.mesh.size(), tensors)
+        work: Any = dist.all_reduce(sent, group=group, async_op=True)
+        return lambda: (work.wait(), split(sent.to(flat.dtype) / group.size(), differences))[1]
 
-    def average_codes(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The means, sent as integers from -127 to 127 with a scale for each tensor (all ranks).
+    def send_codes(self, names: list[str], differences: list[torch.Tensor]) -> Arrive:
+        """The same as integers from -127 to 127, with a scale for each tensor.
 
         What rounding takes away is added to the next difference (Seide et al. 2014,
         https://doi.org/10.21437/Interspeech.2014-274).
         """
         group = self.mesh.get_group()
-        wanted = [one + error for one, error in zip(tensors, self.errors.values(), strict=True)]
+        wanted = [one + self.errors[name] for name, one in zip(names, differences, strict=True)]
         scales = torch.stack([one.abs().max() for one in wanted]) / 127  # (tensors,)
         scales.clamp_(min=torch.finfo(scales.dtype).tiny)
-        codes = torch.cat([(one / scale).round().flatten() for one, scale in zip(wanted, scales, strict=True)])
-        every_code = torch.empty(group.size() * len(codes), dtype=torch.int8, device=codes.device)
+        codes = [(one / scale).round() for one, scale in zip(wanted, scales, strict=True)]
+        for name, one, code, scale in zip(names, wanted, codes, scales, strict=True):
+            self.errors[name].copy_(one - code * scale)
+        mine = torch.cat([code.flatten() for code in codes]).to(torch.int8)
+        every = mine.new_empty(group.size() * len(mine))
         every_scale = scales.new_empty(group.size() * len(scales))
-        dist.all_gather_into_tensor(every_code, codes.to(torch.int8), group=group)
-        dist.all_gather_into_tensor(every_scale, scales, group=group)
-        lengths = torch.tensor([one.numel() for one in tensors], device=scales.device)
-        spread = every_scale.view(group.size(), -1).repeat_interleave(lengths, dim=1)
-        values = every_code.view(group.size(), -1) * spread  # (replicas, elements)
-        for error, one, sent in zip(self.errors.values(), wanted, split(values[group.rank()], tensors), strict=True):
-            error.copy_(one - sent)
-        return split(values.mean(0), tensors)
+        works: Any = [dist.all_gather_into_tensor(every, mine, group=group, async_op=True)]
+        works.append(dist.all_gather_into_tensor(every_scale, scales, group=group, async_op=True))
+
+        def arrive() -> list[torch.Tensor]:
+            for work in works:
+                work.wait()
+            lengths = torch.tensor([code.numel() for code in codes], device=scales.device)
+            spread = every_scale.view(group.size(), -1).repeat_interleave(lengths, dim=1)
+            return split((every.view(group.size(), -1) * spread).mean(0), differences)  # over (replicas, elements)
+
+        return arrive
+
+    def are_equal(self) -> bool:
+        """Whether all replicas have the same weights now."""
+        at_once = len(self.fragments) == 1 and self.args.delay == 0
+        return self.steps == 0 or (at_once and self.steps % self.args.inner_steps == 0)
 
     def mean_weights(self) -> dict[str, torch.Tensor]:
         """The model that all replicas stand for, in copies (all ranks); only between outer steps it has to be sent."""
         found = {name: one.clone() for name, one in self.weights.items()}
-        if not self.is_due():
+        if not self.are_equal():
             flat = torch.cat([one.flatten() for one in found.values()])
             dist.all_reduce(flat, group=self.mesh.get_group())
             for one, mean in zip(found.values(), split(flat / self.mesh.size(), [*found.values()]), strict=True):
@@ -268,6 +301,8 @@ class Outer:
         Beside them, what only the same number of replicas can resume from: each one's own, stacked, dim 0 being the
         replica; and the state of the outer step. It shares memory with this object, so that a load fills it.
         """
+        for i in [*self.on_the_way]:
+            self.outer_step(i)
         own = {name: one for name, one in tensors.items() if name in self.weights or name.startswith(keymap.OPTIMIZER)}
         found = {name: one for name, one in tensors.items() if name not in own} | self.mean_weights()
         if self.mesh.get_local_rank() == 0:  # in copies: a file may have no memory twice
@@ -284,6 +319,13 @@ class Outer:
     def from_checkpoint(self, tensors: dict[str, torch.Tensor]) -> None:
         """After a load into what `to_checkpoint` returned."""
         self.steps = int(tensors[f"{keymap.STRATEGY}steps"])
+
+
+def fragment_of(args: Args, name: str) -> int:
+    """Which of --fragments a parameter belongs to: some blocks each; the embedding to the first, the rest to the last."""
+    parts = name.split(".")
+    block = int(parts[1]) if parts[0] == "blocks" else 0 if parts[0] == "embed" else args.num_layers - 1
+    return block * args.fragments // args.num_layers
 
 
 def split(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
