@@ -62,6 +62,7 @@ SETTINGS = {
     "DiLoCo, H = 20, bf16": apart(20, "--compress", "bf16"),
     "DiLoCo, H = 20, int8": apart(20, "--compress", "int8"),
     "DiLoCo, H = 100, int8": apart(100, "--compress", "int8"),
+    "DiLoCo, H = 20, 2 fragments, 5 steps on the way": apart(20, "--fragments", "2", "--delay", "5"),
 }
 FIRST = next(iter(SETTINGS))
 
@@ -71,9 +72,8 @@ def folder_of(setting: Setting, folder: Path) -> Path:
     if setting.recipe not in HOOKS:
         return ROOT / setting.recipe
     bucket = ", bucket_cap_mb=10_000" if setting.recipe == "powersgd" else ""  # one bucket, as multinode_resnet has it
-    made = (
-        f"model = {WRAPPED.removeprefix('return ').removesuffix(')')}{bucket}); {HOOKS[setting.recipe]}; return model"
-    )
+    wrapped = f"{WRAPPED.removeprefix('return ').removesuffix(')')}{bucket})"
+    made = f"model = {wrapped}; {HOOKS[setting.recipe]}; return model"
     hooks = "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook"
     changes = {"": {"import contextlib": f"import contextlib; {hooks}"}, "parallelize": {WRAPPED: made}}
     return mutants.mutate("ddp_gpt", folder, changes).parent

@@ -70,24 +70,27 @@ class How:
         return tuple(word for name, value in values.items() for word in (f"--{name}", str(value)))
 
 
+def make_replica() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The small model of `FLAGS`, and its own optimizer."""
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.Shape(256, num_layers=3, num_heads=4, width=40, mlp_width=44))
+    initial.materialize(model, 0, torch.device("cpu"), torch.float64)
+    matrices = {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": DECAY}
+    others = {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0}
+    return model, torch.optim.AdamW([matrices, others], betas=(0.9, 0.95))
+
+
 def plain_loop(folder: Path, how: How) -> Curve:
     """All replicas in one process, as one would write it: local steps, and Nesterov's on the mean difference."""
     train, validation = text.load(str(folder), 16)
-    models, optimizers = [], []
-    for _ in range(how.replicas):
-        with torch.device("meta"):
-            model = gpt.GPT(gpt.Shape(256, num_layers=3, num_heads=4, width=40, mlp_width=44))
-        initial.materialize(model, 0, torch.device("cpu"), torch.float64)
-        matrices = {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": DECAY}
-        others = {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0}
-        models.append(model)
-        optimizers.append(torch.optim.AdamW([matrices, others], betas=(0.9, 0.95)))
+    models, optimizers = zip(*(make_replica() for _ in range(how.replicas)), strict=True)
     weights = [dict(model.named_parameters()) for model in models]
     shared = {name: p.detach().clone() for name, p in weights[0].items()}
     errors = [{name: torch.zeros_like(p) for name, p in shared.items()} for _ in weights]
     outer = torch.optim.SGD(shared.values(), lr=how.rate, momentum=how.momentum, nesterov=how.momentum > 0)
     order = sampler.permutation(len(train), 0, 0)
     every = np.arange(len(validation))
+    turns = how.turns or (how.inner_steps,)
     sent: dict[str, tuple[int, torch.Tensor]] = {}
     losses, norms, held_out = [], [], {}
     for step in range(1, STEPS + 1):
@@ -103,25 +106,18 @@ def plain_loop(folder: Path, how: How) -> Curve:
             if model is models[0]:  # the log is that of rank 0
                 norms.append(norm)
         losses.append(mean_loss)
-        for starts, turn in zip(how.fragments, how.turns or (how.inner_steps,), strict=True):
-            for name, before in shared.items():
-                if not name.startswith(starts):
-                    continue
-                if (step - turn) % how.inner_steps == 0:
-                    arrive = [
-                        as_sent(before - own[name].detach(), error[name], how.compress)
-                        for own, error in zip(weights, errors, strict=True)
-                    ]
-                    total = sum(arrive[1:], arrive[0]).double()  # added up as they are sent
-                    sent[name] = (step + how.delay, total / how.replicas)
-                if name in sent and sent[name][0] == step:
-                    before.grad = sent.pop(name)[1]
-        outer.step()
         for name, before in shared.items():
-            for own in weights:
-                if before.grad is not None:
-                    own[name].data = how.mixing * own[name].detach() + (1 - how.mixing) * before
-        outer.zero_grad()
+            (turn,) = [turn for starts, turn in zip(how.fragments, turns, strict=True) if name.startswith(starts)]
+            if (step - turn) % how.inner_steps == 0:
+                pairs = zip(weights, errors, strict=True)
+                arrive = [as_sent(before - own[name].detach(), error[name], how.compress) for own, error in pairs]
+                # Added up as they are sent.
+                sent[name] = (step + how.delay, sum(arrive[1:], arrive[0]).double() / how.replicas)
+            arrives, mean = sent.get(name, (0, before))
+            before.grad = mean if arrives == step else None
+        outer.step()
+        for name, own in ((name, p) for named in weights for name, p in named.items() if shared[name].grad is not None):
+            own.data = how.mixing * own.detach() + (1 - how.mixing) * shared[name]
         if step % EVAL_EVERY == 0 or step == STEPS:
             tokens, targets = validation.read(np.zeros_like(every), every)
             means = {name: torch.stack([own[name] for own in weights]).mean(0).detach() for name in shared}

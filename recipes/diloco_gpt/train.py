@@ -322,7 +322,7 @@ class Outer:
 
 
 def fragment_of(args: Args, name: str) -> int:
-    """Which of --fragments a parameter belongs to: some blocks each; the embedding to the first, the rest to the last."""
+    """Which of --fragments a parameter is in: each has some blocks, the first the embedding, the last the rest."""
     parts = name.split(".")
     block = int(parts[1]) if parts[0] == "blocks" else 0 if parts[0] == "embed" else args.num_layers - 1
     return block * args.fragments // args.num_layers
