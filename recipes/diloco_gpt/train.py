@@ -237,7 +237,12 @@ class Outer:
         flat = torch.cat([one.flatten() for one in differences])
         sent = flat.bfloat16() if self.args.compress == "bf16" else flat
         work: Any = dist.all_reduce(sent, group=group, async_op=True)
-        return lambda: (work.wait(), split(sent.to(flat.dtype) / group.size(), differences))[1]
+
+        def arrive() -> list[torch.Tensor]:
+            work.wait()
+            return split(sent.to(flat.dtype) / group.size(), differences)
+
+        return arrive
 
     def send_codes(self, names: list[str], differences: list[torch.Tensor]) -> Arrive:
         """The same as integers from -127 to 127, with a scale for each tensor.
