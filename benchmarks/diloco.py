@@ -82,8 +82,8 @@ def folder_of(setting: Setting, folder: Path) -> Path:
 def losses(setting: Setting, seed: int, steps: int, folder: Path) -> dict[int, float]:
     """val/loss by step of a whole training with two processes."""
     folder.mkdir()
-    flags = (*MODEL, "--max-steps", str(steps), "--eval-every", str(EVERY), "--save-every", str(steps))
-    flags += ("--check-every", "0", "--log-every", "100", "--seed", str(seed), *setting.flags)
+    flags = [*MODEL, "--max-steps", str(steps), "--eval-every", str(EVERY), "--save-every", str(steps)]
+    flags += ["--check-every", "0", "--log-every", "100", "--seed", str(seed), *setting.flags]
     where = ("--out", str(folder), "--name", "run")
     train = folder_of(setting, folder) / "train.py"
     result = runner.run_recipe(train, 2, *flags, *where, target=runner.run_unmeasured, timeout_s=1800)
