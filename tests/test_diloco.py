@@ -222,7 +222,7 @@ def test_sends_all_differences_once_a_round(tmp_path: Path) -> None:
 def run(out: Path, size: int, data: Path, *flags: str, recipe: str | Path = RECIPE) -> dict[str, dict[int, float]]:
     """Run until it stops, in float32; returns the curves so far."""
     how = (*runner.small(RECIPE), "--data", str(data), "--dtype", "float32", "--global-batch-size", "24")
-    how += ("--max-steps", "10", "--warmup-steps", "2", "--log-every", "1", "--save-every", "1000")
+    how += ("--max-steps", "14", "--warmup-steps", "2", "--log-every", "1", "--save-every", "1000")
     where = ("--out", str(out.parent), "--name", out.name)
     result = runner.run_recipe(recipe, size, *how, *where, *flags, target=runner.run_unmeasured)
     assert result.ok, str(result)
@@ -242,7 +242,7 @@ def test_resume_in_mid_round_bitwise(size: int, replicas: int, small_text: Path,
         parts = run(tmp_path / "parts", size, small_text, *how, "--stop-after", stop)
     for tag in ("train/loss", "train/grad_norm"):
         assert parts[tag] == whole[tag]
-    last = "checkpoints/step_00000010"
+    last = "checkpoints/step_00000014"
     assert states.same_tensors(tmp_path / "parts" / last, tmp_path / "whole" / last)
 
 
@@ -289,4 +289,4 @@ def test_any_recipe_gets_the_mean_and_the_first_optimizer(small_text: Path, tmp_
     assert three["train/loss"][7] == pytest.approx(ddp["train/loss"][7], rel=1e-6)
     note: Any = "so it is of another strategy or number of ranks"
     assert [note in str(one["output"]) for one in (ddp, three, back)] == [False, True, True]
-    assert [*back["train/loss"]] == [9, 10]
+    assert [*back["train/loss"]] == [*range(9, 15)]
