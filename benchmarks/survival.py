@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from common import guard, keymap, process_group, run_dir, sampler, stop, watch
 from common.workloads.resnet import make_resnet
 from tests.harness import pages, runner

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from common import UserError, devices, keymap, precision, private_api, ranks, replicas, sampler, sync_batchnorm
 
 NOT_SAVED = "This state is not saved"
+STATE = (keymap.OPTIMIZER, keymap.STRATEGY)
 
 
 class BadStateError(UserError):
@@ -217,14 +218,14 @@ class StateCheck:
         """This rank's part: what `judge` needs of its tensors, by canonical name; JSON values."""
         dense = {name: tensor.detach() for name, tensor in tensors.items() if tensor.layout == torch.strided}
         finite, shared = (
-            {name: one for name, one in dense.items() if name in names or name.startswith(keymap.OPTIMIZER)}
+            {name: one for name, one in dense.items() if name in names or name.startswith(STATE)}
             for names in (self._finite, self._shared)
         )
         return [_not_finite(finite), _hashes(shared) if "replicas" in self.kinds else {}]
 
     def is_shared(self, name: str) -> bool:
         """Whether all ranks that hold the same part of a tensor hold the same bits; what is not compared may differ."""
-        return "replicas" in self.kinds and (name in self._shared or name.startswith(keymap.OPTIMIZER))
+        return "replicas" in self.kinds and (name in self._shared or name.startswith(STATE))
 
     def compare(self, tensors: Mapping[str, torch.Tensor], step: int) -> None:
         """Compare these tensors over all ranks, which gather names only where there is something to name (all ranks).

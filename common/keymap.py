@@ -21,9 +21,11 @@ from common import UserError, ranks
 # keep the plain model's names. Around a submodule: torch.compile, and activation checkpointing.
 WRAPPERS = re.compile(r"^((module|_orig_mod)\.)*(stages\.\d+\.)?|(_orig_mod|_checkpoint_wrapped_module)\.")
 OPTIMIZER = "optimizer."
+# What a strategy keeps beside, of use to the same strategy on as many ranks only: others begin without it.
+STRATEGY = "strategy."
 # Beside the weights: the second is the state of the environments that generate training data, the third an adopter's
 # own, such as the running average of the weights.
-NO_WEIGHTS = (OPTIMIZER, "rollout.", "extra.")
+NO_WEIGHTS = (OPTIMIZER, "rollout.", "extra.", STRATEGY)
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _counters_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[str]] = weakref.WeakKeyDictionary()
 
@@ -82,6 +84,22 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[s
     # has no state.
     found = model_tensors(model)
     return found | optimizer_tensors(model, optimizer) if optimizer else found
+
+
+def to_save(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """What this rank gives to a checkpoint (all ranks take part).
+
+    A strategy whose ranks hold different numbers under one name has an object `model.strategy` with two methods:
+    `to_checkpoint(tensors)` returns what stands for them under the plain names, and the rest under STRATEGY;
+    `from_checkpoint(tensors)` is called once a load has filled the latter.
+    """
+    found = tensors(model, optimizer)
+    return model.strategy.to_checkpoint(found) if has_strategy(model) else found  # type: ignore[operator, union-attr]
+
+
+def has_strategy(model: nn.Module) -> bool:
+    """Whether the model has an object as `to_save` describes it."""
+    return hasattr(getattr(model, "strategy", None), "to_checkpoint")
 
 
 def _state(

@@ -251,7 +251,7 @@ class Session:
         self._is_last(step)
         if self._comparison_is_due(step):
             with self._goes_back(), profile.mark(timeline.BESIDE):
-                self._check.compare(keymap.model_tensors(self._model), step)
+                self._check.compare(keymap.to_save(self._model, None), step)
 
     def save(self, step: int, more: saver.Tensors | None = None) -> None:
         """Write a checkpoint of model and optimizer, if one is due (all ranks).
@@ -274,7 +274,7 @@ class Session:
         self._report_skips()  # first: a checkpoint must not hide what has led to it
         began = time.perf_counter()
         with self._goes_back(), profile.mark(timeline.BESIDE):
-            tensors = keymap.tensors(self._model, self._optimizer) | (more or {})
+            tensors = keymap.to_save(self._model, self._optimizer) | (more or {})
             self._saver.save(
                 step, tensors, self._plan.position(step), self._is_last(step), self._best_step, self._scale.state()
             )

@@ -59,6 +59,26 @@ def restore(
     tensors = keymap.tensors(model, optimizer)
     checkpoint.load(path, tensors | (more or {}))
     keymap.set_numbers(model, optimizer, tensors)
+    if keymap.has_strategy(model):
+        _restore_strategy(path, model, optimizer, tensors)
+
+
+def _restore_strategy(
+    path: Path, model: Any, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Fill what only the same strategy on as many ranks can resume from; see `keymap.to_save` (all ranks)."""
+    every = model.strategy.to_checkpoint(tensors)
+    own = {name: tensor for name, tensor in every.items() if name.startswith(keymap.STRATEGY)}
+    saved = {name: tuple(entry.size) for name, entry in checkpoint.tensors_in(path).items()}
+    if lacking := [name for name, tensor in own.items() if saved.get(name) != tuple(tensor.shape)]:
+        ranks.print0(
+            f"note: {path} has no {lacking[0]} of shape {tuple(own[lacking[0]].shape)}, so it is of another strategy "
+            "or number of ranks: this one begins with the weights and the optimizer's state there"
+        )
+        return
+    checkpoint.load(path, own)
+    keymap.set_numbers(model, optimizer, tensors)
+    model.strategy.from_checkpoint(own)
 
 
 def begin_with(init: str, model: nn.Module) -> None:

@@ -5,13 +5,14 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import filelock
 import pytest
 import torch
 import torch.distributed as dist
 import torchvision
-from common import UserError, keymap, start
+from common import UserError, checkpoint, keymap, start
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.harness import runner
-from tests.harness.states import save
+from tests.harness.states import make_saver, save
 
 
 def make_model(classes: int, run_seed: int = 0) -> nn.Sequential:
@@ -207,3 +208,44 @@ def test_frozen_weights_that_nothing_fills_are_named(
         model[0].weight.requires_grad_(trained)
         start.begin_with(str(file), model)
         assert (begin in capsys.readouterr().out) == warned
+
+
+class Counts:
+    """A strategy that keeps a counter beside the model, and halves of what the checkpoint has as wholes."""
+
+    def __init__(self, size: int, value: int) -> None:
+        self.counter = torch.full((size,), value)
+        self.filled = False
+
+    def to_checkpoint(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: 2 * one for name, one in tensors.items()} | {f"{keymap.STRATEGY}counter": self.counter}
+
+    def from_checkpoint(self, tensors: dict[str, torch.Tensor]) -> None:
+        assert tensors.keys() == {f"{keymap.STRATEGY}counter"}
+        self.filled = True
+
+
+def counting_model(size: int, value: int) -> tuple[Any, torch.optim.Optimizer]:
+    model: Any = make_model(3, run_seed=value)
+    model.strategy = Counts(size, value)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    keymap.create_state(optimizer)
+    return model, optimizer
+
+
+@pytest.mark.usefixtures("group")
+def test_strategy_fills_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the checkpoint has it, of the same shape; else a line says so, and the plain names are loaded."""
+    model, optimizer = counting_model(2, 5)
+    path = checkpoint.folder(tmp_path, 1)
+    make_saver(tmp_path).save(1, keymap.to_save(model, optimizer), 10, last=True)
+    for size in (2, 3):
+        other, its_optimizer = counting_model(size, 7)
+        start.restore(path, "", other, its_optimizer)
+        assert torch.equal(other[0].weight, 2 * model[0].weight)
+        assert other.strategy.filled == (size == 2)
+        assert other.strategy.counter.tolist() == ([5, 5] if size == 2 else [7, 7, 7])
+        assert ("has no strategy.counter of shape (3,)" in capsys.readouterr().out) == (size == 3)
+    plain = make_model(3)
+    start.restore(path, "", plain, torch.optim.AdamW(plain.parameters(), fused=True))
+    assert torch.equal(plain[0].weight, 2 * model[0].weight)

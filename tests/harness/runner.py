@@ -34,6 +34,8 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.harness.preload"])
 SIZES = ("--num-layers", "--mlp-width")  # of the model, that a layout may choose
+# Replicas that train apart give other numbers than the rest; as one, they are ddp_gpt. tests/test_diloco.py has more.
+AS_ONE = ("--replicas", "1", "--outer-lr", "1", "--outer-momentum", "0")
 GRACE_S = 0.5  # torchrun, too, ends the others when one rank has failed
 # Flags of each workload for a model that is quick in float64 on a CPU. tests/harness/short_resnet.py has the first; the
 # sizes of the second divide by few numbers of ranks.
@@ -159,7 +161,7 @@ def layouts(recipe: str) -> list[Layout]:
             found += [Layout(recipe, size, ("--sync", kind, "--bucket-mb", "0.02"), size) for kind in kinds]
         else:
             odd = ("--mlp-width", "45") if has_flag(recipe, "--dp-replicate") else ()  # parts of unequal size
-            found.append(Layout(recipe, size, odd, size))
+            found.append(Layout(recipe, size, AS_ONE if has_flag(recipe, "--inner-steps") else odd, size))
             if has_flag(recipe, "--dp-replicate") and size == 4:
                 found.append(Layout(recipe, size, ("--dp-replicate", "2", *odd), size))
     return found

@@ -15,6 +15,7 @@ WIDTH = 256
 LENGTH = 64
 BATCH = 16
 REPLICAS = ("accelerate_gpt", "ddp_gpt")
+OUTER = ("--inner-steps", "1")  # of diloco_gpt: each step, also the measured one, ends with an outer step
 RECIPE = "pipeline_gpt"
 NAIVE = "GPipe, 1 micro-batch"  # one rank computes at a time
 DEFAULT, *OTHERS = runner.choices(RECIPE, "--schedule")
@@ -88,7 +89,7 @@ def share(layout: runner.Layout, rank: int) -> Term:
     if "--pp" in flags:
         of = zip(owners(layout), stage_bytes(layout), strict=True)
         return "its own layers", sum(size for owner, size in of if owner == rank // layout.dp_size)
-    if layout.recipe in REPLICAS:
+    if layout.recipe in REPLICAS or "--inner-steps" in flags:
         return "P", P
     if "--dp-replicate" in flags:
         return "P/S", P / (layout.size // int(flags["--dp-replicate"]))
@@ -102,6 +103,10 @@ def traffic(layout: runner.Layout, rank: int) -> dict[str, list[Term]]:
     stream = 4 * BATCH * LENGTH * WIDTH / layout.dp_size  # of a group's part of the batch
     if layout.recipe in REPLICAS:
         found["all-reduce"] = [("P", P)]
+    elif "--inner-steps" in flags:  # in a step that ends with an outer one
+        alone: Term = ("DDP of one rank calls it, and sends nothing", P)
+        in_replica: Term = ("the replica's gradients", P)
+        found["all-reduce"] = [("P", P), in_replica if "--replicas" in flags else alone]
     elif layout.recipe in ("fsdp_gpt", "context_gpt"):
         found["all-gather"] = [("2 P", 2 * P), ("first and last layers gathered once", -rest)]
         found["reduce-scatter"] = [("P", P)]
@@ -163,7 +168,10 @@ def gpt_layouts() -> list[runner.Layout]:
         for one in runner.layouts(recipe) if runner.workload(recipe) == "gpt" else []:
             again = one.dp_size > 1 and options(one).get("--schedule", DEFAULT) != DEFAULT
             if one.size in (2, 4) and not again and options(one).get("--pp") != "1":
-                found.append(runner.Layout(recipe, one.size, one.strategy, one.dp_size))
+                apart = runner.has_flag(recipe, "--inner-steps")
+                found.append(runner.Layout(recipe, one.size, OUTER if apart else one.strategy, one.dp_size))
+                if apart and one.size == 4:
+                    found.append(runner.Layout(recipe, one.size, (*OUTER, "--replicas", "2"), one.dp_size))
     return found
 
 

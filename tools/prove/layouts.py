@@ -86,6 +86,8 @@ def layouts(recipe: str, size: int, gpus: bool) -> list[Layout]:
     # One rank of the reference is the reference.
     same = two if recipe == reference(workload(recipe)).recipe else ""
     found = [Layout(recipe, dp_size=size, needs=same)]
+    if has_flag(recipe, "--inner-steps"):  # replicas that train apart give other numbers: it is one here
+        found = [Layout(recipe, ("--replicas", "1", "--outer-lr", "1", "--outer-momentum", "0"), size)]
     if has_flag(recipe, "--sync"):
         found = [Layout(recipe, ("--sync", way), size) for way in choices(recipe, "--sync")]
     if has_flag(recipe, "--dp-replicate"):

@@ -1,0 +1,204 @@
+"""Loss, bytes and time of replicas that train apart: `uv run python -m benchmarks.diloco` (root).
+
+It writes docs/diloco.md and docs/diloco.png. Losses are those of whole trainings with two processes and some seeds.
+Bytes and times are measured between two machines, network namespaces on a switch, on links of 100 and 10 Mbit/s.
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+from tests.harness import machines, mutants, pages, runner
+from tests.harness.runner import ROOT
+
+RATES = {"100 Mbit/s": "100mbit", "10 Mbit/s": "10mbit"}
+SLOW = "10 Mbit/s"
+BATCH = 32
+MODEL = ("--num-layers", "2", "--width", "128", "--seq-len", "64", "--global-batch-size", str(BATCH))
+EVERY = 100  # steps between evaluations, which all of --inner-steps divide: replicas are equal then
+NEAR = 1.01  # of the loss of DistributedDataParallel
+DILOCO = "recipes/diloco_gpt"
+PLAIN_MEAN = ("--outer-lr", "1", "--outer-momentum", "0")
+# The communication hooks of multinode_resnet, in ddp_gpt.
+WRAPPED = 'return DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)'
+HOOKS = {
+    "bf16": "model.register_comm_hook(mesh.get_group('dp'), default_hooks.bf16_compress_hook)",
+    "powersgd": "power = powerSGD_hook.PowerSGDState(mesh.get_group('dp'), 4, max(2, args.warmup_steps), "
+    "random_seed=args.seed); model.register_comm_hook(power, powerSGD_hook.powerSGD_hook)",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is trained: a recipe's folder or a hook in ddp_gpt, its flags, and the steps after which it repeats."""
+
+    recipe: str
+    flags: tuple[str, ...] = ()
+    period: int = 1
+
+
+def apart(inner_steps: int, *flags: str) -> Setting:
+    """diloco_gpt."""
+    return Setting(DILOCO, ("--inner-steps", str(inner_steps), *flags), inner_steps)
+
+
+SETTINGS = {
+    "ddp_gpt": Setting("recipes/ddp_gpt"),
+    "ddp_gpt with the bf16 hook": Setting("bf16"),
+    "ddp_gpt with PowerSGD, rank 4": Setting("powersgd"),
+    **{f"local SGD, H = {h}": apart(h, *PLAIN_MEAN) for h in (1, 5, 20, 100)},
+    **{f"DiLoCo, H = {h}": apart(h) for h in (5, 20, 100)},
+    "DiLoCo, H = 20, bf16": apart(20, "--compress", "bf16"),
+    "DiLoCo, H = 20, int8": apart(20, "--compress", "int8"),
+    "DiLoCo, H = 100, int8": apart(100, "--compress", "int8"),
+    "DiLoCo, H = 20, 2 fragments, 5 steps on the way": apart(20, "--fragments", "2", "--delay", "5"),
+}
+FIRST = next(iter(SETTINGS))
+
+
+def folder_of(setting: Setting, folder: Path) -> Path:
+    """Folder of its train.py."""
+    if setting.recipe not in HOOKS:
+        return ROOT / setting.recipe
+    bucket = ", bucket_cap_mb=10_000" if setting.recipe == "powersgd" else ""  # one bucket, as multinode_resnet has it
+    wrapped = f"{WRAPPED.removeprefix('return ').removesuffix(')')}{bucket})"
+    made = f"model = {wrapped}; {HOOKS[setting.recipe]}; return model"
+    hooks = "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook"
+    changes = {"": {"import contextlib": f"import contextlib; {hooks}"}, "parallelize": {WRAPPED: made}}
+    return mutants.mutate("ddp_gpt", folder, changes).parent
+
+
+def losses(setting: Setting, seed: int, steps: int, folder: Path) -> dict[int, float]:
+    """val/loss by step of a whole training with two processes."""
+    folder.mkdir()
+    flags = [*MODEL, "--max-steps", str(steps), "--eval-every", str(EVERY), "--save-every", str(steps)]
+    flags += ["--check-every", "0", "--log-every", "100", "--seed", str(seed), *setting.flags]
+    where = ("--out", str(folder), "--name", "run")
+    train = folder_of(setting, folder) / "train.py"
+    result = runner.run_recipe(train, 2, *flags, *where, target=runner.run_unmeasured, timeout_s=1800)
+    assert result.ok, str(result)
+    return runner.records(folder / "run", "val/loss")
+
+
+def measure(setting: Setting, rate: str, folder: Path) -> tuple[float, float]:
+    """MB that a machine sends in a step, and seconds of one, mean over whole rounds, on a shaped link."""
+    folder.mkdir()
+    run = folder / "runs" / "run"
+    first = max(5, setting.period)  # with --warmup-steps 2, PowerSGD compresses from the third step on
+    last = first + max(10, setting.period)
+    with machines.joined(folder, 2) as both:
+        for one in both:
+            one.shape(rate)
+        flags = [*MODEL, "--max-steps", str(last + 1), "--warmup-steps", "2", "--log-every", "1", "--check-every", "0"]
+        flags += ["--eval-every", "100000", "--save-every", "100000", "--out", str(folder / "runs"), "--name", "run"]
+        command = ["bash", str(ROOT / "launch/torchrun.sh"), str(folder_of(setting, folder)), *flags, *setting.flags]
+        where = {"NNODES": "2", "MASTER_ADDR": both[0].address, "NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
+        where |= {"RUN_KEY": secrets.token_hex(32), "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+        environ = os.environ | where
+        processes = [one.popen(command, folder / "output", environ | {"NODE_RANK": str(one.number)}) for one in both]
+        sent: dict[int, int] = {}
+        while None in [process.poll() for process in processes]:
+            file = run / "metrics.jsonl"
+            step = file.read_text().count("train/loss") if file.exists() else 0
+            if step not in sent:
+                sent[step] = both[0].bytes_sent()
+            time.sleep(0.005)
+        assert not any(process.returncode for process in processes), (folder / "output").read_text()
+    rates = runner.records(run, "perf/samples_per_s")
+    seconds = [BATCH / rates[step] for step in range(first + 1, last + 1)]
+    begin = max(step for step in sent if step <= first)  # a fast step may have been missed
+    end = max(step for step in sent if step <= last)
+    return (sent[end] - sent[begin]) / (last - first) / 1e6, statistics.mean(seconds)
+
+
+def steps_to(target: float, curves: list[dict[int, float]]) -> float:
+    """Steps until the mean over the seeds is at most `target`; infinite if it never is."""
+    means = {step: statistics.mean(curve[step] for curve in curves) for step in curves[0]}
+    return next((float(step) for step, loss in means.items() if loss <= target), math.inf)
+
+
+def draw(found: dict[str, list[float]], total_mb: dict[str, float], words: str, file: Path) -> None:
+    """Draw the loss at the end against all that a machine has sent."""
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    families = {"ddp_gpt": "o", "local SGD": "s", "DiLoCo": "^"}
+    for name, values in found.items():
+        (i, marker), *_ = [(i, mark) for i, (start, mark) in enumerate(families.items()) if name.startswith(start)]
+        axes.plot([total_mb[name]] * len(values), values, "_", color=f"C{i}")
+        axes.plot(total_mb[name], statistics.mean(values), marker, color=f"C{i}")
+        axes.annotate(name, (total_mb[name], statistics.mean(values)), (5, 4), textcoords="offset points", fontsize=7)
+    near = NEAR * statistics.mean(found[FIRST])
+    axes.axhline(near, color="grey", lw=0.8, ls=":")
+    axes.set_xscale("log")
+    axes.set_xlabel(f"MB that a machine has sent\n{words}", fontsize=9)
+    axes.set_ylabel("validation loss, nats a byte")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=130)
+
+
+def rows(
+    curves: dict[str, list[dict[int, float]]], sent_mb: dict[str, float], seconds: dict[tuple[str, str], float]
+) -> list[str]:
+    """A row for each setting."""
+    final = {name: [curve[max(curve)] for curve in some] for name, some in curves.items()}
+    reference = statistics.mean(final[FIRST])
+    lines = []
+    for name, values in final.items():
+        mean = statistics.mean(values)
+        steps = steps_to(NEAR * reference, curves[name])
+        times = [seconds[name, rate] for rate in RATES]
+        reached = f"{steps * seconds[name, SLOW] / 60:.1f} min ({steps:.0f} steps)" if steps < math.inf else "not"
+        cells = [name, f"{mean:.3f}", f"{min(values):.3f} to {max(values):.3f}", f"{100 * (mean / reference - 1):+.1f}"]
+        cells += [f"{sent_mb[name]:.4f}", f"1/{sent_mb[FIRST] / sent_mb[name]:.1f}"]
+        cells += [f"{1e3 * took:,.0f}" for took in times] + [reached]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def main() -> None:
+    """Train, measure, draw, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=800, help=f"of a training; a multiple of {EVERY}")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", default="", help="settings whose names begin so, beside the first one; to try it")
+    args = parser.parse_args()
+    began = time.monotonic()
+    settings = {name: one for name, one in SETTINGS.items() if name == FIRST or name.startswith(args.only)}
+    curves: dict[str, list[dict[int, float]]] = {name: [] for name in settings}
+    sent_mb: dict[str, float] = {}
+    seconds: dict[tuple[str, str], float] = {}
+    with tempfile.TemporaryDirectory() as place:
+        for i, (name, setting) in enumerate(settings.items()):
+            for rate, argument in RATES.items():  # bytes are the same on both; the later figure stays
+                sent_mb[name], seconds[name, rate] = measure(setting, argument, Path(place) / f"{i}-{argument}")
+                print(f"{name:32} {rate:10} {sent_mb[name]:8.4f} MB {1e3 * seconds[name, rate]:8.0f} ms", flush=True)
+        for seed in range(args.seeds):  # by turns
+            for i, (name, setting) in enumerate(settings.items()):
+                curves[name].append(losses(setting, seed, args.steps, Path(place) / f"loss-{i}-{seed}"))
+                print(f"{name:32} seed {seed}  {curves[name][-1]}", flush=True)
+    words = f"GPT of 2 layers, width 128, {args.steps} steps of {BATCH} sequences of 64 bytes, {args.seeds} seeds"
+    command = f"uv run python -m benchmarks.diloco --steps {args.steps} --seeds {args.seeds}"
+    made = pages.measured(command, words, "2 ranks, gloo, float32 or bfloat16 as the processor has it", began=began)
+    final = {name: [curve[max(curve)] for curve in some] for name, some in curves.items()}
+    head = "| | loss | over the seeds | off, % | MB a step | of ddp_gpt's | "
+    head += " | ".join(f"ms a step at {rate}" for rate in RATES) + f" | near ddp_gpt's loss at {SLOW} after |"
+    table = "\n".join([head, f"|---|---|---|---|---|---|{'---|' * len(RATES)}---|", *rows(curves, sent_mb, seconds)])
+    if args.only:
+        print(table)
+        return
+    draw(final, {name: args.steps * mb for name, mb in sent_mb.items()}, words, ROOT / "docs/diloco.png")
+    pages.write(ROOT / "docs/diloco.md", measured=made, table=table)
+
+
+if __name__ == "__main__":
+    main()
