@@ -306,10 +306,19 @@ def main() -> None:
     def facts(*conditions: str) -> str:
         return pages.measured(f"{COMMAND} --only {only}" if only else COMMAND, *conditions, began=began)
 
-    for name, part in PARTS.items():
-        if only in ("", name):
-            text = part()
-            pages.write(PAGE, **{name: f"{facts()}\n\n{text}"})
+    chosen = {name: part for name, part in PARTS.items() if only in ("", name)}
+    found = {name: f"{facts()}\n\n{part()}" for name, part in chosen.items()}
+    parts = pages.parts(PAGE.read_text()) | found
+    pages.write(
+        PAGE,
+        example=parts["example"],
+        published=parts["published"],
+        vtrain=parts["vtrain"],
+        curves=parts["curves"],
+        counts=parts["counts"],
+        memory=parts["memory"],
+        links=parts["links"],
+    )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ def sync(path: Path) -> None:
 def write_blocks(file: BinaryIO, contents: Iterable[memoryview]) -> list[str]:
     """Write bytes to a file; returns the digest of each chunk."""
     digests = []
-    digest, room = xxhash.xxh3_128(), CHUNK_BYTES
+    digest = xxhash.xxh3_128()
+    room = CHUNK_BYTES
     for content in contents:
         rest = content
         while len(rest):
@@ -65,7 +66,8 @@ def write_blocks(file: BinaryIO, contents: Iterable[memoryview]) -> list[str]:
             room -= len(block)
             if not room:
                 digests.append(digest.hexdigest())
-                digest, room = xxhash.xxh3_128(), CHUNK_BYTES
+                digest = xxhash.xxh3_128()
+                room = CHUNK_BYTES
     return [*digests, digest.hexdigest()] if room < CHUNK_BYTES else digests
 
 

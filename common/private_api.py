@@ -260,7 +260,8 @@ def shard_header(parts: Mapping[str, tuple[torch.dtype, ChunkStorageMetadata]]) 
     }
     end = 0
     for name, (dtype, chunk) in parts.items():
-        begin, end = end, end + chunk.sizes.numel() * dtype.itemsize
+        begin = end
+        end += chunk.sizes.numel() * dtype.itemsize
         header[name] = {"dtype": kinds[dtype], "shape": list(chunk.sizes), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-TABLES, SLOTS = 3, 2**13
+TABLES = 3
+SLOTS = 2**13
 LARGEST = 2**63 - 1
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tools import evaluate
+from tools.plan.__main__ import parser as planner
 from tools.prove import train as prove
 
 from tests.faults import table
@@ -32,6 +33,7 @@ OTHER_FLAGS = {
     "doctor",
     "wait",
     "json",
+    *(word.removeprefix("--") for action in planner()._actions for word in action.option_strings),
     *(field.name for field in dataclasses.fields(evaluate.Args)),
     *(field.name for field in dataclasses.fields(prove.Args)),
 }  # of other programs as well
@@ -281,9 +283,11 @@ def filled(path: Path) -> set[str]:
 def test_page_has_the_parts_of_its_command(page: Path) -> None:
     """Else a command measures for minutes, and fails when it writes."""
     in_tests = {"checkpoints": "tests/layouts_table.py", "gpu-counts": "tests/cuda_table.py"}
-    command = ROOT / in_tests.get(page.stem, f"benchmarks/{page.stem}.py")
+    several = {"performance": ("duel", "stop_scale"), "survival": ("survival", "saves")}
+    names = [f"benchmarks/{name}.py" for name in several.get(page.stem, (page.stem,))]
+    commands = [ROOT / name for name in (in_tests.get(page.stem, names[0]), *names[1:])]
     has = set(pages.parts(page.read_text()))
     if page.stem == "faults":
         assert has == {"sum", "measured", *(row["fault"].split(": ")[0] for row in table.read(table.FILE))}
     else:
-        assert has == (filled(command) if command.exists() else set())
+        assert has == set().union(*(filled(command) for command in commands if command.exists()))
