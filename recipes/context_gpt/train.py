@@ -400,7 +400,10 @@ def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metri
 
 def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     """Clip to the global gradient norm, (), and return it; the norm is over all ranks' parts."""
-    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
+    if args.max_grad_norm:
+        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    else:
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     return norm.full_tensor()  # a DTensor: this adds up the ranks' parts
 
 

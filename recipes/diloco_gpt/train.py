@@ -364,7 +364,9 @@ def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metri
 
 def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     """Clip to the norm of the replica's gradient, (), and return it; every rank holds all of it."""
-    return nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
+    if args.max_grad_norm:
+        return nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+    return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
 # --- 4 Step -----------------------------------------------------------------------------------------------
