@@ -54,8 +54,8 @@ def counted(layout: runner.Layout, folder: Path) -> list[tuple[str, int, int, in
     (first, *_) = planned(layout.recipe, layout.size, flags)
     found = []
     for kind in dict.fromkeys(kind for kind, _ in probes.KINDS.values() if kind != "receive"):
-        ran = strategies.calls_to_others(real, kind)
-        mine = [one for one in first.traffic if one.kind == kind and one.ranks > 1]
+        ran = [size for which, size in real["calls"] if which == kind]
+        mine = [one for one in first.traffic if one.kind == kind]
         if ran or mine:
             calls, bytes_ = sum(one.calls for one in mine), round(sum(one.bytes for one in mine))
             outside = RUNS_OWN if kind == "all-reduce" else (0, 0)
