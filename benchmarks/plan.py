@@ -274,9 +274,9 @@ def of_example() -> str:
     return "\n\n".join(found)
 
 
-def of_links() -> str:
+def of_links(known: str) -> str:
     """Steps over links; what they say of the error is for answers about a calibrated processor."""
-    text, errors = plan_here.of_links()
+    text, errors = plan_here.of_links(known)
     keep(
         ["gpt", "resnet"],
         ["cpu"],
@@ -292,7 +292,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "curves": of_curves,
     "counts": plan_here.of_counts,
     "memory": plan_here.of_memory,
-    "links": of_links,
+    "links": lambda: of_links(""),
 }
 
 
@@ -300,7 +300,10 @@ def main() -> None:
     """Measure the parts that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", choices=["", *PARTS], help="one part of the page")
-    only = parser.parse_args().only
+    parser.add_argument("--hardware", default="", help="for links: what --calibrate has written here a moment ago")
+    args = parser.parse_args()
+    only = args.only
+    PARTS["links"] = lambda: of_links(args.hardware)
     began = time.monotonic()
 
     def facts(*conditions: str) -> str:

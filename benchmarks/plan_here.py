@@ -211,11 +211,16 @@ def links(machine: hardware.Hardware) -> Iterator[tuple[str, str, float, float]]
                 yield recipe, name, over_link(recipe, flags, rate, Path(folder) / f"{recipe}-{number}"), plan
 
 
-def of_links() -> tuple[str, list[tuple[str, str, float]]]:
-    """Step times on links of three bandwidths, predicted by what --calibrate has measured; and recipe, link, error."""
+def of_links(known: str) -> tuple[str, list[tuple[str, str, float]]]:
+    """Step times on links of three bandwidths; and recipe, link, error.
+
+    Args:
+        known: a file that --calibrate has written on this machine; "" to measure it now.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "mine.toml"
-        calibrate(file)
+        file = Path(known or Path(folder) / "mine.toml")
+        if not known:
+            calibrate(file)
         machine = hardware.find(str(file))
     lines, errors = [], []
     for recipe, link, real, plan in links(machine):

@@ -53,6 +53,7 @@ def of_measured(name: str, found: Mapping[str, Any]) -> Hardware:
         link_latency_s=latency,
         network_latency_s=latency,
         gpu=found["gpu"],
+        bfloat16=found["peak_16bit"] > found["peak_float32"],  # else it has no instructions for it
         launch_s=found["launch_s"],
         reach=START,
     )
