@@ -48,6 +48,9 @@ class Setting:
     period: int = 1
 
 
+PLOT = "![Validation loss at the end against all bytes that a machine has sent, for each setting](diloco.png)"
+
+
 def apart(inner_steps: int, *flags: str) -> Setting:
     """diloco_gpt."""
     return Setting(DILOCO, ("--inner-steps", str(inner_steps), *flags), inner_steps)
@@ -197,7 +200,7 @@ def main() -> None:
         print(table)
         return
     draw(final, {name: args.steps * mb for name, mb in sent_mb.items()}, words, ROOT / "docs/diloco.png")
-    pages.write(ROOT / "docs/diloco.md", measured=made, table=table)
+    pages.write(ROOT / "docs/diloco.md", measured=made, table=f"{table}\n\n{PLOT}")
 
 
 if __name__ == "__main__":
