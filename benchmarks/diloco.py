@@ -28,6 +28,7 @@ BATCH = 32
 MODEL = ("--num-layers", "2", "--width", "128", "--seq-len", "64", "--global-batch-size", str(BATCH))
 EVERY = 100  # steps between evaluations, which all of --inner-steps divide: replicas are equal then
 NEAR = 1.01  # of the loss of DistributedDataParallel
+PLOT = "![Validation loss at the end against all bytes that a machine has sent, for each setting](diloco.png)"
 DILOCO = "recipes/diloco_gpt"
 PLAIN_MEAN = ("--outer-lr", "1", "--outer-momentum", "0")
 # The communication hooks of multinode_resnet, in ddp_gpt.
@@ -46,9 +47,6 @@ class Setting:
     recipe: str
     flags: tuple[str, ...] = ()
     period: int = 1
-
-
-PLOT = "![Validation loss at the end against all bytes that a machine has sent, for each setting](diloco.png)"
 
 
 def apart(inner_steps: int, *flags: str) -> Setting:
