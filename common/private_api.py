@@ -139,6 +139,7 @@ def block_attention(
     Returns:
         The result, (B, heads, T, D), and the logarithms, (B, heads, T), in float32 or wider. No gradient flows back.
     """
+    query, key, value = map(_in_rows, (query, key, value))
     key, value = (_for_each_query(x, query) for x in (key, value))
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
@@ -168,6 +169,7 @@ def block_attention_backward(
         causal: as there.
     """
     few = key.shape[1]
+    grad, query, out, key, value = map(_in_rows, (grad, query, out, key, value))
     key, value = (_for_each_query(x, query) for x in (key, value))
     if query.device.type == "cpu":
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -182,6 +184,11 @@ def block_attention_backward(
     else:
         gradients = _plain_attention_backward(grad, query, out, logarithms, key, value, causal)
     return gradients[0], *(x.unflatten(1, (few, -1)).sum(2) for x in gradients[1:])
+
+
+def _in_rows(x: torch.Tensor) -> torch.Tensor:
+    """With the elements of a head beside each other: the operators read them so, and do not look at the strides."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _for_each_query(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

@@ -458,3 +458,16 @@ def test_block_attention_of_no_samples() -> None:
     out, logarithms = private_api.block_attention(query, few, few, causal=True)
     gradients = private_api.block_attention_backward(out, query, out, logarithms, few, few, causal=True)
     assert [x.shape for x in gradients] == [query.shape, few.shape, few.shape]
+
+
+def test_block_attention_of_heads_that_are_not_rows() -> None:
+    """Rotated heads of width 2 have their elements apart; the operator alone reads what is beside them."""
+    (query, key, value), grad, wanted = attention(0, True, torch.float64)
+    apart = [x.mT.contiguous().mT for x in (query, key, value, grad)]
+    assert all(x.stride(-1) > 1 for x in apart)
+    out, found = private_api.block_attention(*apart[:3], True)
+    gradients = private_api.block_attention_backward(
+        apart[3], apart[0], out.mT.contiguous().mT, found, *apart[1:3], True
+    )
+    for one, other in zip((out, *gradients), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
