@@ -21,7 +21,7 @@ from pathlib import Path
 from common import UserError, exits
 from tools.plan import answer, sweep
 from tools.plan.count import Case, count
-from tools.plan.hardware import find
+from tools.plan.hardware import find, table
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("recipe", nargs="?", default="", help="a folder with a train.py, such as recipes/fsdp_gpt")
     made.add_argument("--world-size", type=int, default=0, help="number of ranks; 8 if nothing else is said")
-    made.add_argument("--hardware", default="h100-ib", help="a name in tools/plan/hardware.toml, or a file.toml")
+    made.add_argument(
+        "--hardware", default="h100-ib", help=f"{', '.join(table())}, or a file.toml; h100-ib if nothing is said"
+    )
     made.add_argument("--accelerate-config", default="", help="for recipes/accelerate_gpt, a file of its configs/")
     made.add_argument("--json", action="store_true", help="print everything that was counted and predicted, as JSON")
     made.add_argument("--sweep", action="store_true", help="1 to 65,536 ranks, or with --world-size its layouts")
@@ -78,7 +80,9 @@ def plan(args: argparse.Namespace, flags: list[str]) -> None:
     case = Case(folder, args.world_size or 8, tuple(flags), args.accelerate_config)
     if args.sweep:
         cases = list(sweep.layouts(case) if args.world_size else sweep.sizes(case))
-        print(sweep.HEAD)
+        recipes = sorted({one.folder.name for one in cases})
+        print(f"{len(cases)} layouts of {', '.join(recipes)}; each takes some seconds", file=sys.stderr)
+        print(sweep.HEAD, flush=True)
         found = []
         for row in sweep.rows(cases, machine):
             found.append(row)

@@ -15,9 +15,9 @@ GIB = 2**30
 HIDDEN = {"no": "nothing is computed meanwhile", "backward": "during the backward pass", "step": "during computation"}
 
 
-def workload(case: Case) -> str:
-    """What a recipe trains, by the last word of its name: gpt or resnet; another one has no comparisons."""
-    return case.folder.resolve().name.rpartition("_")[2]
+def workload(work: Work) -> str:
+    """Which comparisons an answer has: gpt for what reads tokens, resnet for convolutions; a folder's name says less."""
+    return "gpt" if "tokens" in work.units else "resnet" if work.convolutions else "another model"
 
 
 def fits(found: Prediction, machine: Hardware) -> bool:
@@ -35,7 +35,7 @@ def as_json(case: Case, works: Sequence[Work], machine: Hardware) -> dict[str, A
         "hardware": dataclasses.asdict(machine),
         "prediction": dataclasses.asdict(found),
         "fits": fits(found, machine),
-        "error": known.sentence(workload(case), machine, case.size, found.step_s),
+        "error": known.sentence(workload(works[0]), machine, case.size, found.step_s, found.launch_s),
         "ranks": [dataclasses.asdict(work) for work in works],
     }
 
@@ -51,9 +51,10 @@ def as_text(case: Case, works: Sequence[Work], machine: Hardware) -> str:
     sample = f" of {' and '.join(units)}" if units else ""
     kinds = {**dict.fromkeys(KINDS, 0.0), **most.memory}
     parts = ", ".join(
-        f"{'activations and others' if kind == 'rest' else kind} {size / GIB:.2f}" for kind, size in kinds.items()
+        f"{'activations and others' if kind == 'rest' else kind} {held / GIB:.2f}" for kind, held in kinds.items()
     )
-    verdict = "it fits" if fits(found, machine) else "IT DOES NOT FIT"
+    advice = "try --recompute full, a smaller --micro-batch-size, a recipe that splits the model, or more ranks"
+    verdict = "it fits" if fits(found, machine) else f"IT DOES NOT FIT: {advice}"
     rate = first.samples / found.step_s
     rates = [f"{rate:,.4g} samples/s", *(f"{rate * count:,.4g} {unit}/s" for unit, count in first.units.items())]
     lines = [
@@ -63,22 +64,29 @@ def as_text(case: Case, works: Sequence[Work], machine: Hardware) -> str:
             f"{found.peak_bytes / GIB:.2f} of {machine.memory_gib:g} GiB a rank, without allocator and libraries: "
             f"{verdict}",
         ),
-        ("", parts),
+        ("", f"at the peak: {parts}"),
         ("step", f"{span(found.step_s)}: {', '.join(_parts(found))}"),
         *(("sends", line) for line in _sends(works, machine)),
         (
             "rates",
-            f"{', '.join(rates)}; MFU {found.mfu:.1%}; {found.efficiency:.1%} of ranks that need not wait or send",
+            f"{', '.join(rates)}; MFU {found.mfu:.1%}; {1 - found.efficiency:.1%} of the time waits for other ranks",
         ),
         (
             "saves",
-            f"{first.state_bytes / 1e9:.3g} GB in {span(found.save_s)}; every {span(found.interval_s)} loses least: "
-            f"{found.lost:.2%} of the time for saves and failures",
+            f"{first.state_bytes / 1e9:.3g} GB in {span(found.save_s)}; a save every {span(found.interval_s)} loses "
+            f"least time to saves and failures: {found.lost:.2%}",
         ),
-        ("error", known.sentence(workload(case), machine, case.size, found.step_s)),
+        ("error", known.sentence(workload(first), machine, case.size, found.step_s, found.launch_s)),
     ]
     names = [name if i == 0 or lines[i - 1][0] != name else "" for i, (name, _) in enumerate(lines)]
     return "\n".join(f"{name:8}{text}" for name, (_, text) in zip(names, lines, strict=True))
+
+
+def size(count: float) -> str:
+    """Bytes, for people."""
+    limits = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    limit, unit = next(((limit, unit) for limit, unit in limits if count >= limit), (1, "bytes"))
+    return f"{count / limit:.3g} {unit}"
 
 
 def _parts(found: Prediction) -> list[str]:
@@ -101,6 +109,6 @@ def _sends(works: Sequence[Work], machine: Hardware) -> list[str]:
         over = f"{one.ranks:,} ranks" + (f" of {one.machines:,} machines" if one.machines > 1 else "")
         if one.ranks > 1:
             took = span(seconds(one, machine))
-            sent = f"{one.bytes / 1e6:,.4g} MB in {one.calls:,} calls, {took}"
+            sent = f"{size(one.bytes)} in {one.calls:,} calls, {took}"
             lines.append(f"{one.kind} {one.axis} ({over}): {sent}, {HIDDEN[one.hidden]}")
     return lines or ["nothing"]

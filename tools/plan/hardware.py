@@ -106,9 +106,9 @@ def of(name: str, values: object, file: Path) -> Hardware:
 
 
 def fitted(family: str) -> dict[str, float]:
-    """The achieved fractions that were fitted to measurements of a family."""
+    """The achieved fractions that were fitted to measurements of a family, or of all GPUs if it has none."""
     found: dict[str, dict[str, float]] = json.loads(KNOWN.read_text())["reach"] if KNOWN.exists() else {}
-    return found.get(family, {})
+    return found.get(family, found.get("gpu", {})) if family else {}
 
 
 def find(name: str) -> Hardware:

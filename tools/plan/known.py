@@ -69,14 +69,17 @@ def like(workload: str, machine: Hardware) -> Like:
     return Like(rows, max((one.ranks for one in rows), default=0))
 
 
-def sentence(workload: str, machine: Hardware, ranks: int, step_s: float) -> str:
-    """What an answer says of its error."""
+def sentence(workload: str, machine: Hardware, ranks: int, step_s: float, launch_s: float = 0.0) -> str:
+    """What an answer says of its error, for a step that spends `launch_s` on launches: GPUs of no row wait for them."""
     found, every = like(workload, machine), compared()
     where = f"{workload} on {machine.family or 'a calibrated CPU'}"
-    if found.rows and ranks <= found.most_ranks:
+    waits = machine.device == "cuda" and launch_s > step_s / 2
+    if found.rows and ranks <= found.most_ranks and not waits:
         return f"rows like yours ({where}): mean {found.mean:.0%}, worst {found.worst:.0%} of {len(found.rows)}"
     worst = max(abs(one.error) for one in every)
     why = f"at most {found.most_ranks:,} ranks" if found.rows else "no such rows"
+    if found.rows and waits:
+        why = "no row whose GPUs wait for launches"
     return (
         f"outside of what was tested ({where}: {why}): a step between {span(step_s / (1 + worst))} and "
         f"{span(step_s * (1 + worst))}, if it errs like the worst of all {len(every)} rows, {worst:.0%}"

@@ -71,7 +71,7 @@ def layouts(case: Case) -> Iterator[Case]:
         while flag in kept:
             at = kept.index(flag)
             kept = (*kept[:at], *kept[at + 2 :])
-    for recipe in about.RECIPES:
+    for recipe in sorted(about.RECIPES, key=lambda one: one != mine):  # the one that was asked for comes first
         if about.workload(recipe) != about.workload(mine) or not about.has_flag(recipe, MICRO):
             continue
         if about.is_single(recipe) or recipe.partition("_")[0] in ("accelerate", "allreduce"):
@@ -118,8 +118,8 @@ def line(row: Row, machine: Hardware) -> str:
         return f"{row.case.size:>6} no: {row.refusal}"
     found = row.found
     share = found.exposed_s / found.step_s
-    bound = "communication" if share > 0.5 else "bubble" if found.bubble_s > found.step_s / 2 else "computation"
-    memory = f"{found.peak_bytes / answer.GIB:.1f}" + ("" if answer.fits(found, machine) else "!")
+    bound = max(BOUNDS, key=lambda part: getattr(found, part))
+    memory = f"{found.peak_bytes / answer.GIB:.3g}" + ("" if answer.fits(found, machine) else "!")
     cells = (
         f"{row.case.size:>6}",
         f"{memory:>8}",
@@ -127,13 +127,20 @@ def line(row: Row, machine: Hardware) -> str:
         f"{row.rate:>10.4g}",
         f"{found.efficiency:>6.1%}",
         f"{share:>6.1%}",
-        f"{bound:<13}",
+        f"{BOUNDS[bound]:<9}",
         command(row.case, machine),
     )
     return " ".join(cells)
 
 
-HEAD = "  size  GiB(!)     step  samples/s   busy   sends bound by      command"
+HEAD = "  size      GiB     step  samples/s   busy   sends bound by  command     (! does not fit)"
+BOUNDS = {
+    "products_s": "products",
+    "memory_s": "memory",
+    "launch_s": "launches",
+    "bubble_s": "bubble",
+    "exposed_s": "sending",
+}
 
 
 def summary(found: Sequence[Row], machine: Hardware) -> list[str]:
