@@ -16,7 +16,7 @@ HIDDEN = {"no": "nothing is computed meanwhile", "backward": "during the backwar
 
 
 def workload(work: Work) -> str:
-    """Which comparisons an answer has: gpt for what reads tokens, resnet for convolutions; a folder's name says less."""
+    """Which comparisons an answer has: gpt for what reads tokens, resnet for convolutions, in any folder."""
     return "gpt" if "tokens" in work.units else "resnet" if work.convolutions else "another model"
 
 
