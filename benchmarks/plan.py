@@ -259,8 +259,7 @@ Batches that the papers' abstracts do not state are our assumption: 32 images an
 EXAMPLES = (
     "recipes/fsdp_gpt --world-size 1024 --hardware h100-ib --num-layers 32 --width 4096 --num-heads 32 --seq-len 4096 "
     "--global-batch-size 1024",
-    "recipes/ddp_gpt --sweep --world-size 16 --hardware h100-ib --num-layers 24 --width 2048 --num-heads 32 "
-    "--seq-len 4096 --global-batch-size 64",
+    "recipes/fsdp_gpt --sweep --hardware h100-eth --num-layers 4 --width 2048 --num-heads 16 --seq-len 4096",
 )
 
 

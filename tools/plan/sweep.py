@@ -74,8 +74,8 @@ def layouts(case: Case) -> Iterator[Case]:
     for recipe in sorted(about.RECIPES, key=lambda one: one != mine):  # the one that was asked for comes first
         if about.workload(recipe) != about.workload(mine) or not about.has_flag(recipe, MICRO):
             continue
-        if about.is_single(recipe) or recipe.partition("_")[0] in ("accelerate", "allreduce"):
-            continue  # the same layouts by another library or by hand
+        if about.is_single(recipe) or recipe.partition("_")[0] in ("accelerate", "allreduce", "diloco"):
+            continue  # the same layouts by another library or by hand, or other numbers by design
         part = next((flag for flag in PARTS if about.has_flag(recipe, flag)), "")
         for parts in [2**i for i in range(1, 7) if 2**i <= case.size] if part else [1]:
             a_rank = batch * parts // case.size
