@@ -175,6 +175,13 @@ def test_slower_network_is_felt_between_machines_only() -> None:
         assert predict.seconds(one, slow) / predict.seconds(one, H100) == pytest.approx(ratio, rel=0.05)
 
 
+def test_gloo_scatters_by_an_all_reduce() -> None:
+    scattered, reduced = (Traffic(kind, "dp", 2, 1, 1, 1e9) for kind in ("reduce-scatter", "all-reduce"))
+    cpu = dataclasses.replace(H100, name="cpu", gpu="", launch_s=1e-6)
+    assert predict.seconds(scattered, cpu) == predict.seconds(reduced, cpu)
+    assert predict.seconds(scattered, H100) < 0.6 * predict.seconds(reduced, H100)
+
+
 def test_hidden_traffic_is_exposed_beyond_its_window() -> None:
     few, many = (work(traffic=(Traffic("all-gather", "dp", 8, 1, 64, size, "step"),)) for size in (1e6, 1e12))
     assert predict.of_rank(few, H100)["exposed_s"] < 0.05 * predict.of_rank(few, H100)["step_s"]

@@ -8,7 +8,8 @@ computed  = max(products + memory, launches) on a GPU, their sum on a CPU
 a call    = steps * latency + factor * bytes / bandwidth, for n ranks: an all-reduce moves 2 (n - 1) / n of its
             bytes, an all-gather, a reduce-scatter and an all-to-all (n - 1) / n, a message and a broadcast all
             (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), in 2 log2 n, log2 n and one steps
-            (trees: https://doi.org/10.1177/1094342005051521)
+            (trees: https://doi.org/10.1177/1094342005051521); on CPUs, gloo sends an all-reduce for a reduce-scatter
+            (https://github.com/pytorch/pytorch/blob/main/torch/csrc/distributed/c10d/ProcessGroupGloo.cpp)
 bandwidth = of links within a machine; over machines, of the network, times the group's ranks on a machine, as
             each sends to another one over a port of its own, and not more than that of the links
 exposed   = what hides behind nothing, and of what hides behind the last backward pass (2/3 of a micro-batch's
@@ -80,21 +81,20 @@ def recovery_s() -> float:
 
 def seconds(traffic: Traffic, machine: Hardware) -> float:
     """Of all calls of one kind over one group."""
-    n = traffic.ranks
-    if n <= 1 and traffic.kind != "send":
+    n, kind = traffic.ranks, traffic.kind
+    if n <= 1 and kind != "send":
         return 0.0
+    if kind == "reduce-scatter" and machine.device == "cpu":
+        kind = "all-reduce"
     reach = machine.reach
     bandwidth, latency = machine.link_bandwidth * reach.link, machine.link_latency_s
     if traffic.machines > 1:
-        together = 1 if traffic.kind == "send" else n / traffic.machines
+        together = 1 if kind == "send" else n / traffic.machines
         bandwidth = min(bandwidth, machine.network_bandwidth * reach.network * together)
         latency = machine.network_latency_s
-    steps = {"all-reduce": 2 * math.log2(n), "send": 1.0}.get(traffic.kind, math.log2(n))
-    share = 1.0 if traffic.kind in ("send", "broadcast") else (n - 1) / n
-    return (
-        traffic.calls * steps * latency * reach.latency
-        + FACTORS.get(traffic.kind, 1.0) * share * traffic.bytes / bandwidth
-    )
+    steps = {"all-reduce": 2 * math.log2(n), "send": 1.0}.get(kind, math.log2(n))
+    share = 1.0 if kind in ("send", "broadcast") else (n - 1) / n
+    return traffic.calls * steps * latency * reach.latency + FACTORS.get(kind, 1.0) * share * traffic.bytes / bandwidth
 
 
 def computed(work: Work, machine: Hardware) -> tuple[float, float, float]:

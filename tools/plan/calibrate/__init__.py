@@ -1,7 +1,8 @@
 """Measure this machine, and write it as a file for --hardware: `python -m tools.plan --calibrate FILE`.
 
 Peaks come from tools/plan/calibrate/train.py, in one rank for each GPU, or two on a CPU. The achieved fractions are
-fitted to steps of recipes, of which as many run at once, each alone: so they share caches and memory as ranks do.
+fitted to steps of recipes: on one rank, as many runs at once as a machine has ranks, so that they share caches and
+memory as ranks do; and on all ranks, as a collective waits for threads, which a message on an idle machine does not.
 """
 
 import json
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,19 @@ from tools.plan.hardware import Hardware, Reach
 STEPS = 30
 SKIPPED = 10  # warm up
 TIMEOUT_S = 600.0
-GPT = ("--global-batch-size", "8", "--num-layers")
-RUNS = (  # small ones on a CPU; GPUs want larger ones, so give them your own with --fit
-    ("ddp_gpt", (*GPT, "2", "--width", "96", "--num-heads", "4")),
-    ("ddp_gpt", (*GPT, "4", "--width", "160", "--num-heads", "4")),
-    ("ddp_gpt", (*GPT, "3", "--width", "288", "--num-heads", "4")),
-    ("ddp_gpt", (*GPT, "6", "--width", "224", "--num-heads", "4")),
-    ("ddp_resnet", ("--global-batch-size", "16")),
-    ("ddp_resnet", ("--global-batch-size", "48")),
+RUNS = (  # recipe, on all ranks, layers and width or images: small ones for a CPU; GPUs want your own, with --fit
+    ("ddp_gpt", False, (2, 96)),
+    ("ddp_gpt", False, (4, 160)),
+    ("ddp_gpt", False, (3, 288)),
+    ("ddp_gpt", False, (6, 224)),
+    ("ddp_resnet", False, (16,)),
+    ("ddp_resnet", False, (48,)),
+    ("ddp_gpt", True, (4, 96)),
+    ("fsdp_gpt", True, (2, 256)),
+    ("fsdp_gpt", True, (6, 128)),
+    ("tensor_gpt", True, (2, 224)),
+    ("tensor_gpt", True, (4, 96)),
+    ("ddp_resnet", True, (96,)),
 )
 START = Reach(0.8, 0.5, 0.8, 1.0, 1.0, 1.0, 1.0)
 
@@ -80,24 +87,29 @@ def run(words: Sequence[str], output: Path, **environ: str) -> None:
         raise UserError(f"{' '.join(words)} ended with {done.returncode}: {said[-1] if said else 'without a word'}")
 
 
-def step_s(recipe: str, flags: Sequence[str], copies: int, folder: Path) -> float:
-    """Seconds of a step of a recipe in one process, while as many others do the same: the slowest one's."""
+def case(recipe: str, size: int, sizes: Sequence[int]) -> Case:
+    """One of RUNS, on so many ranks."""
+    if about.workload(recipe) == "resnet":
+        flags = ["--global-batch-size", str(sizes[0])]
+    else:
+        layers, width = map(str, sizes)
+        flags = ["--global-batch-size", "8", "--num-layers", layers, "--width", width, "--num-heads", "4"]
+    return Case(about.ROOT / "recipes" / recipe, size, tuple(flags))
+
+
+def step_s(one: Case, copies: int, folder: Path) -> float:
+    """Seconds of a step of a recipe, while so many of it run at once: the slowest one's."""
     quiet = ("--eval-every", "10000", "--save-every", "10000", "--check-every", "0", "--log-every", str(SKIPPED))
-    words = [sys.executable, f"recipes/{recipe}/train.py", "--max-steps", str(STEPS), *quiet, *flags]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = []
-    for copy in range(copies):
-        with (folder / f"{copy}.log").open("w") as file:
-            command = [*words, "--out", str(folder), "--name", str(copy)]
-            processes.append(subprocess.Popen(command, cwd=about.ROOT, env=environ, stdout=file, stderr=file))  # noqa: S603
-    try:
-        codes = [process.wait(TIMEOUT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
-        raise UserError(f"{' '.join(words)} ended with {codes}: {(folder / '0.log').read_text()[-500:]}")
-    samples = sweep.value(flags, sweep.BATCH, 0)
+    words = ["bash", "launch/torchrun.sh", f"recipes/{one.folder.name}", "--max-steps", str(STEPS), *quiet, *one.flags]
+    environ = {"OMP_NUM_THREADS": "1", "NPROC_PER_NODE": str(one.size)}
+    with ThreadPoolExecutor(copies) as pool:
+        runs = [
+            pool.submit(run, [*words, "--out", str(folder), "--name", str(copy)], folder / f"{copy}.log", **environ)
+            for copy in range(copies)
+        ]
+        for each in runs:
+            each.result()
+    samples = sweep.value(one.flags, sweep.BATCH, 0)
     return max(samples / rate(folder / str(copy) / "metrics.jsonl") for copy in range(copies))
 
 
@@ -120,13 +132,12 @@ def calibrate(file: Path) -> None:
         run(words, folder / "log")
         machine = of_measured(file.stem, json.loads((folder / "measured.json").read_text()))
         runs = []
-        for number, (recipe, flags) in enumerate(RUNS if machine.device == "cpu" else ()):
-            print(f"measuring steps of {recipe} {' '.join(flags)} ...", flush=True)
+        for number, (recipe, together, sizes) in enumerate(RUNS if machine.device == "cpu" else ()):
+            one = case(recipe, machine.local_size if together else 1, sizes)
+            print(f"measuring steps of {recipe} {' '.join(one.flags)} on {one.size} ranks ...", flush=True)
             place = folder / str(number)
             place.mkdir()
-            runs.append(
-                (Case(about.ROOT / "recipes" / recipe, 1, flags), step_s(recipe, flags, machine.local_size, place))
-            )
+            runs.append((one, step_s(one, machine.local_size // one.size, place)))
         if runs:
             print("fitting ...", flush=True)
             machine = own_runs.with_fit(machine, runs)
