@@ -303,13 +303,12 @@ def main() -> None:
     args = parser.parse_args()
     only = args.only
     PARTS["links"] = lambda: of_links(args.hardware)
-    began = time.monotonic()
-
-    def facts(*conditions: str) -> str:
-        return pages.measured(f"{COMMAND} --only {only}" if only else COMMAND, *conditions, began=began)
-
-    chosen = {name: part for name, part in PARTS.items() if only in ("", name)}
-    found = {name: f"{facts()}\n\n{part()}" for name, part in chosen.items()}
+    found = {}
+    for name, part in PARTS.items():
+        if only in ("", name):
+            began = time.monotonic()
+            text = part()
+            found[name] = f"{pages.measured(f'{COMMAND} --only {name}', began=began)}\n\n{text}"
     parts = pages.parts(PAGE.read_text()) | found
     pages.write(
         PAGE,
