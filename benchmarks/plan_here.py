@@ -115,7 +115,7 @@ def large_and_small(recipe: str, size: int) -> list[tuple[str, ...]]:
     if about.workload(recipe) == "resnet":
         large, small = ("resnet50", "64", 32 * size), ("resnet18", "32", 2 * size)
         return [
-            ("--model", model, "--image-size", side, "--global-batch-size", str(batch))
+            ("--model", model, "--image-size", side, "--global-batch-size", str(batch), "--max-steps", "10")
             for model, side, batch in (large, small)
         ]
     parts = next((flag for flag in sweep.PARTS if about.has_flag(recipe, flag)), "")
