@@ -131,7 +131,9 @@ def compared(recipe: str, size: int, folder: Path) -> tuple[float, float]:
     """Bytes by which the peak of a step of the larger model exceeds that of the smaller one: measured, and planned."""
     real, plan = [], []
     for number, flags in enumerate(large_and_small(recipe, size)):
-        real.append(max(probes.in_ranks(peak, recipe, size, list(flags), folder / f"{recipe}-{size}-{number}")))
+        real.append(
+            max(probes.in_ranks(peak, recipe, size, list(flags), folder / f"{recipe}-{size}-{number}", timeout_s=600))
+        )
         plan.append(max(work.peak_bytes for work in planned(recipe, size, flags)))
     return real[0] - real[1], plan[0] - plan[1]
 
