@@ -25,7 +25,7 @@ from tests.harness.runner import ROOT
 RATES = {"100 Mbit/s": "100mbit", "10 Mbit/s": "10mbit"}
 SLOW = "10 Mbit/s"
 BATCH = 32
-MODEL = ("--num-layers", "2", "--width", "128", "--seq-len", "64", "--global-batch-size", str(BATCH))
+MODEL = ("--num-layers", "2", "--width", "64", "--seq-len", "64", "--global-batch-size", str(BATCH))
 EVERY = 100  # steps between evaluations, which all of --inner-steps divide: replicas are equal then
 NEAR = 1.01  # of the loss of DistributedDataParallel
 PLOT = "![Validation loss at the end against all bytes that a machine has sent, for each setting](diloco.png)"
@@ -169,7 +169,7 @@ def rows(
 def main() -> None:
     """Train, measure, draw, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=800, help=f"of a training; a multiple of {EVERY}")
+    parser.add_argument("--steps", type=int, default=1000, help=f"of a training; a multiple of {EVERY}")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", default="", help="settings whose names begin so, beside the first one; to try it")
     args = parser.parse_args()
@@ -187,7 +187,7 @@ def main() -> None:
             for i, (name, setting) in enumerate(settings.items()):
                 curves[name].append(losses(setting, seed, args.steps, Path(place) / f"loss-{i}-{seed}"))
                 print(f"{name:32} seed {seed}  {curves[name][-1]}", flush=True)
-    words = f"GPT of 2 layers, width 128, {args.steps} steps of {BATCH} sequences of 64 bytes, {args.seeds} seeds"
+    words = f"GPT of 2 layers, width 64, {args.steps} steps of {BATCH} sequences of 64 bytes, {args.seeds} seeds"
     command = f"uv run python -m benchmarks.diloco --steps {args.steps} --seeds {args.seeds}"
     made = pages.measured(command, words, "2 ranks, gloo, float32 or bfloat16 as the processor has it", began=began)
     final = {name: [curve[max(curve)] for curve in some] for name, some in curves.items()}
