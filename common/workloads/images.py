@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import safetensors.torch
 import torch
 
 from common import UserError, manifest, ranks, seed
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, Features
     from PIL import Image
 
-DIGITS = Path(__file__).parent / "digits.parquet"
+DIGITS = Path(__file__).parent / "digits.safetensors"
 SMALL = 64  # pixels; images up to this side are decoded once and kept in memory
 MEMORY_BYTES = 2**30  # unless the set takes more memory than this
 CROP = 224  # pixels; larger images are cropped to this side, unless --image-size says another
@@ -159,12 +160,8 @@ def load(
 
 
 def _load_digits(image_size: int) -> tuple[Images, Images]:
-    from pyarrow import parquet
-
-    table = parquet.read_table(DIGITS)
-    pixels = torch.tensor(np.stack(table["pixels"].to_numpy())).view(-1, 1, 8, 8)
-    labels = torch.tensor(table["label"].to_numpy(), dtype=torch.int64)
-    held_out = torch.tensor(table["validation"].to_numpy())
+    digits = safetensors.torch.load_file(DIGITS)
+    pixels, labels, held_out = digits["pixels"], digits["label"].long(), digits["validation"]
     names = [str(digit) for digit in range(10)]
     size = image_size or 8
     train, validation = (
