@@ -275,6 +275,28 @@ def test_link_down(machines: list[Machine], tmp_path: Path) -> None:
     check_each_once(job.notes("read"))
 
 
+@pytest.mark.parametrize("inner_steps", [6, 1])
+def test_replicas_that_a_link_parts(inner_steps: int, machines: list[Machine], tmp_path: Path) -> None:
+    """diloco_gpt: a machine that is cut off goes on by itself to the outer step, and is averaged in when it is back."""
+    text = ("--data", str(write_text(tmp_path / "text", SAMPLES, 30)), "--micro-batch-size", "0")
+    flags = (*text, "--inner-steps", str(inner_steps), "--log-every", "6", "--save-every", "6", "--check-every", "0")
+    job = Job(tmp_path, machines[:2], *flags, recipe="diloco_gpt")
+    job.hold(1)
+    processes = [job.start(machine) for machine in job.machines]
+    wanted = reference(tmp_path, 2, *flags, recipe="diloco_gpt")
+    job.wait_done(1, 2)
+    machines[1].link("down")
+    job.release(1)
+    time.sleep(OUTAGE_S)
+    apart = max(note["step"] for note in job.notes("done"))
+    machines[1].link("up")
+    assert job.wait_ended(*processes) == [0, 0], str(job)
+    assert (apart >= 5) == (inner_steps == 6), f"step {apart}: with one inner step, it waits"
+    assert runner.records(job.run, "train/loss") == runner.records(wanted, "train/loss")
+    assert same_tensors(checkpoints(job.run)[STEPS], checkpoints(wanted)[STEPS])
+    check_each_once(job.notes("read"))
+
+
 def test_link_down_and_restarts(machines: list[Machine], tmp_path: Path) -> None:
     """The side that has the rendezvous continues alone, with more micro-batches a step; the other one exits."""
     flags = (*ANY_NUMBER, "--hang-timeout", str(HANG_S))
