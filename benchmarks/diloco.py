@@ -1,11 +1,13 @@
 """Loss, bytes and time of replicas that train apart: `uv run python -m benchmarks.diloco` (root).
 
 It writes docs/diloco.md and docs/diloco.png. Losses are those of whole trainings with two processes and some seeds.
-Bytes and times are measured between two machines, network namespaces on a switch, on links of 100 and 10 Mbit/s.
+Bytes and times are measured between two machines, network namespaces on a switch, on links of 100 and 10 Mbit/s. Each
+setting is kept in docs/diloco.json as soon as it is measured; with --only, those of the others stay.
 """
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 import secrets
@@ -14,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -22,6 +25,7 @@ from matplotlib import pyplot as plt
 from tests.harness import machines, mutants, pages, runner
 from tests.harness.runner import ROOT
 
+JSON = ROOT / "docs" / "diloco.json"
 RATES = {"100 Mbit/s": "100mbit", "10 Mbit/s": "10mbit"}
 SLOW = "10 Mbit/s"
 BATCH = 32
@@ -42,16 +46,20 @@ HOOKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is trained: a recipe's folder or a hook in ddp_gpt, its flags, and the steps after which it repeats."""
+    """What is trained: a recipe's folder or a hook in ddp_gpt, its flags, and the steps after which it repeats.
+
+    It trains `longer` times as many steps as the others.
+    """
 
     recipe: str
     flags: tuple[str, ...] = ()
     period: int = 1
+    longer: int = 1
 
 
-def apart(inner_steps: int, *flags: str) -> Setting:
+def apart(inner_steps: int, *flags: str, longer: int = 1) -> Setting:
     """diloco_gpt."""
-    return Setting(DILOCO, ("--inner-steps", str(inner_steps), *flags), inner_steps)
+    return Setting(DILOCO, ("--inner-steps", str(inner_steps), *flags), inner_steps, longer)
 
 
 SETTINGS = {
@@ -59,6 +67,8 @@ SETTINGS = {
     "ddp_gpt with the bf16 hook": Setting("bf16"),
     "ddp_gpt with PowerSGD, rank 4": Setting("powersgd"),
     **{f"local SGD, H = {h}": apart(h, *PLAIN_MEAN) for h in (1, 5, 20, 100)},
+    "local SGD, H = 100, int8": apart(100, *PLAIN_MEAN, "--compress", "int8"),
+    "local SGD, H = 100, int8, twice the steps": apart(100, *PLAIN_MEAN, "--compress", "int8", longer=2),
     **{f"DiLoCo, H = {h}": apart(h) for h in (5, 20, 100)},
     "DiLoCo, H = 20, bf16": apart(20, "--compress", "bf16"),
     "DiLoCo, H = 20, int8": apart(20, "--compress", "int8"),
@@ -123,7 +133,7 @@ def measure(setting: Setting, rate: str, folder: Path) -> tuple[float, float]:
     return (sent[end] - sent[begin]) / (last - first) / 1e6, statistics.mean(seconds)
 
 
-def steps_to(target: float, curves: list[dict[int, float]]) -> float:
+def steps_to(target: float, curves: list[dict[str, float]]) -> float:
     """Steps until the mean over the seeds is at most `target`; infinite if it never is."""
     means = {step: statistics.mean(curve[step] for curve in curves) for step in curves[0]}
     return next((float(step) for step, loss in means.items() if loss <= target), math.inf)
@@ -147,23 +157,44 @@ def draw(found: dict[str, list[float]], total_mb: dict[str, float], words: str, 
     figure.savefig(file, dpi=130)
 
 
-def rows(
-    curves: dict[str, list[dict[int, float]]], sent_mb: dict[str, float], seconds: dict[tuple[str, str], float]
-) -> list[str]:
+def steps(one: dict[str, Any]) -> int:
+    """Of each of its trainings."""
+    return max(map(int, one["curves"][0]))
+
+
+def final(one: dict[str, Any]) -> list[float]:
+    """The loss at the end, by seed."""
+    return [curve[str(steps(one))] for curve in one["curves"]]
+
+
+def rows(known: dict[str, dict[str, Any]]) -> list[str]:
     """A row for each setting."""
-    final = {name: [curve[max(curve)] for curve in some] for name, some in curves.items()}
-    reference = statistics.mean(final[FIRST])
+    first = known[FIRST]
+    reference, all_mb = statistics.mean(final(first)), steps(first) * first["mb"]
     lines = []
-    for name, values in final.items():
+    for name, one in known.items():
+        values, sent = final(one), steps(one) * one["mb"]
         mean = statistics.mean(values)
-        steps = steps_to(NEAR * reference, curves[name])
-        times = [seconds[name, rate] for rate in RATES]
-        reached = f"{steps * seconds[name, SLOW] / 60:.1f} min ({steps:.0f} steps)" if steps < math.inf else "not"
+        wanted = steps_to(NEAR * reference, one["curves"])
+        reached = f"{wanted * one['ms'][SLOW] / 60e3:.1f} min ({wanted:,.0f} steps)" if wanted < math.inf else "not"
         cells = [name, f"{mean:.3f}", f"{min(values):.3f} to {max(values):.3f}", f"{100 * (mean / reference - 1):+.1f}"]
-        cells += [f"{sent_mb[name]:.4f}", f"1/{sent_mb[FIRST] / sent_mb[name]:.1f}"]
-        cells += [f"{1e3 * took:,.0f}" for took in times] + [reached]
+        cells += [f"{one['mb']:.4f}", f"{sent:,.1f}", f"1/{all_mb / sent:.1f}"]
+        cells += [f"{one['ms'][rate]:,.0f}" for rate in RATES] + [reached]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def page(known: dict[str, dict[str, Any]]) -> None:
+    """Write docs/diloco.md and its plot."""
+    words = f"GPT of 2 layers, width 64, {steps(known[FIRST]):,} steps of {BATCH} sequences of 64 bytes"
+    words += f", {len(known[FIRST]['curves'])} seeds"
+    head = "| | loss | over the seeds | off, % | MB a step | MB in all | of ddp_gpt's | "
+    head += " | ".join(f"ms a step at {rate}" for rate in RATES) + f" | near ddp_gpt's loss at {SLOW} after |"
+    table = "\n".join([head, f"|---|---|---|---|---|---|---|{'---|' * len(RATES)}---|", *rows(known)])
+    sent = {name: steps(one) * one["mb"] for name, one in known.items()}
+    draw({name: final(one) for name, one in known.items()}, sent, words, ROOT / "docs/diloco.png")
+    measured = dict.fromkeys(one["measured"] for one in known.values())
+    pages.write(ROOT / "docs/diloco.md", measured="\n\n".join(measured), table=f"{table}\n\n{PLOT}")
 
 
 def main() -> None:
@@ -171,34 +202,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=1000, help=f"of a training; a multiple of {EVERY}")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--only", default="", help="settings whose names begin so, beside the first one; to try it")
+    parser.add_argument("--only", default="", help="settings whose names begin so")
     args = parser.parse_args()
+    settings = {name: one for name, one in SETTINGS.items() if name.startswith(args.only)}
+    found: dict[str, dict[str, Any]] = {name: {"mb": 0.0, "ms": {}, "curves": []} for name in settings}
     began = time.monotonic()
-    settings = {name: one for name, one in SETTINGS.items() if name == FIRST or name.startswith(args.only)}
-    curves: dict[str, list[dict[int, float]]] = {name: [] for name in settings}
-    sent_mb: dict[str, float] = {}
-    seconds: dict[tuple[str, str], float] = {}
     with tempfile.TemporaryDirectory() as place:
         for i, (name, setting) in enumerate(settings.items()):
             for rate, argument in RATES.items():  # bytes are the same on both; the later figure stays
-                sent_mb[name], seconds[name, rate] = measure(setting, argument, Path(place) / f"{i}-{argument}")
-                print(f"{name:32} {rate:10} {sent_mb[name]:8.4f} MB {1e3 * seconds[name, rate]:8.0f} ms", flush=True)
+                mb, seconds = measure(setting, argument, Path(place) / f"{i}-{argument}")
+                found[name]["mb"], found[name]["ms"][rate] = round(mb, 4), round(1e3 * seconds)
+                print(f"{name:32} {rate:10} {mb:8.4f} MB {1e3 * seconds:8.0f} ms", flush=True)
         for seed in range(args.seeds):  # by turns
             for i, (name, setting) in enumerate(settings.items()):
-                curves[name].append(losses(setting, seed, args.steps, Path(place) / f"loss-{i}-{seed}"))
-                print(f"{name:32} seed {seed}  {curves[name][-1]}", flush=True)
-    words = f"GPT of 2 layers, width 64, {args.steps} steps of {BATCH} sequences of 64 bytes, {args.seeds} seeds"
+                curve = losses(setting, seed, setting.longer * args.steps, Path(place) / f"loss-{i}-{seed}")
+                found[name]["curves"].append({str(step): loss for step, loss in curve.items()})
+                print(f"{name:32} seed {seed}  {curve}", flush=True)
     command = f"uv run python -m benchmarks.diloco --steps {args.steps} --seeds {args.seeds}"
-    made = pages.measured(command, words, "2 ranks, gloo, float32 or bfloat16 as the processor has it", began=began)
-    final = {name: [curve[max(curve)] for curve in some] for name, some in curves.items()}
-    head = "| | loss | over the seeds | off, % | MB a step | of ddp_gpt's | "
-    head += " | ".join(f"ms a step at {rate}" for rate in RATES) + f" | near ddp_gpt's loss at {SLOW} after |"
-    table = "\n".join([head, f"|---|---|---|---|---|---|{'---|' * len(RATES)}---|", *rows(curves, sent_mb, seconds)])
-    if args.only:
-        print(table)
-        return
-    draw(final, {name: args.steps * mb for name, mb in sent_mb.items()}, words, ROOT / "docs/diloco.png")
-    pages.write(ROOT / "docs/diloco.md", measured=made, table=f"{table}\n\n{PLOT}")
+    command += f' --only "{args.only}"' if args.only else ""
+    measured = pages.measured(command, "2 ranks, gloo, bfloat16 if the processor has it, else float32", began=began)
+    for one in found.values():
+        one["measured"] = measured
+    known = (json.loads(JSON.read_text()) if JSON.exists() else {}) | found
+    JSON.write_text(json.dumps({name: known[name] for name in SETTINGS if name in known}, indent=1) + "\n")
+    page(json.loads(JSON.read_text()))
 
 
 if __name__ == "__main__":
