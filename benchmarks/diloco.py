@@ -34,7 +34,7 @@ EVERY = 100  # steps between evaluations, which all of --inner-steps divide: rep
 NEAR = 1.01  # of the loss of DistributedDataParallel
 PLOT = "![Validation loss at the end against all bytes that a machine has sent, for each setting](diloco.png)"
 DILOCO = "recipes/diloco_gpt"
-PLAIN_MEAN = ("--outer-lr", "1", "--outer-momentum", "0")
+NESTEROV = ("--outer-lr", "0.7", "--outer-momentum", "0.9")
 # The communication hooks of multinode_resnet, in ddp_gpt.
 WRAPPED = 'return DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)'
 HOOKS = {
@@ -66,14 +66,14 @@ SETTINGS = {
     "ddp_gpt": Setting("recipes/ddp_gpt"),
     "ddp_gpt with the bf16 hook": Setting("bf16"),
     "ddp_gpt with PowerSGD, rank 4": Setting("powersgd"),
-    **{f"local SGD, H = {h}": apart(h, *PLAIN_MEAN) for h in (1, 5, 20, 100)},
-    "local SGD, H = 100, int8": apart(100, *PLAIN_MEAN, "--compress", "int8"),
-    "local SGD, H = 100, int8, twice the steps": apart(100, *PLAIN_MEAN, "--compress", "int8", longer=2),
-    **{f"DiLoCo, H = {h}": apart(h) for h in (5, 20, 100)},
-    "DiLoCo, H = 20, bf16": apart(20, "--compress", "bf16"),
-    "DiLoCo, H = 20, int8": apart(20, "--compress", "int8"),
-    "DiLoCo, H = 100, int8": apart(100, "--compress", "int8"),
-    "DiLoCo, H = 20, 2 fragments, 5 steps on the way": apart(20, "--fragments", "2", "--delay", "5"),
+    **{f"local SGD, H = {h}": apart(h) for h in (1, 5, 20, 100)},
+    "local SGD, H = 100, int8": apart(100, "--compress", "int8"),
+    "local SGD, H = 100, int8, twice the steps": apart(100, "--compress", "int8", longer=2),
+    **{f"DiLoCo, H = {h}": apart(h, *NESTEROV) for h in (5, 20, 100)},
+    "DiLoCo, H = 20, bf16": apart(20, *NESTEROV, "--compress", "bf16"),
+    "DiLoCo, H = 20, int8": apart(20, *NESTEROV, "--compress", "int8"),
+    "DiLoCo, H = 100, int8": apart(100, *NESTEROV, "--compress", "int8"),
+    "DiLoCo, H = 20, 2 fragments, 5 steps on the way": apart(20, *NESTEROV, "--fragments", "2", "--delay", "5"),
 }
 FIRST = next(iter(SETTINGS))
 

@@ -3,7 +3,8 @@
 A replica is one rank, or a group of ranks with fast links, such as a machine, which is one DistributedDataParallel.
 Each takes --inner-steps steps of AdamW on its part of the batches. Then all average the differences from where they
 began, and one outer step of Nesterov momentum follows that average (Douillard et al. 2023,
-https://arxiv.org/abs/2311.08105). --outer-lr 1 --outer-momentum 0 is local SGD (Stich 2019).
+https://arxiv.org/abs/2311.08105). The default, --outer-lr 1 --outer-momentum 0, is local SGD (Stich 2019); the paper
+has 0.7 and 0.9, for long trainings.
 
     what               each rank
     parameters         all; equal in a replica, and everywhere after an outer step
@@ -19,7 +20,7 @@ checkpoint in another step averages the weights, which sends them once more.
     bash launch/torchrun.sh recipes/diloco_gpt                                          # each GPU, or half of a CPU
     bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/diloco_gpt --replicas 2          # each machine
 
-Its numbers are not those of ddp_gpt, by design. With --replicas 1 --outer-lr 1 --outer-momentum 0 they are, up to
+Its numbers are not those of ddp_gpt, by design. With --replicas 1, and the default outer step, they are, up to
 rounding. Measured: docs/diloco.md. Several GPUs and NCCL: not run.
 
 Base: recipes/ddp_gpt. Open: 0 1 3
@@ -108,8 +109,8 @@ class Args:
     rope_scaling: str = ""  # stretched positions: "linear:FACTOR" or "llama3:FACTOR:LOW:HIGH:CONTEXT"; "" for none
     replicas: cli.NonNegativeInt = 0  # groups of ranks that train apart, such as machines; 0 for each rank by itself
     inner_steps: cli.PositiveInt = 20  # optimizer steps of each replica between two outer steps
-    outer_lr: cli.NonNegativeFloat = 0.7  # rate of the outer step: how far it follows the mean difference
-    outer_momentum: cli.Fraction = 0.9  # Nesterov momentum of the outer step
+    outer_lr: cli.NonNegativeFloat = 1.0  # rate of the outer step: how far it follows the mean difference
+    outer_momentum: cli.Fraction = 0.0  # Nesterov momentum of the outer step; 0.9 with --outer-lr 0.7 is DiLoCo's
     compress: Literal["none", "bf16", "int8"] = "none"  # how the differences are sent
     fragments: cli.PositiveInt = 1  # parts of the layers, whose outer steps take turns within the inner steps
     delay: cli.NonNegativeInt = 0  # inner steps that differences may be on the way; 0 to wait for them
