@@ -161,7 +161,9 @@ def load(
 
 def _load_digits(image_size: int) -> tuple[Images, Images]:
     digits = safetensors.torch.load_file(DIGITS)
-    pixels, labels, held_out = digits["pixels"], digits["label"].long(), digits["validation"]
+    pixels = digits["pixels"]
+    labels = digits["label"].long()
+    held_out = digits["validation"]
     names = [str(digit) for digit in range(10)]
     size = image_size or 8
     train, validation = (
