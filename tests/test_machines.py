@@ -277,7 +277,7 @@ def test_link_down(machines: list[Machine], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inner_steps", [6, 1])
 def test_replicas_that_a_link_parts(inner_steps: int, machines: list[Machine], tmp_path: Path) -> None:
-    """diloco_gpt: a machine that is cut off continues by itself to the outer step, and is averaged in when it is back."""
+    """diloco_gpt: a machine that is cut off continues to the outer step, and is averaged in when it is back."""
     text = ("--data", str(write_text(tmp_path / "text", SAMPLES, 30)), "--micro-batch-size", "0")
     flags = (*text, "--inner-steps", str(inner_steps), "--log-every", "6", "--save-every", "6", "--check-every", "0")
     job = Job(tmp_path, machines[:2], *flags, recipe="diloco_gpt")
