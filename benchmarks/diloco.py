@@ -141,13 +141,15 @@ def steps_to(target: float, curves: list[dict[str, float]]) -> float:
 
 def draw(found: dict[str, list[float]], total_mb: dict[str, float], words: str, file: Path) -> None:
     """Draw the loss at the end against all that a machine has sent."""
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
     families = {"ddp_gpt": "o", "local SGD": "s", "DiLoCo": "^"}
     for name, values in found.items():
         (i, marker), *_ = [(i, mark) for i, (start, mark) in enumerate(families.items()) if name.startswith(start)]
         axes.plot([total_mb[name]] * len(values), values, "_", color=f"C{i}")
         axes.plot(total_mb[name], statistics.mean(values), marker, color=f"C{i}")
-        axes.annotate(name, (total_mb[name], statistics.mean(values)), (5, 4), textcoords="offset points", fontsize=7)
+        axes.annotate(
+            name, (total_mb[name], statistics.mean(values)), (4, 4), textcoords="offset points", fontsize=6, rotation=30
+        )
     near = NEAR * statistics.mean(found[FIRST])
     axes.axhline(near, color="grey", lw=0.8, ls=":")
     axes.set_xscale("log")
