@@ -120,7 +120,7 @@ def large_and_small(recipe: str, size: int) -> list[tuple[str, ...]]:
         ]
     parts = next((flag for flag in sweep.PARTS if about.has_flag(recipe, flag)), "")
     more = (parts, str(size), *(("--micro-batch-size", "4") if parts == "--pp" else ())) if parts else ()
-    batch = ("--global-batch-size", str(8 if parts else 8 * size), "--num-heads", "8", *more)
+    batch = ("--global-batch-size", str(8 if parts else 4 * size), "--num-heads", "8", *more)
     return [
         ("--seq-len", "256", "--num-layers", "8", "--width", "512", *batch),
         ("--seq-len", "8", "--num-layers", "8", "--width", "32", *batch),
