@@ -113,17 +113,17 @@ def peak(path: str, argv: list[str], file: str) -> None:
 def large_and_small(recipe: str, size: int) -> list[tuple[str, ...]]:
     """Flags of two models that differ in what tensors hold, and in little else."""
     if about.workload(recipe) == "resnet":
-        large, small = ("resnet50", "64", 32 * size), ("resnet18", "32", 2 * size)
+        large, small = ("resnet50", "32", 8 * size), ("resnet18", "32", 2 * size)
         return [
             ("--model", model, "--image-size", side, "--global-batch-size", str(batch), "--max-steps", "10")
             for model, side, batch in (large, small)
         ]
     parts = next((flag for flag in sweep.PARTS if about.has_flag(recipe, flag)), "")
     more = (parts, str(size), *(("--micro-batch-size", "4") if parts == "--pp" else ())) if parts else ()
-    batch = ("--global-batch-size", str(8 if parts else 4 * size), "--num-heads", "8", *more)
+    batch = ("--global-batch-size", str(8 if parts else 2 * size), "--num-heads", "8", *more)
     return [
-        ("--seq-len", "256", "--num-layers", "8", "--width", "512", *batch),
-        ("--seq-len", "8", "--num-layers", "8", "--width", "32", *batch),
+        ("--seq-len", "128", "--num-layers", "4", "--width", "512", *batch),
+        ("--seq-len", "8", "--num-layers", "4", "--width", "32", *batch),
     ]
 
 
