@@ -119,7 +119,7 @@ def large_and_small(recipe: str, size: int) -> list[tuple[str, ...]]:
             for model, side, batch in (large, small)
         ]
     parts = next((flag for flag in sweep.PARTS if about.has_flag(recipe, flag)), "")
-    more = (parts, str(size), *(("--micro-batch-size", "4") if parts == "--pp" else ())) if parts else ()
+    more = (parts, str(size), *(("--micro-batch-size", "2") if parts == "--pp" else ())) if parts else ()
     batch = ("--global-batch-size", str(8 if parts else 2 * size), "--num-heads", "8", *more)
     return [
         ("--seq-len", "128", "--num-layers", "4", "--width", "512", *batch),
