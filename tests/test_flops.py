@@ -141,7 +141,15 @@ def ticks(*durations: float) -> Callable[[], float]:
     return lambda: next(iterator)
 
 
-def test_peak_flops_is_that_of_the_best_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flops, "time", types.SimpleNamespace(perf_counter=ticks(9.0, 2.0, 0.5, 1.0)))
-    found = flops.peak_flops(torch.device("cpu"), torch.float32)
-    assert found == 2 * 1024**3 / 0.5
+@pytest.mark.parametrize(
+    ("durations", "peak"),
+    [
+        pytest.param((9.0, 2.0, 0.5, 1.0), 2 * 256**3 / 0.5, id="slow: no larger product"),
+        pytest.param((1e-3,) * 8 + (9.0, 0.4, 0.5, 1.0), 2 * 1024**3 / 0.4, id="fast: the largest product"),
+    ],
+)
+def test_peak_flops_is_that_of_the_best_measurement(
+    durations: tuple[float, ...], peak: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flops, "time", types.SimpleNamespace(perf_counter=ticks(*durations)))
+    assert flops.peak_flops(torch.device("cpu"), torch.float32) == pytest.approx(peak)
