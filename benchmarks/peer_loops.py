@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import initial, session
+from common import initial, schedule, session
 from common.workloads import gpt, images, resnet, text
 from tests.harness.runner import ROOT
 from torch import nn
@@ -41,6 +41,7 @@ class Clock:
         self.ticks: list[tuple[float, float]] = []
 
     def tick(self) -> None:
+        """Note the end of one."""
         self.ticks.append((time.time(), time.process_time()))
 
 
@@ -58,19 +59,20 @@ class Task:
         self.clock = Clock()
         torch.manual_seed(seed)
         if workload == "resnet":
-            train, held_out = images.load("digits", seed, False, 0, False)
+            splits: Any = images.load("digits", seed, flip=False)
+            train = splits[0]
             plain: nn.Module = resnet.make_resnet("resnet18", train.channels, len(train.class_names), train.size)
         else:
-            train, held_out = text.load("stdlib", 128)
+            splits = text.load("stdlib", 128)
             with torch.device("meta"):
-                plain = gpt.GPT(gpt.Shape(train.vocab_size, num_layers=4, num_heads=4, width=192, mlp_width=512))
+                plain = gpt.GPT(gpt.Shape(splits[0].vocab_size, num_layers=4, num_heads=4, width=192, mlp_width=512))
             plain = initial.materialize(plain, seed, CPU, torch.float32)
-        self.train, self.held_out = (_tensors(split) for split in (train, held_out))
+        self.train, self.held_out = (_tensors(split) for split in splits)
         self.model = WithLoss(plain, workload)
 
     def loader(self) -> DataLoader:
         """This rank's batches, in an order of its own in each epoch."""
-        sampler = DistributedSampler(self.train, self.size, self.rank, seed=self.seed)
+        sampler: DistributedSampler = DistributedSampler(self.train, self.size, self.rank, seed=self.seed)
         return DataLoader(self.train, self.batch, sampler=sampler, drop_last=True)
 
     def batches(self, loader: Any) -> Iterator[Any]:
@@ -86,15 +88,16 @@ class Task:
                 done += 1
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        """As people write it, with torch's own choice of kernel."""
         if self.workload == "resnet":
             return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=5e-4)
         return torch.optim.AdamW(parameters, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
-    def rates(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    def rates(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         """Warm-up and half a cosine."""
-        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP[self.workload], 1.0, WARMUP[self.workload] - 1)
-        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.steps - WARMUP[self.workload])
-        return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [WARMUP[self.workload]])
+        last, warm = self.steps - 1, WARMUP[self.workload]
+        factor = lambda done: schedule.warmup_cosine(min(done, last), warm, self.steps)  # noqa: E731
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def _tensors(split: Any, most: int = 20_000) -> TensorDataset:
@@ -114,6 +117,7 @@ class WithLoss(nn.Module):
         self.plain, self.images = plain, workload == "resnet"
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Loss, (), and for images logits, (b, num_classes)."""
         if not self.images:
             return {"loss": self.plain(inputs, labels).mean()}
         logits = self.plain(inputs)
@@ -245,7 +249,8 @@ LOOPS: dict[str, Callable[[Task], None]] = {
 
 def brigade(workload: str, steps: int, seed: int, out: str, dtype: str) -> dict[str, Any]:
     """The recipe, which evaluates and saves at its end; what it has noted."""
-    clock, real, held = Clock(), session.Session.steps, []
+    clock, real = Clock(), session.Session.steps
+    held: list[nn.Module] = []
 
     def ticking(run: session.Session, dp_rank: int) -> Iterator[int]:
         held[:] = [run._model]
@@ -253,7 +258,7 @@ def brigade(workload: str, steps: int, seed: int, out: str, dtype: str) -> dict[
             yield step
             clock.tick()
 
-    session.Session.steps = ticking  # type: ignore[method-assign]
+    session.Session.steps = ticking  # type: ignore[method-assign,assignment]
     never = ("--eval-every", "1000000", "--save-every", "1000000")
     where = ("--out", out, "--name", "run", "--seed", str(seed), "--max-steps", str(steps), "--dtype", dtype)
     sys.argv = [str(ROOT / "recipes" / RECIPES[workload] / "train.py"), *where, *never]

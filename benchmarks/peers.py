@@ -1,4 +1,4 @@
-"""Brigade beside what else people would run: `uv run --group bench python -m benchmarks.peers` fills docs/performance.md.
+"""Brigade beside other loops: `uv run --group bench python -m benchmarks.peers` fills docs/performance.md.
 
 Each round runs every loop once, from the command to its end, in another order: Brigade's recipe with its defaults, and
 the same model, data, batch and rates in the loops of benchmarks/peer_loops.py, whose defaults are those of the library.
@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.peer_loops import LOOPS
 from common import precision
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT
-
-from benchmarks.peer_loops import LOOPS
 
 SIZE, WARM = 2, 10  # ranks; steps that are not counted
 STEPS = {"resnet": 101, "gpt": 100}  # nine passes over the digits
@@ -55,7 +54,8 @@ def once(loop: str, workload: str, seed: int) -> dict[str, float]:
         if len({rank["digest"] for rank in ranks}) > 1:
             raise RuntimeError(f"{loop}, {workload}: the ranks hold different parameters, so they have trained apart")
         if loop.startswith("Brigade"):
-            *_, ranks[0][METRIC[workload]] = runner.records(Path(folder, "runs", "run"), f"val/{METRIC[workload]}").values()
+            curve = runner.records(Path(folder, "runs", "run"), f"val/{METRIC[workload]}")
+            ranks[0][METRIC[workload]] = curve[STEPS[workload]]
     walls, cpus = ([[tick[i] for tick in rank["ticks"]] for rank in ranks] for i in (0, 1))
     counted = STEPS[workload] - 1 - WARM
     return {

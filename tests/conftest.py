@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
@@ -96,6 +97,21 @@ def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", metavar="I/N", help="the I-th of N parts of the tests: CI takes turns")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the asked part, which a test belongs to by its name, so that no other test moves it into another part."""
+    part, parts = map(int, config.getoption("part").split("/"))
+    assert 1 <= part <= parts, "--part is I/N with I from 1 to N"
+    mine, others = [], []
+    for item in items:
+        (mine if zlib.crc32(item.nodeid.encode()) % parts == part - 1 else others).append(item)
+    items[:] = mine
+    config.hook.pytest_deselected(items=others)
 
 
 def pytest_configure(config: pytest.Config) -> None:

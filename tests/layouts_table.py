@@ -1,7 +1,7 @@
 """Move a checkpoint from every layout to every other: `uv run python -m tests.layouts_table`.
 
 It runs tests/test_layouts.py and writes the figures of docs/checkpoints.md. With `--rows FILE`, it writes those of a
-run that is over: `LAYOUTS_RECORD=FILE` lets pytest, or .ci/run, add them to a file.
+run that is over: `LAYOUTS_RECORD=FILE` lets pytest add them to a file.
 """
 
 import argparse

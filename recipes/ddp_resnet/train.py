@@ -105,9 +105,8 @@ def make_model(args: Args, train: images.Images) -> nn.Module:
     """The plain model, with the same initial weights on every rank."""
     seed.everything(args.seed, seed.INIT)
     model = resnet.make_resnet(args.model, train.channels, len(train.class_names), train.size)
-    # The layout that fast convolutions read, and that forward gives the pixels. Your own model needs this line too:
-    # without it, DDP warns of strides and copies gradients.
-    return rates.freeze(model.to(memory_format=torch.channels_last), args.rates)
+    # The order in memory that the convolutions read fastest; they bring the pixels into it.
+    return rates.freeze(model.to(memory_format=resnet.memory_format(args.dtype)), args.rates)
 
 
 def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
@@ -121,8 +120,7 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
     """Sums over one rank's micro-batch; the backward pass starts from "loss"."""
     dtype = precision.compute_dtype(args.dtype, batch.inputs.device)
     param_dtype = precision.param_dtype(dtype)
-    pixels = batch.inputs.to(param_dtype, memory_format=torch.channels_last)  # (b, C, H, W), read and sent as bytes
-    pixels = pixels.div_(127.5).sub_(1)
+    pixels = batch.inputs.to(param_dtype).div_(127.5).sub_(1)  # (b, C, H, W), read and sent as bytes
     with precision.autocast(pixels.device, dtype):
         logits = model(pixels).to(param_dtype)  # (b, num_classes)
     return {
