@@ -1,12 +1,14 @@
 """Move a checkpoint from every layout to every other: `uv run python -m tests.layouts_table`.
 
-It runs tests/test_layouts.py and writes the figures of docs/checkpoints.md. With `--rows FILE`, it writes those of a
-run that is over: `LAYOUTS_RECORD=FILE` lets pytest add them to a file.
+It runs tests/test_layouts.py and writes the figures of docs/checkpoints.md. With kinds of layouts
+(`... -m tests.layouts_table cp diloco`), it makes the moves from and to these only, and the cells of the others stay.
 """
 
 import argparse
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -19,38 +21,59 @@ from tests import test_layouts as moves
 from tests.harness import pages
 from tests.harness.runner import ROOT
 
+PAGE = ROOT / "docs" / "checkpoints.md"
+
 
 def main() -> None:
     """Run pytest, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=Path, help="write the page from this file, without a run")
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(moves.KINDS)}; default: all")
     args = parser.parse_args()
+    if unknown := {*args.kinds} - {*moves.KINDS}:
+        parser.error(f"no kind of layout: {', '.join(unknown)}")
     began = time.monotonic()
-    rows = [json.loads(line) for line in (args.rows.read_text() if args.rows else run()).splitlines()]
-    wanted = len(moves.LAYOUTS) ** 2 + len(moves.TIED) ** 2
+    rows = run(args.kinds or [*moves.KINDS])
+    command = " ".join(["uv run python -m tests.layouts_table", *map(shlex.quote, args.kinds)])
+    measured = pages.measured(command, "gloo", began=began)
+    before = pages.parts(PAGE.read_text())
+    known = cells(before["moves"]) if args.kinds else {}
+    known |= {
+        (source, target): cell(rows, source, target)
+        for source in moves.KINDS
+        for target in moves.KINDS
+        if not args.kinds or {source, target} & {*args.kinds}
+    }
     table = [f"| | {' | '.join(moves.KINDS)} |", f"|{'---|' * (len(moves.KINDS) + 1)}"]
     for source in moves.KINDS:
-        cells = [cell(rows, source, target) for target in moves.KINDS]
-        table.append(f"| **{source}** | {' | '.join(cells)} |")
+        table.append(f"| **{source}** | {' | '.join(known[source, target] for target in moves.KINDS)} |")
     kinds = [f"| {kind} | {', '.join(map(describe, layouts))} |" for kind, layouts in moves.KINDS.items()]
+    passes = [re.findall(r"\d+", one)[:2] for one in known.values()]  # of a cell, and of how many moves
+    well, ran = (sum(map(int, column)) for column in zip(*passes, strict=True))
+    wanted = len(moves.LAYOUTS) ** 2 + len(moves.TIED) ** 2
     pages.write(
-        ROOT / "docs" / "checkpoints.md",
-        measured=pages.measured("uv run python -m tests.layouts_table", "gloo", began=None if args.rows else began),
-        sum=f"**{sum(map(passed, rows))} of {len(rows)} moves passed**; {wanted - len(rows)} were not run. "
+        PAGE,
+        measured="\n\n".join([before["measured"], measured] if args.kinds else [measured]),
+        sum=f"**{well} of {ran} moves passed**; {wanted - ran} were not run. "
         f"{moves.STOP} steps before each move, {moves.MORE} after it.",
         moves="\n".join(table),
         kinds="\n".join(["| kind | layouts |", "|---|---|", *kinds]),
     )
 
 
-def run() -> str:
-    """Make all moves; returns a line of JSON for each."""
+def cells(table: str) -> dict[tuple[str, str], str]:
+    """What a page's table says of the moves from one kind to another."""
+    head, _, *lines = ([part.strip() for part in line.strip("|").split("|")] for line in table.splitlines())
+    return {(one[0].strip("*"), target): text for one in lines for target, text in zip(head[1:], one[1:], strict=True)}
+
+
+def run(kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """Make all moves from and to these kinds."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "rows.jsonl")
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "layouts", "tests/test_layouts.py"]
-        command += ["-k", "any_to_any"]
-        subprocess.run(command, cwd=ROOT, env=os.environ | {"LAYOUTS_RECORD": str(record)}, check=False)
-        return record.read_text()
+        command = [sys.executable, "-m", "pytest", "-m", "layouts", "tests/test_layouts.py", "-k", "any_to_any"]
+        environ = os.environ | {"LAYOUTS_RECORD": str(record), "LAYOUTS_KINDS": ",".join(kinds)}
+        subprocess.run([*command, "--timeout=1800"], cwd=ROOT, env=environ, check=False)
+        return [json.loads(line) for line in record.read_text().splitlines()]
 
 
 def passed(row: Mapping[str, Any]) -> bool:
@@ -62,7 +85,7 @@ def cell(rows: Sequence[Mapping[str, Any]], source: str, target: str) -> str:
     sources, targets = ({str(layout) for layout in moves.KINDS[kind]} for kind in (source, target))
     these = [row for row in rows if row["source"] in sources and row["target"] in targets]
     if not these:
-        return "not run"
+        return "0/0"
     return f"{sum(map(passed, these))}/{len(these)} {max(row['worst'] for row in these):.0e}"
 
 

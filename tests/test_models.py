@@ -3,7 +3,7 @@
 import pytest
 import torch
 from common import UserError, seed
-from common.workloads.resnet import make_resnet
+from common.workloads.resnet import make_resnet, memory_format
 from torch import nn
 
 
@@ -62,3 +62,31 @@ def test_proposed_names_are_accepted() -> None:
         with torch.device("meta"):
             model = make_resnet(name, 1, 3, 16)
         assert (model.conv1.in_channels, model.fc.out_features) == (1, 3), name
+
+
+LAST, PLAIN = torch.channels_last, torch.contiguous_format
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gpu", "wanted"),
+    [
+        ("float32", False, PLAIN),
+        ("float64", False, PLAIN),
+        ("bfloat16", False, LAST),
+        ("float16", False, LAST),
+        ("float32", True, LAST),
+    ],
+)
+def test_memory_format(dtype: str, gpu: bool, wanted: torch.memory_format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients lie as their weights do, though the pixels come in the plain order: else DDP warns, and copies them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert memory_format(dtype) == wanted
+    monkeypatch.undo()
+    model = make_resnet("resnet18", 3, 10, 32).to(memory_format=wanted)
+    body: list[torch.Tensor] = []
+    model.layer2.register_forward_hook(lambda _module, _inputs, output: body.append(output))
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert body[0].is_contiguous(memory_format=wanted)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.stride() == parameter.stride()
