@@ -1,4 +1,4 @@
-"""Brigade beside other loops: `uv run --group bench python -m benchmarks.peers` fills docs/performance.md.
+"""Brigade beside other loops: `uv run --group bench python -m benchmarks.peers` fills docs/peers.md.
 
 Each round runs every loop once, from the command to its end, in another order: Brigade's recipe with its defaults, and
 the same model, data, batch and rates in the loops of benchmarks/peer_loops.py, whose defaults are those of the library.
@@ -107,8 +107,13 @@ def main() -> None:
         how = f"{SIZE} ranks of one thread on gloo, {STEPS[workload]} steps, {args.rounds} seeds"
         known[workload] = {"measured": pages.measured(command, how, began=began), "runs": found}
         JSON.write_text(json.dumps(known, indent=1) + "\n")
-        parts = {f"peers_{name}": f"{one['measured']}\n\n{table(name, one['runs'])}" for name, one in known.items()}
-        pages.write(ROOT / "docs" / "performance.md", **parts)
+        tables = {name: table(name, one["runs"]) for name, one in known.items()}
+        pages.write(
+            ROOT / "docs" / "peers.md",
+            measured="\n\n".join(one["measured"] for one in known.values()),
+            resnet=tables.get("resnet", "Not measured yet."),
+            gpt=tables.get("gpt", "Not measured yet."),
+        )
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ OTHER_FLAGS = {
     "doctor",
     "wait",
     "json",
+    "part",
     *(word.removeprefix("--") for action in planner()._actions for word in action.option_strings),
     *(field.name for field in dataclasses.fields(evaluate.Args)),
     *(field.name for field in dataclasses.fields(prove.Args)),
