@@ -88,7 +88,7 @@ def damage(run_dir: Path, step: int) -> None:
     flip_data(checkpoint.folder(run_dir, step))
 
 
-def tensors(path: Path, but: str = "nothing.") -> dict[tuple[str, str], torch.Tensor]:
+def tensors(path: Path, but: str | tuple[str, ...] = "nothing.") -> dict[tuple[str, str], torch.Tensor]:
     """All that a checkpoint holds by file and name, without the names that begin with `but`."""
     return {
         (file.name, name): tensor
@@ -98,7 +98,7 @@ def tensors(path: Path, but: str = "nothing.") -> dict[tuple[str, str], torch.Te
     }
 
 
-def same_tensors(one: Path, other: Path, but: str = "nothing.") -> bool:
+def same_tensors(one: Path, other: Path, but: str | tuple[str, ...] = "nothing.") -> bool:
     """Whether two checkpoints of the same number of ranks hold the same names and bits; see `tensors`."""
     ours, theirs = tensors(one, but), tensors(other, but)
     assert ours, f"{one} holds nothing"
