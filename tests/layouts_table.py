@@ -22,6 +22,7 @@ from tests.harness import pages
 from tests.harness.runner import ROOT
 
 PAGE = ROOT / "docs" / "checkpoints.md"
+NONE = "0/0"  # moves of a cell that were run
 
 
 def main() -> None:
@@ -31,23 +32,23 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := {*args.kinds} - {*moves.KINDS}:
         parser.error(f"no kind of layout: {', '.join(unknown)}")
+    asked = args.kinds or [*moves.KINDS]
+    before = pages.parts(PAGE.read_text())
+    known = cells(before["moves"])
     began = time.monotonic()
-    rows = run(args.kinds or [*moves.KINDS])
+    rows = run(asked)
     command = " ".join(["uv run python -m tests.layouts_table", *map(shlex.quote, args.kinds)])
     measured = pages.measured(command, "gloo", began=began)
-    before = pages.parts(PAGE.read_text())
-    known = cells(before["moves"]) if args.kinds else {}
-    known |= {
-        (source, target): cell(rows, source, target)
-        for source in moves.KINDS
-        for target in moves.KINDS
-        if not args.kinds or {source, target} & {*args.kinds}
-    }
     table = [f"| | {' | '.join(moves.KINDS)} |", f"|{'---|' * (len(moves.KINDS) + 1)}"]
+    passes = []  # of a cell, and of how many moves
     for source in moves.KINDS:
-        table.append(f"| **{source}** | {' | '.join(known[source, target] for target in moves.KINDS)} |")
+        line = [
+            cell(rows, source, target) if {source, target} & {*asked} else known.get((source, target), NONE)
+            for target in moves.KINDS
+        ]
+        passes += [re.findall(r"\d+", one)[:2] for one in line]
+        table.append(f"| **{source}** | {' | '.join(line)} |")
     kinds = [f"| {kind} | {', '.join(map(describe, layouts))} |" for kind, layouts in moves.KINDS.items()]
-    passes = [re.findall(r"\d+", one)[:2] for one in known.values()]  # of a cell, and of how many moves
     well, ran = (sum(map(int, column)) for column in zip(*passes, strict=True))
     wanted = len(moves.LAYOUTS) ** 2 + len(moves.TIED) ** 2
     pages.write(
@@ -85,7 +86,7 @@ def cell(rows: Sequence[Mapping[str, Any]], source: str, target: str) -> str:
     sources, targets = ({str(layout) for layout in moves.KINDS[kind]} for kind in (source, target))
     these = [row for row in rows if row["source"] in sources and row["target"] in targets]
     if not these:
-        return "0/0"
+        return NONE
     return f"{sum(map(passed, these))}/{len(these)} {max(row['worst'] for row in these):.0e}"
 
 

@@ -181,7 +181,8 @@ def drop_users(run_seed: int, drop: int, sizes: Sizes) -> Drop:
         place = SIDE * seed.uniform(*keys, np.arange(2))
         apart = np.linalg.norm(displacement(places[:user], place), axis=-1)
         # A new row of the Cholesky factor: given the shadowing of the users before, this one's is normal again.
-        known, wanted = torch.from_numpy(roots[:user, :user]), torch.from_numpy(2 ** (-apart / DECORRELATION))
+        known = torch.from_numpy(roots[:user, :user])
+        wanted = torch.from_numpy(2 ** (-apart / DECORRELATION))
         root = torch.linalg.solve_triangular(known, wanted[:, None], upper=False)[:, 0].numpy()
         spread = math.sqrt(max(0.0, 1 - root @ root))
         own = normal(*keys, 2 + np.arange(STATIONS))
