@@ -1,6 +1,6 @@
 """One rank of benchmarks/peers.py: the same model, data, rates and batches in the loop of one library.
 
-    torchrun --nproc-per-node 2 -m benchmarks.peer_loops LOOP WORKLOAD STEPS SEED FOLDER
+    torchrun --nproc-per-node 2 -m benchmarks.peer_loops LOOP WORKLOAD STEPS SEED FOLDER [FLAGS of the recipe]
 
 Each loop is what the library's own examples show, in float32, and leaves in FOLDER what each of its ranks has measured.
 """
@@ -239,6 +239,23 @@ def lightning(task: Task) -> None:
     trainer.fit(Module(), DataLoader(task.train, task.batch, shuffle=True, drop_last=True))
 
 
+def alone(task: Task) -> None:
+    """The bare loop without DDP: each rank trains a model of its own, which no library would want."""
+    dist.init_process_group("gloo")
+    optimizer = task.optimizer(task.model.parameters())
+    rates = task.rates(optimizer)
+    dist.barrier()  # so that all ranks compute at the same time
+    for inputs, labels in task.batches(task.loader()):
+        optimizer.zero_grad()
+        task.model(inputs, labels)["loss"].backward()
+        if task.clip:
+            nn.utils.clip_grad_norm_(task.model.parameters(), task.clip)
+        optimizer.step()
+        rates.step()
+        task.clock.tick()
+
+
+ALONE = "no communication"
 LOOPS: dict[str, Callable[[Task], None]] = {
     "bare DDP": bare,
     "Accelerate": accelerate,
@@ -247,7 +264,7 @@ LOOPS: dict[str, Callable[[Task], None]] = {
 }
 
 
-def brigade(workload: str, steps: int, seed: int, out: str, dtype: str) -> dict[str, Any]:
+def brigade(workload: str, steps: int, seed: int, out: str, flags: list[str]) -> dict[str, Any]:
     """The recipe, which evaluates and saves at its end; what it has noted."""
     clock, real = Clock(), session.Session.steps
     held: list[nn.Module] = []
@@ -260,8 +277,8 @@ def brigade(workload: str, steps: int, seed: int, out: str, dtype: str) -> dict[
 
     session.Session.steps = ticking  # type: ignore[method-assign,assignment]
     never = ("--eval-every", "1000000", "--save-every", "1000000")
-    where = ("--out", out, "--name", "run", "--seed", str(seed), "--max-steps", str(steps), "--dtype", dtype)
-    sys.argv = [str(ROOT / "recipes" / RECIPES[workload] / "train.py"), *where, *never]
+    where = ("--out", out, "--name", "run", "--seed", str(seed), "--max-steps", str(steps))
+    sys.argv = [str(ROOT / "recipes" / RECIPES[workload] / "train.py"), *where, *never, *flags]
     runpy.run_path(sys.argv[0], run_name="__main__")
     return {"ticks": clock.ticks, "model": held[0]}
 
@@ -293,15 +310,15 @@ def digest(model: nn.Module) -> str:
 
 def main() -> None:
     """Train once, and write what this rank has measured."""
-    loop, workload, steps, seed, folder = sys.argv[1:6]
+    loop, workload, steps, seed, folder, *flags = sys.argv[1:]
     out = str(Path(folder, "runs"))
-    if loop.startswith("Brigade"):
-        found = brigade(workload, int(steps), int(seed), out, loop.partition(" ")[2] or "auto")
+    if loop == "Brigade":
+        found = brigade(workload, int(steps), int(seed), out, flags)
         ticks, model, judged = found["ticks"], found["model"], {}
     else:
         os.environ["PEER_OUT"] = out
         task = Task(workload, int(steps), int(seed))
-        LOOPS[loop](task)
+        (LOOPS | {ALONE: alone})[loop](task)
         ticks, model, judged = task.clock.ticks, task.model, judge(task.model, task)
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     facts = {"ticks": ticks, "digest": digest(model), "peak_mib": kilobytes / 1024, **judged}

@@ -12,15 +12,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.peer_loops import LOOPS
+from benchmarks.peer_loops import ALONE, LOOPS
 from common import precision
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT
 
+OWN = {"Brigade": (), "Brigade float32": ("--dtype", "float32")}  # flags of its recipes
 SIZE, WARM = 2, 10  # ranks; steps that are not counted
 STEPS = {"resnet": 101, "gpt": 100}  # nine passes over the digits
 METRIC = {"resnet": "top1", "gpt": "loss"}
@@ -30,34 +32,45 @@ HEAD = """\
 |---|---|---|---|---|---|---|---|"""
 
 
-def once(loop: str, workload: str, seed: int) -> dict[str, float]:
+def once(
+    loop: str, workload: str, seed: int, steps: int, flags: Sequence[str] = (), size: int = SIZE, threads: int = 1
+) -> dict[str, float]:
     """One training by torchrun: what it took, and what it has learned.
+
+    Args:
+        loop: "Brigade", or one of benchmarks/peer_loops.py.
+        workload: "resnet" or "gpt".
+        seed: of weights and order.
+        steps: length of the training.
+        flags: of Brigade's recipe.
+        size: ranks.
+        threads: of each rank.
 
     Raises:
         RuntimeError: it failed, or its ranks do not hold the same parameters.
     """
     with tempfile.TemporaryDirectory() as folder:
-        if loop.startswith("Brigade"):  # by its own launcher, as the README has it
+        if loop == "Brigade":  # by its own launcher, as the README has it
             Path(folder, "train.py").write_text("from benchmarks import peer_loops\n\npeer_loops.main()\n")
             launcher = ["bash", str(ROOT / "launch" / "torchrun.sh"), folder]
         else:
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={SIZE}"]
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
             launcher += ["-m", "benchmarks.peer_loops"]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "NPROC_PER_NODE": str(SIZE), "PYTHONPATH": str(ROOT)}
+        env = os.environ | {"OMP_NUM_THREADS": str(threads), "NPROC_PER_NODE": str(size), "PYTHONPATH": str(ROOT)}
         began = time.time()
-        command = [*launcher, loop, workload, str(STEPS[workload]), str(seed), folder]
+        command = [*launcher, loop, workload, str(steps), str(seed), folder, *flags]
         ran = subprocess.run(command, cwd=ROOT, env=env, check=False, capture_output=True, text=True, timeout=900)
         ended = time.time()
         if ran.returncode:
             raise RuntimeError(f"{loop}, {workload}:\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}")
-        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(SIZE)]
-        if len({rank["digest"] for rank in ranks}) > 1:
+        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
+        if loop != ALONE and len({rank["digest"] for rank in ranks}) > 1:
             raise RuntimeError(f"{loop}, {workload}: the ranks hold different parameters, so they have trained apart")
-        if loop.startswith("Brigade"):
+        if loop == "Brigade":
             curve = runner.records(Path(folder, "runs", "run"), f"val/{METRIC[workload]}")
-            ranks[0][METRIC[workload]] = curve[STEPS[workload]]
+            ranks[0][METRIC[workload]] = curve[steps]
     walls, cpus = ([[tick[i] for tick in rank["ticks"]] for rank in ranks] for i in (0, 1))
-    counted = STEPS[workload] - 2 - WARM  # in the last step, the recipe also evaluates and saves
+    counted = steps - 2 - WARM  # in the last step, the recipe also evaluates and saves
     return {
         "cpu_s": sum(one[-2] - one[WARM] for one in cpus) / counted,
         "wall_s": max(one[-2] - one[WARM] for one in walls) / counted,
@@ -92,15 +105,15 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", default=list(STEPS), help=f"of {', '.join(STEPS)}; default: all")
     parser.add_argument("--rounds", type=int, default=3, help="trainings of each loop, each with another seed")
     args = parser.parse_args()
-    own = ["Brigade"]
-    if precision.compute_dtype("auto", torch.device("cpu")) != torch.float32:
-        own.append("Brigade float32")
+    half = precision.compute_dtype("auto", torch.device("cpu")) != torch.float32
+    loops = [*(name for name in OWN if half or not OWN[name]), *LOOPS]
     for workload in args.workloads:
         began = time.monotonic()
-        found: dict[str, list[dict[str, float]]] = {loop: [] for loop in (*own, *LOOPS)}
+        found: dict[str, list[dict[str, float]]] = {loop: [] for loop in loops}
         for seed in range(args.rounds):
             for loop in list(found)[:: -1 if seed % 2 else 1]:
-                found[loop].append(once(loop, workload, seed))
+                what = "Brigade" if loop in OWN else loop
+                found[loop].append(once(what, workload, seed, STEPS[workload], OWN.get(loop, ())))
                 print(workload, seed, loop, json.dumps(found[loop][-1]), flush=True)
         command = f"uv run --group bench python -m benchmarks.peers {workload}"
         known: dict[str, Any] = json.loads(JSON.read_text()) if JSON.exists() else {}
