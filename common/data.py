@@ -5,7 +5,9 @@ import copy
 import functools
 import hashlib
 import itertools
+import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -271,9 +273,10 @@ class _Reads(torch.utils.data.Dataset):
     """Adapter: a torch Dataset whose index is a whole request."""
 
     def __init__(self, reader: BatchReader) -> None:
-        self.reader = reader
+        self.reader: BatchReader | None = reader
 
     def __getitem__(self, request: Request) -> Batch | UserError:
+        assert self.reader is not None
         try:
             batch = Batch(*self.reader.read(request.epochs, request.indices), request.step_samples, request.last)
         except UserError as error:
@@ -292,6 +295,56 @@ def _read_here(reads: _Reads, requests: Iterable[Request], device: torch.device)
             if device.type == "cuda":
                 batch = map_tensors(torch.Tensor.pin_memory, batch)
         yield batch
+
+
+class _Requests:
+    """What a DataLoader reads; when all is read, more may follow."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self.requests = requests
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
+
+
+# Loaders that have read all their requests, with their idle workers, by process, reader and kind of loader.
+_idle: dict[tuple[int, int, int, bool], DataLoader[Any]] = {}
+
+
+def _read_in_workers(
+    reader: BatchReader, requests: Iterable[Request], workers: int, pin_memory: bool
+) -> Iterator[Batch | UserError]:
+    """Read ahead in processes, which wait for the next loader of the same reader once all requests are read.
+
+    So an evaluation starts none but the first time. The workers end with their reader, or before Python exits.
+    """
+    key = (os.getpid(), id(reader), workers, pin_memory)  # a forked process has no part in its parent's workers
+    kept = hasattr(reader, "__weakref__")  # else its end, of a class with __slots__, is not known
+    loader = _idle.pop(key, None)
+    if loader is not None:
+        loader.sampler.requests = requests  # type: ignore[attr-defined]
+        batches = iter(loader)
+    else:
+        reads = _Reads(reader)
+        # batch_size=None: an index is a whole batch. One loader for the whole run: no epoch restarts its workers.
+        loader = DataLoader(
+            reads,
+            sampler=_Requests(requests),
+            batch_size=None,
+            num_workers=workers,
+            pin_memory=pin_memory,
+            persistent_workers=kept,
+            # torch draws the workers' seed from it: drawn from the global generator, it would shift what a model
+            # draws in the first step after each start, and a resumed run would not be the same.
+            generator=torch.Generator(),
+        )
+        batches = iter(loader)  # starts the workers, each with the reader
+        reads.reader = None  # else an idle loader would keep the reader, whose end is its own
+        if kept:
+            weakref.finalize(reader, _idle.pop, key, None)
+    yield from batches
+    if kept:
+        _idle[key] = loader
 
 
 def _raise_here(batches: Iterable[Batch | UserError]) -> Iterator[Batch]:
@@ -319,19 +372,8 @@ class Loader:
         if workers and isinstance(reader, IterableStyle):
             raise UserError(f"--workers {workers}: a stream is read in its order, by the rank itself: use --workers 0")
         self._waited = _Waited()
-        loader: Iterable[Any]
         if workers:
-            # batch_size=None: an index is a whole batch. One loader for the whole run: no epoch restarts its workers.
-            loader = DataLoader(
-                _Reads(reader),
-                sampler=requests,
-                batch_size=None,
-                num_workers=workers,
-                pin_memory=device.type == "cuda",
-                # torch draws the workers' seed from it: drawn from the global generator, it would shift what a model
-                # draws in the first step after each start, and a resumed run would not be the same.
-                generator=torch.Generator(),
-            )
+            loader = _read_in_workers(reader, requests, workers, device.type == "cuda")
         else:
             loader = _read_here(_Reads(reader), requests, device)
         batches = _timed(_raise_here(loader), device, self._waited)

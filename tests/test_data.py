@@ -4,11 +4,16 @@ import collections
 import gc
 import itertools
 import multiprocessing
+import os
 import random
+import signal
+import subprocess
+import sys
 import time
 import types
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +21,8 @@ import pytest
 import torch
 from common import UserError, data, sampler, seed
 from common.workloads import images
+
+from tests.harness.runner import ROOT
 
 DEVICES = [torch.device("cpu")] + [torch.device("cuda", 0)] * torch.cuda.is_available()
 
@@ -116,6 +123,98 @@ def test_workers_end_with_their_loader(mutant: bool) -> None:
     finally:
         gc.enable()
         gc.collect()
+
+
+class PidReader:
+    """Gives the process that has read each sample."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full(indices.shape, os.getpid()), torch.from_numpy(indices)
+
+
+class PidReaderWithSlots:
+    """Nothing can tell when it ends."""
+
+    __slots__ = ()
+    __len__ = PidReader.__len__
+    read = PidReader.read
+
+
+def evaluation(reader: PidReader, workers: int = 2) -> set[int]:
+    """Read each sample once; returns the processes that did."""
+    found = [*data.Loader(reader, requests(len(reader)), workers, torch.device("cpu"))]
+    assert torch.cat([batch.targets for batch in found]).tolist() == [
+        *itertools.chain(*(request.indices for request in requests(len(reader))))
+    ]
+    return set(torch.cat([batch.inputs for batch in found]).tolist())
+
+
+def running(pid: int) -> bool:
+    return any(child.pid == pid for child in multiprocessing.active_children())
+
+
+@pytest.mark.parametrize("mutant", [False, True], ids=["", "mutant: workers for each evaluation"])
+def test_evaluations_share_their_workers(mutant: bool) -> None:
+    """Which end with their reader, and are not mixed up with another's or with those of another number."""
+    reader, other = PidReader(), PidReader()
+    first = evaluation(reader)
+    assert os.getpid() not in first
+    if mutant:
+        data._idle.clear()
+    assert (evaluation(reader) == first) != mutant
+    assert not evaluation(other) & first
+    assert not evaluation(reader, workers=1) & first
+    assert evaluation(reader, workers=0) == {os.getpid()}
+    again = evaluation(reader)
+    assert all(map(running, again))
+    gc.disable()
+    try:
+        del reader
+        assert not any(map(running, again))
+    finally:
+        gc.enable()
+
+
+def test_loaders_of_one_reader_at_once() -> None:
+    """Workers that still read are nobody else's, and those of a loader that is given up end with it."""
+    reader = PidReader()
+    forever = (one for _ in itertools.count() for one in requests(len(reader)))
+    one = data.Loader(reader, forever, 1, torch.device("cpu"))
+    busy = set(next(one).inputs.tolist())
+    assert not evaluation(reader, workers=1) & busy
+    assert set(next(one).inputs.tolist()) == busy
+    del one
+    assert not any(map(running, busy))
+    assert not evaluation(reader, workers=1) & busy
+
+
+def test_workers_of_a_reader_with_slots_end_with_their_loader() -> None:
+    reader: Any = PidReaderWithSlots()
+    first = evaluation(reader)
+    assert not any(map(running, first))
+    assert not evaluation(reader) & first
+
+
+def test_killed_worker_is_named_by_the_next_evaluation() -> None:
+    reader = PidReader()
+    killed = evaluation(reader, workers=1).pop()
+    with pytest.raises(RuntimeError, match=rf"DataLoader worker \(pid(\(s\))? {killed}\)"):  # noqa: PT012
+        os.kill(killed, signal.SIGKILL)  # of which Python may tell at once
+        evaluation(reader, workers=1)
+    assert killed not in evaluation(reader, workers=1)
+
+
+def test_idle_workers_do_not_keep_python_from_its_end() -> None:
+    """Of a reader that lives as long as Python does."""
+    script = "from tests import test_data\nreader = test_data.PidReader()\nprint(*test_data.evaluation(reader))"
+    ended = subprocess.run(
+        [sys.executable, "-c", script], check=False, cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ended.stdout.split())
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -445,6 +445,162 @@ def test_photos_as_small_as_those_of_imagenet_are_decoded_whole(monkeypatch: pyt
         assert torch.equal(split.read(np.arange(4), np.zeros(4, int))[0], pixels)
 
 
+# --- JPEG: torchvision's decoder where it does what Pillow does, Pillow otherwise ---
+
+LEVELS = 2  # of 255, by which another build of libjpeg may round otherwise; here none do
+
+
+def jpeg(mode: str = "RGB", orientation: int = 1, **how: Any) -> bytes:
+    """A photo of odd sides in another mode or of another kind of JPEG."""
+    from PIL import Image
+
+    exif = Image.Exif()
+    if orientation != 1:
+        exif[0x0112] = orientation
+    file = io.BytesIO()
+    with Image.open(io.BytesIO(photo(97, 75))) as picture:
+        picture.convert(mode).save(file, "JPEG", quality=90, exif=exif, **how)
+    return file.getvalue()
+
+
+def decoded(content: bytes, channels: int = 0, **more: Any) -> torch.Tensor:
+    return images.decode(None, 0, channels, cell={"bytes": content, "path": "a.jpg"}, **more)
+
+
+@pytest.fixture
+def by_torchvision(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each file that torchvision has decoded."""
+    from torchvision import io as torchvision_io
+
+    seen: list[int] = []
+    real = torchvision_io.decode_jpeg
+
+    def decode(content: torch.Tensor) -> torch.Tensor:
+        pixels = real(content)
+        seen.append(len(content))
+        return pixels
+
+    monkeypatch.setattr(torchvision_io, "decode_jpeg", decode)
+    return seen
+
+
+KINDS = [{"subsampling": sub, "progressive": progressive} for sub in (0, 1, 2) for progressive in (False, True)]
+KINDS += [{"restart_marker_blocks": 3}, {"keep_rgb": True}]
+
+
+@pytest.mark.parametrize("how", KINDS, ids=str)
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_jpegs_have_the_pixels_of_pillow(mode: str, how: dict[str, Any], by_torchvision: list[int]) -> None:
+    """Colour and grey, as they are and as the other; inks, which Pillow converts, too."""
+    from PIL import Image
+
+    content = jpeg(mode, **how)
+    with Image.open(io.BytesIO(content)) as file:
+        assert file.mode == mode
+        wanted = {0: np.array(file if mode == "L" else file.convert("RGB")), 1: np.array(file.convert("L"))}
+        wanted[3] = np.array(file.convert("RGB"))
+    for channels, values in wanted.items():
+        found = decoded(content, channels)
+        assert found.dtype == torch.uint8
+        pixels = torch.from_numpy(np.atleast_3d(values)).permute(2, 0, 1)
+        assert found.shape == pixels.shape
+        assert (found.int() - pixels.int()).abs().max() <= LEVELS
+    assert len(by_torchvision) == {"RGB": 2, "L": 3, "CMYK": 0}[mode], "colour to grey is Pillow's"
+
+
+def test_pillow_reads_what_is_to_be_turned_or_resized(by_torchvision: list[int]) -> None:
+    assert decoded(jpeg(orientation=6)).shape == (3, 97, 75)
+    assert decoded(jpeg(), size=(20, 30)).shape == (3, 20, 30)
+    assert decoded(jpeg(), least_side=37).shape == (3, 38, 49)
+    assert not by_torchvision
+    assert decoded(jpeg(), size=(75, 97), least_side=70).shape == (3, 75, 97)
+    assert len(by_torchvision) == 1
+
+
+def test_damaged_exif_of_a_jpeg_does_not_matter(by_torchvision: list[int]) -> None:
+    content = jpeg(orientation=6)
+    at = content.index(b"Exif\0\0") + 6
+    damaged = content[:at] + b"XX" + content[at + 2 :]
+    assert decoded(damaged).shape == (3, 75, 97), "it is not turned"
+    assert len(by_torchvision) == 1
+
+
+def outcome(content: bytes) -> tuple[bytes, str]:
+    try:
+        return decoded(content).numpy().tobytes(), ""
+    except UserError as error:
+        return b"", str(error).split(" object at ")[0]
+
+
+def damaged(content: bytes, draw: np.random.Generator) -> bytes:
+    """Cut off, changed, shortened or lengthened somewhere."""
+    at, some = int(draw.integers(1, len(content))), draw.integers(0, 256, int(draw.integers(1, 40)), np.uint8).tobytes()
+    few = len(content) - int(draw.integers(1, 12))
+    after = (content[:at], content[:few], *(content[:at] + more for more in (some + content[at + len(some) :],)))
+    after += (content[:at] + content[at + len(some) :], content[:at] + some + content[at:])
+    return after[int(draw.integers(len(after)))]
+
+
+def test_damage_is_found_and_named_as_by_pillow(monkeypatch: pytest.MonkeyPatch, by_torchvision: list[int]) -> None:
+    """Of 600 damaged files: the same pixels, or the same words. The mutant lets torchvision name what is wrong."""
+    from torchvision import io as torchvision_io
+
+    draw = np.random.default_rng(0)
+    whole = [jpeg(mode, progressive=progressive) for mode in ("RGB", "L") for progressive in (False, True)]
+    contents = [damaged(whole[i % len(whole)], draw) for i in range(600)]
+    found = [outcome(content) for content in contents]
+    assert len(by_torchvision) > 100, "damage that leaves an image"
+    words = [error for _, error in found if error]
+    assert len(words) > 100
+    assert all(error.startswith("--data: a.jpg is not a readable image: ") for error in words)
+    real = torchvision_io.decode_jpeg
+
+    def fails(content: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("as if it could not")
+
+    monkeypatch.setattr(torchvision_io, "decode_jpeg", fails)
+    assert found == [outcome(content) for content in contents]
+
+    def names(content: torch.Tensor) -> torch.Tensor:
+        try:
+            return real(content)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+
+    monkeypatch.setattr(torchvision_io, "decode_jpeg", names)
+    assert found != [outcome(content) for content in contents]
+
+
+def test_image_that_would_take_too_much_memory(monkeypatch: pytest.MonkeyPatch, by_torchvision: list[int]) -> None:
+    """Pillow looks at the sides first: 97 x 75 is more than twice this limit."""
+    from PIL import Image
+
+    content = jpeg()
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 97 * 75 // 2 - 1)
+    with pytest.raises(UserError, match=r"--data: a\.jpg is not a readable image: Image size \(7275 pixels\) exceeds"):
+        decoded(content)
+    assert not by_torchvision
+
+
+@pytest.mark.parametrize(
+    "why", [RuntimeError("built without libjpeg"), DeprecationWarning("an error, by -W error"), None]
+)
+def test_torchvision_without_a_decoder(why: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is deprecated: Pillow reads everything."""
+    from torchvision import io as torchvision_io
+
+    def fails(content: torch.Tensor) -> torch.Tensor:
+        assert why
+        raise why
+
+    before = decoded(jpeg())
+    if why:
+        monkeypatch.setattr(torchvision_io, "decode_jpeg", fails)
+    else:
+        monkeypatch.delattr(torchvision_io, "decode_jpeg")
+    assert (decoded(jpeg()).int() - before.int()).abs().max() <= LEVELS
+
+
 def test_broken_file_is_named_when_it_is_read(tmp_path: Path) -> None:
     from PIL import Image
 

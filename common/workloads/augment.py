@@ -98,7 +98,7 @@ def resize(images: torch.Tensor, size: int) -> torch.Tensor:
 
 def mirror(images: torch.Tensor, draws: np.ndarray) -> torch.Tensor:
     """Mirror, in place, the images (b, C, H, W) whose draw (b,) in [0, 1) is below 0.5."""
-    from torchvision.transforms.v2 import functional as tv
-
-    chosen = torch.from_numpy(np.flatnonzero(draws < 0.5))
-    return images.index_copy_(0, chosen, tv.horizontal_flip(images.index_select(0, chosen)))
+    chosen = np.flatnonzero(draws < 0.5)
+    pixels = images.numpy()  # NumPy picks out and puts back whole images, and torch mirrors: each is the faster at it
+    pixels[chosen] = torch.from_numpy(pixels[chosen]).flip(-1).numpy()
+    return images
