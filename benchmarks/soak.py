@@ -46,8 +46,9 @@ def start(out: Path, name: str, steps: int) -> subprocess.Popen[bytes]:
 
 
 def rank_pids(launcher: subprocess.Popen[bytes]) -> list[int]:
-    """Processes of the ranks: children of the launcher."""
-    found = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True, check=False)
+    """Processes of the ranks: children of the launcher, but not the one that they were forked from."""
+    command = ["pgrep", "-P", str(launcher.pid), "-f", "python.* -u .*/train.py"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
     return [int(pid) for pid in found.stdout.split()]
 
 

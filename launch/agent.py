@@ -1,123 +1,23 @@
-"""Run torchrun, but report a failure briefly: which rank failed first, where, and its traceback.
+"""What launch/torchrun.sh runs: torchrun's own agent, and before it the process from which ranks are forked.
 
-Takes torchrun's own options. After a refusal (exit code 2), which rank 0 has explained, it exits with 2 and prints
-nothing. It forwards a request to stop to the ranks and gives them the time they need; torchrun would kill them after
-30 s, and would make the launchers of other machines wait five minutes.
+A rank that is forked here runs its recipe at the end of this file, as `python -u train.py` would.
 """
 
-import contextlib
-import json
-import logging
-import os
-import signal
 import sys
-from pathlib import Path
-from types import FrameType
 
-from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing import PContext, SignalException
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
-from torch.distributed.run import parse_args, run
-
-from common import output
-from common.exits import PEER_FAILED, USAGE_ERROR
-from common.stop import taken_over
-from launch import rendezvous
-
-requests: list[int] = []  # signals that were forwarded
-started: list[SubprocessContext] = []  # this machine's ranks, one entry for each start
+from launch import forkserver
 
 
 def main() -> None:
-    """Run the recipe; exit with the code of the rank that failed first."""
-    output.protect()
-    # torchrun's own log wraps its stack trace around the three lines that are printed below.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    start = PContext.start
-    signals = taken_over()
+    """Supervise the ranks; only now, because a rank imports its own `common`, which need not be this one."""
+    from launch import supervisor
 
-    def start_and_forward(ranks: SubprocessContext) -> None:
-        started.append(ranks)
-        start(ranks)  # sets signal handlers of its own
-        for number in signals:
-            signal.signal(number, lambda number, frame: forward(ranks, number, frame))
-
-    PContext.start = start_and_forward  # type: ignore[assignment, method-assign]
-    if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # the ranks report more; warnings are about a closing store
-        os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    args = parse_args(sys.argv[1:])
-    if signal.SIGHUP not in signals:  # nohup: torch would handle it nevertheless, and so would the ranks
-        args.signals_to_handle = ",".join({*args.signals_to_handle.split(",")} - {"SIGHUP"})
-    if args.rdzv_backend == rendezvous.NAME:  # launch/torchrun.sh chooses it, unless its user has chosen another
-        rendezvous.prepare(args, started)
-    try:
-        run(args)
-        if requests:
-            sys.exit(128 + requests[0])
-    except SignalException as stopped:  # there was no rank to forward it to
-        sys.exit(128 + stopped.sigval)
-    except (RendezvousError, DistError) as error:
-        sys.exit(rendezvous.explain(error, args))
-    except ChildFailedError as error:
-        sys.exit(explain(error))
-
-
-def explain(error: ChildFailedError) -> int:
-    """Print which rank failed first, where no rank has done so; returns the exit code."""
-    peers = {rank: failure for rank, failure in error.failures.items() if failure.exitcode == PEER_FAILED}
-    rank0 = error.failures.get(0)
-    if peers and not (rank0 and traceback_of(rank0.error_file)):  # else rank 0 has printed their finding
-        print(traceback_of(min(peers.items())[1].error_file), file=sys.stderr)
-    causes = {rank: failure for rank, failure in error.failures.items() if rank not in peers}
-    if not causes:
-        return 1
-    rank, failure = min(causes.items(), key=lambda item: item[1].timestamp)
-    traceback = traceback_of(failure.error_file)
-    if requests and (failure.exitcode == -requests[0] or "KeyboardInterrupt" in traceback):
-        name = signal.Signals(requests[0]).name
-        print(f"\nstopped by {name} before the training began: there was nothing to save", file=sys.stderr)
-        return 128 + requests[0]
-    if traceback:  # it raised, even if torchrun then killed it because another rank exited first
-        print(f"\nrank {rank} (pid {failure.pid}) failed first\n{traceback}", file=sys.stderr)
-        return 1
-    code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    if code != USAGE_ERROR:
-        how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with code {code}"
-        print(f"\nrank {rank} (pid {failure.pid}) {how}, without a traceback", file=sys.stderr)
-        if code == 1:  # as faulthandler ends a process, see common/watch.py
-            print(
-                "if its output ends with 'Timeout' and a stack, Python was locked or suspended there", file=sys.stderr
-            )
-        print("see logs/ in the run's folder, and the kernel's log (dmesg) if memory ran out", file=sys.stderr)
-    return code
-
-
-def forward(ranks: PContext, number: int, _frame: FrameType | None) -> None:
-    """Forward a request to stop to this machine's ranks.
-
-    Raises:
-        SignalException: no rank is running.
-    """
-    reached = 0
-    for pid in ranks.pids().values():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-            reached += 1
-    if not reached:
-        raise SignalException(f"stopped by {signal.Signals(number).name}", signal.Signals(number))
-    requests.append(number)
-
-
-def traceback_of(error_file: str) -> str:
-    """The traceback that @record wrote; "" if there is none."""
-    try:
-        details = json.loads(Path(error_file).read_text())["message"]["extraInfo"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    return details["py_callstack"].rstrip()
+    supervisor.main()
 
 
 if __name__ == "__main__":
-    main()
+    if program := forkserver.begin(sys.argv[1:]):
+        # Not in a function, so that a rank's stack has one line more than that of an ordinary start.
+        exec(program.code, program.namespace)  # noqa: S102 (the recipe)
+    else:
+        main()

@@ -81,6 +81,50 @@ def test_copy_of_many_tensors() -> None:
     assert all(map(torch.equal, to, values))
 
 
+# --- how torchrun starts ranks ---
+
+
+def test_start_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchrun asks for each process, with its whole environment, and starts those that it does not get."""
+    handlers = torch.distributed.elastic.multiprocessing.subprocess_handler
+    monkeypatch.setattr(handlers.SubprocessHandler, "_popen", handlers.SubprocessHandler._popen)  # and put it back
+    asked: list[Any] = []
+    given = object()
+
+    def start(args: tuple[str, ...], env: dict[str, str], out: int, err: int) -> Any:
+        asked.append((args, env["RANK"], env["PATH"], out, os.readlink(f"/proc/self/fd/{err}")))
+        return given if env["RANK"] == "0" else None
+
+    launch.private_api.start_ranks_by(start)
+    log = str(tmp_path / "err")
+    started = [
+        handlers.get_subprocess_handler(sys.executable, ("-c", "exit(7)"), {"RANK": str(rank)}, None, log, rank)
+        for rank in range(2)
+    ]
+    assert started[0].proc is given
+    assert started[1].proc.wait(30) == 7
+    for handler in started:
+        handler._stderr.close()
+    assert asked == [((sys.executable, "-c", "exit(7)"), str(rank), os.environ["PATH"], 1, log) for rank in range(2)]
+
+
+def test_torch_that_starts_ranks_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    handlers = torch.distributed.elastic.multiprocessing.subprocess_handler
+    monkeypatch.delattr(handlers.SubprocessHandler, "_popen")
+    launch.private_api.start_ranks_by(lambda *_: 1 / 0)
+    assert not hasattr(handlers.SubprocessHandler, "_popen")
+
+
+@pytest.mark.parametrize(("level", "said"), [("ERROR", False), ("INFO", True)])
+def test_level_of_the_log(level: str, said: bool, capfd: pytest.CaptureFixture) -> None:
+    assert launch.private_api.can_set_log_level()
+    launch.private_api.set_log_level(level)
+    launch.private_api.set_log_level("no level")
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    launch.private_api.set_log_level(os.environ.get("TORCH_CPP_LOG_LEVEL", "WARNING"))
+    assert ("TCPStore" in capfd.readouterr().err) is said
+
+
 # --- functions on a stack ---
 
 
