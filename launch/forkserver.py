@@ -151,7 +151,10 @@ class Server:
             try:
                 with theirs:
                     _adopt(True)
-                    request = json.dumps({"args": args, "env": dict(env), "launcher": os.getpid()}).encode()
+                    handled = [int(number) for number in signal.valid_signals() if callable(signal.getsignal(number))]
+                    request = json.dumps(
+                        {"args": args, "env": dict(env), "launcher": os.getpid(), "handled": handled}
+                    ).encode()
                     fds = [theirs.fileno(), 0, stdout, stderr]
                     self._link.settimeout(FORK_S)
                     socket.send_fds(self._link, [LENGTH.pack(len(request))], fds)
@@ -349,6 +352,9 @@ def _become_rank(
     sys.excepthook = show
     gc.enable()
     atexit.register(gc.unfreeze)  # what is frozen at the end, nanobind reports as leaked
+    for number in request["handled"]:  # by the launcher: a rank that Python starts does not ignore these either
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, signals)
     return Program(loader.source_to_code(loader.get_data(script), script), module.__dict__)
 

@@ -103,14 +103,19 @@ def kept(folder: Path) -> dict[str, dict[str, Any]]:
 # --- as Python starts it ----------------------------------------------------------------------------------
 
 
-def test_same_as_an_ordinary_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ignored", [None, signal.SIGINT], ids=["by hand", "in the background of a script"])
+def test_same_as_an_ordinary_start(ignored: signal.Signals | None, tmp_path: Path) -> None:
     """All that a recipe could notice: its modules, environment, signals, descriptors, threads, random numbers."""
     recipe = make(tmp_path / "own", KEEP + "\nkeep('rank', draws=random_draws())\n")
     found = {}
     for start in (launch, ordinary):
         (folder := tmp_path / start.__name__).mkdir()
         variables = {"FACTS": str(folder), "OMP_NUM_THREADS": "2", "GPUS_ON_NODE": ""}
-        result = start(recipe, "--a-flag", "it's a word", "", **variables)
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+        try:
+            result = start(recipe, "--a-flag", "it's a word", "", **variables)
+        finally:
+            signal.signal(signal.SIGINT, before)
         assert result.returncode == 0, result.stderr
         assert not result.stdout + result.stderr
         found[start.__name__] = kept(folder)
