@@ -235,18 +235,26 @@ class Watch:
     def _compare(self, to_the_end: bool = False) -> tuple[list[diagnose.Beat], set[int]]:
         """Read the heartbeats of all ranks for `DEAD_S`; returns them, and the ranks whose heartbeat has stopped.
 
-        Unless `to_the_end`, it ends early when there is a finding.
+        It ends early when there is a finding, or a process of this machine that has ended. To the end means: when all
+        others have ended, or are about to.
         """
         keys = [f"watch/{rank}" for rank in range(self._world.size)]
+        others = {*range(self._world.size)} - {self._world.rank}
         first: list[str] = []
         now = [""] * len(keys)
         moved: set[int] = set()
+        ended: set[int] = set()
         end = time.monotonic() + DEAD_S
         while time.monotonic() < end and (to_the_end or not self._finding()):
             self._publish_heartbeat()
             now = [self._store.peek(key) for key in keys]
             first = first or now
             moved |= {rank for rank, beat in enumerate(now) if beat != first[rank]}
+            ended = {rank for rank, beat in enumerate(now) if beat and self._heart.has_died(json.loads(beat))}
+            settled = all(rank in ended or self._exits(rank) for rank in others) if to_the_end else bool(ended)
+            if settled:
+                moved = {*range(len(now))} - ended
+                break
             time.sleep(BEAT_S)
         unknown = {"phase": "its start", "stack": "", "waits_in": "", "stalled_s": 0.0, "limit_s": 0.0}
         beats = [json.loads(beat) if beat else unknown | {"rank": r, "name": f"rank {r}"} for r, beat in enumerate(now)]
