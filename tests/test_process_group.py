@@ -130,6 +130,7 @@ def start_on_other_machines(dtypes: list[str], version: str) -> None:
     process_group.precision.compute_dtype = lambda *_: getattr(torch, dtypes[ranks.rank()])  # type: ignore[assignment]
     numpy.__version__ = version
     process_group.start()
+    process_group.finish()
 
 
 @pytest.mark.parametrize(
