@@ -153,7 +153,9 @@ def accelerate(task: Task) -> None:
     accelerator = Accelerator(cpu=True)
     optimizer = task.optimizer(task.model.parameters())
     plain_loader = DataLoader(task.train, task.batch, shuffle=True, drop_last=True)
-    model, optimizer, loader, rates = accelerator.prepare(task.model, optimizer, plain_loader, task.rates(optimizer))
+    # Not the rates: Accelerate would take their step once for each process, as they were made for an unshared loader.
+    rates = task.rates(optimizer)
+    model, optimizer, loader = accelerator.prepare(task.model, optimizer, plain_loader)
     for step, (inputs, labels) in enumerate(task.batches(loader)):
         loss = model(inputs, labels)["loss"]
         accelerator.backward(loss)
