@@ -195,7 +195,7 @@ def begin(words: list[str]) -> Program | None:
         words: torchrun's options, `--option=value` each; the recipe's train.py; its flags.
 
     Returns:
-        In the launcher None; in each rank, which returns from here too, what it is to run.
+        In the launcher None; in each rank, which returns from here too, its program.
     """
     global server  # noqa: PLW0603 (the supervisor asks for it)
     script = next((word for word in words if not word.startswith("-")), "")
