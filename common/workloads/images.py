@@ -369,7 +369,7 @@ def decode(
 
 
 def _plain_jpeg(file: "Image.Image", content: bytes, channels: int) -> torch.Tensor | None:
-    """The same pixels as Pillow's, (C, H, W), in two thirds of the time; None if Pillow shall read the file.
+    """The same pixels as Pillow's, (C, H, W), in less time (docs/data.md); None if Pillow shall read the file.
 
     It does for any other format, a file to be turned or changed in its colours, and one with an error, which it names.
     It has opened the file: so it has refused one that would take too much memory.
