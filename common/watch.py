@@ -4,9 +4,9 @@ The order of events:
 1. A thread of each rank renews a heartbeat in the store every `BEAT_S`: step, phase, stack, and the collective that
    the rank waits in, as torch's flight recorder has it.
 2. A rank that makes no progress, or that loses a connection to a peer, reads all heartbeats for `DEAD_S`, or until it
-   sees that a process of its own machine has ended. Each rank
-   holds a connection to the next one, so that the end of a process is noticed though nobody waits for it. It also
-   looks at the next one's heartbeat: NCCL reports no end of a process, and a machine without power closes nothing.
+   sees that a process of its own machine has ended. Each rank holds a connection to the next one, so that the end of a
+   process is noticed though nobody waits for it. It also looks at the next one's heartbeat: NCCL reports no end of a
+   process, and a machine without power closes nothing.
 3. It accuses the ranks whose heartbeat has stopped, or else the one that waits for no other rank.
 4. It publishes this finding in the store. The first finding counts; later ones are dropped.
 5. Every other rank reads the finding, prints it and exits with PEER_FAILED. A rank that raised exits with its own
