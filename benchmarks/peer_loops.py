@@ -27,10 +27,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-RECIPES = {"resnet": "ddp_resnet", "gpt": "ddp_gpt"}
-BATCH = {"resnet": 128, "gpt": 32}  # of all ranks, as the recipes have by default
-WARMUP = {"resnet": 30, "gpt": 20}
-CLIP = {"resnet": 0.0, "gpt": 1.0}
+RECIPES = {"resnet": "ddp_resnet", "resnet32": "ddp_resnet", "gpt": "ddp_gpt"}
+SIDE = {"resnet": 8, "resnet32": 32}  # of the digits, in pixels
+BATCH = {"resnet": 128, "resnet32": 128, "gpt": 32}  # of all ranks, as the recipes have by default
+WARMUP = {"resnet": 30, "resnet32": 30, "gpt": 20}
+CLIP = {"resnet": 0.0, "resnet32": 0.0, "gpt": 1.0}
 CPU = torch.device("cpu")
 
 
@@ -58,8 +59,8 @@ class Task:
         self.clip = CLIP[workload]
         self.clock = Clock()
         torch.manual_seed(seed)
-        if workload == "resnet":
-            splits: Any = images.load("digits", seed, flip=False)
+        if workload in SIDE:
+            splits: Any = images.load("digits", seed, flip=False, image_size=SIDE[workload])
             train = splits[0]
             plain: nn.Module = resnet.make_resnet("resnet18", train.channels, len(train.class_names), train.size)
         else:
@@ -89,7 +90,7 @@ class Task:
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         """As people write it, with torch's own choice of kernel."""
-        if self.workload == "resnet":
+        if self.workload in SIDE:
             return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=5e-4)
         return torch.optim.AdamW(parameters, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -114,7 +115,7 @@ class WithLoss(nn.Module):
 
     def __init__(self, plain: nn.Module, workload: str) -> None:
         super().__init__()
-        self.plain, self.images = plain, workload == "resnet"
+        self.plain, self.images = plain, workload in SIDE
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Loss, (), and for images logits, (b, num_classes)."""
@@ -280,7 +281,8 @@ def brigade(workload: str, steps: int, seed: int, out: str, flags: list[str]) ->
     session.Session.steps = ticking  # type: ignore[method-assign,assignment]
     never = ("--eval-every", "1000000", "--save-every", "1000000")
     where = ("--out", out, "--name", "run", "--seed", str(seed), "--max-steps", str(steps))
-    sys.argv = [str(ROOT / "recipes" / RECIPES[workload] / "train.py"), *where, *never, *flags]
+    side = ("--image-size", str(SIDE[workload])) if workload in SIDE else ()
+    sys.argv = [str(ROOT / "recipes" / RECIPES[workload] / "train.py"), *where, *never, *side, *flags]
     runpy.run_path(sys.argv[0], run_name="__main__")
     return {"ticks": clock.ticks, "model": held[0]}
 

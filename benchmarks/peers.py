@@ -24,8 +24,8 @@ from tests.harness.runner import ROOT
 
 OWN = {"Brigade": (), "Brigade float32": ("--dtype", "float32")}  # flags of its recipes
 SIZE, WARM = 2, 10  # ranks; steps that are not counted
-STEPS = {"resnet": 101, "gpt": 100}  # nine passes over the digits
-METRIC = {"resnet": "top1", "gpt": "loss"}
+STEPS = {"resnet": 101, "resnet32": 31, "gpt": 100}  # nine passes over the digits, and not quite three
+METRIC = {"resnet": "top1", "resnet32": "top1", "gpt": "loss"}
 JSON = ROOT / "docs" / "peers.json"
 HEAD = """\
 | | processor s / step | of bare DDP's | ms / step | first step, s | whole command, s | peak of a rank, MiB | {} |
@@ -39,7 +39,7 @@ def once(
 
     Args:
         loop: "Brigade", or one of benchmarks/peer_loops.py.
-        workload: "resnet" or "gpt".
+        workload: "resnet", "resnet32" or "gpt".
         seed: of weights and order.
         steps: length of the training.
         flags: of Brigade's recipe.
@@ -124,8 +124,7 @@ def main() -> None:
         pages.write(
             ROOT / "docs" / "peers.md",
             measured="\n\n".join(one["measured"] for one in known.values()),
-            resnet=tables.get("resnet", "Not measured yet."),
-            gpt=tables.get("gpt", "Not measured yet."),
+            **{name: tables.get(name, "Not measured yet.") for name in STEPS},
         )
 
 
