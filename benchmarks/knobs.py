@@ -63,11 +63,13 @@ def table(workload: str, found: dict[str, list[dict[str, float]]]) -> str:
     rows.append(f"| **the defaults** | {first} | {middle['peak_mib']:.0f} | {middle[METRIC[workload]]:.3f} |")
     for name, runs in others:
         later, more, learned = (
-            statistics.median(mine[key] - theirs[key] for mine, theirs in zip(runs, base, strict=True))
+            [mine[key] - theirs[key] for mine, theirs in zip(runs, base, strict=True)]
             for key in ("first_s", "peak_mib", METRIC[workload])
         )
-        cells = [name, ratio(runs, base, "cpu_s"), ratio(runs, base, "wall_s"), f"{later:+.1f}", f"{more:+.0f}"]
-        rows.append(f"| {' | '.join(cells)} | {learned:+.3f} |")
+        cells = [name, ratio(runs, base, "cpu_s"), ratio(runs, base, "wall_s")]
+        cells.append(f"{statistics.median(later):+.1f} ({min(later):+.1f} to {max(later):+.1f})")
+        cells += [f"{statistics.median(more):+.0f}", f"{statistics.median(learned):+.3f}"]
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
@@ -99,15 +101,20 @@ def main() -> None:
         known: dict[str, Any] = json.loads(JSON.read_text()) if JSON.exists() else {}
         known[f"{workload}, {'bfloat16' if HALF else 'float32'}"] = {"measured": measured, "runs": found}
         JSON.write_text(json.dumps(known, indent=1) + "\n")
-        texts = {key: f"{one['measured']}\n\n{table(key.split(',')[0], one['runs'])}" for key, one in known.items()}
-        missing = "Not measured yet."
-        pages.write(
-            ROOT / "docs" / "knobs.md",
-            resnet_half=texts.get("resnet, bfloat16", missing),
-            resnet_plain=texts.get("resnet, float32", missing),
-            gpt_half=texts.get("gpt, bfloat16", missing),
-            gpt_plain=texts.get("gpt, float32", missing),
-        )
+        write(known)
+
+
+def write(known: dict[str, Any]) -> None:
+    """Fill the page with what is known."""
+    texts = {key: f"{one['measured']}\n\n{table(key.split(',')[0], one['runs'])}" for key, one in known.items()}
+    missing = "Not measured yet."
+    pages.write(
+        ROOT / "docs" / "knobs.md",
+        resnet_half=texts.get("resnet, bfloat16", missing),
+        resnet_plain=texts.get("resnet, float32", missing),
+        gpt_half=texts.get("gpt, bfloat16", missing),
+        gpt_plain=texts.get("gpt, float32", missing),
+    )
 
 
 if __name__ == "__main__":
