@@ -5,12 +5,14 @@ nothing. It forwards a request to stop to the ranks and gives them the time they
 30 s, and would make the launchers of other machines wait five minutes.
 """
 
+import argparse
 import contextlib
 import json
 import logging
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from types import FrameType
 
@@ -58,16 +60,22 @@ def main() -> None:
         rendezvous.prepare(args, started)
     if forkserver.server:
         private_api.start_ranks_by(forkserver.server.start)
+    with tempfile.TemporaryDirectory(prefix="torchelastic_", ignore_cleanup_errors=True) as folder:
+        args.log_dir = args.log_dir or folder  # torchrun would leave a folder of its own behind at each launch
+        sys.exit(supervise(args))
+
+
+def supervise(args: argparse.Namespace) -> int:
+    """Run the ranks to their end; returns the exit code."""
     try:
         run(args)
-        if requests:
-            sys.exit(128 + requests[0])
+        return 128 + requests[0] if requests else 0
     except SignalException as stopped:  # there was no rank to forward it to
-        sys.exit(128 + stopped.sigval)
+        return 128 + stopped.sigval
     except (RendezvousError, DistError) as error:
-        sys.exit(rendezvous.explain(error, args))
+        return rendezvous.explain(error, args)
     except ChildFailedError as error:
-        sys.exit(explain(error))
+        return explain(error)
 
 
 def explain(error: ChildFailedError) -> int:

@@ -214,7 +214,9 @@ def test_rank_that_raises(small_digits: Path, tmp_path: Path) -> None:
     broken = 'if step == 2 and world.rank == 1: raise ArithmeticError("this one breaks")'
     path = mutants.mutate("ddp_resnet", tmp_path, {"main": {saves: f"{saves}\n{broken}"}})
     flags = training_flags(small_digits, tmp_path / "out", "run")
-    result = launch(path.parent, *flags, NPROC_PER_NODE="2")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    result = launch(path.parent, *flags, NPROC_PER_NODE="2", TMPDIR=str(temporary))
     everything = result.stdout + result.stderr
     assert result.returncode == 1, everything
     told = r"^rank 1 \(host \S+, pid (\d+), step 2\) failed in the main loop: ArithmeticError: this one breaks$"
@@ -226,6 +228,7 @@ def test_rank_that_raises(small_digits: Path, tmp_path: Path) -> None:
     assert "Traceback (most recent call last)" in tail, everything
     assert tail.rstrip().endswith("ArithmeticError: this one breaks"), everything
     assert "this one breaks" in (tmp_path / "out" / "run" / "logs" / "rank_00001.log").read_text()
+    assert [path.name for path in temporary.iterdir() if "torchelastic" in path.name] == [], "torchrun leaves a folder"
 
 
 def test_refusal(tmp_path: Path) -> None:
