@@ -256,6 +256,11 @@ def test_readme_shows_the_figures() -> None:
         wanted.append(f"**{int(passed):,} of {int(of):,}**")
     calls = pages.parts((ROOT / "docs" / "survival.md").read_text())["calls"]
     wanted.append(f"**{re.findall(r'= ([.0-9]+%)', calls)[0]}**")
+    peers = pages.parts((ROOT / "docs" / "peers.md").read_text())
+    rows = r"^\| Brigade( float32)? \| [^|]* \| ([.0-9]+) \|"
+    small, large, gpt = (dict(re.findall(rows, peers[name], re.MULTILINE)) for name in ("resnet", "resnet32", "gpt"))
+    plain = sorted(found[" float32"] for found in (small, large, gpt))
+    wanted += [f"**{large['']}**", f"**{gpt['']}**", f"pixels {small['']}, in float32 {plain[0]} to {plain[-1]}\n"]
     assert not [figure for figure in wanted if figure not in README]
 
 
