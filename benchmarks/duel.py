@@ -7,6 +7,7 @@ training is the same for each model. Names of recipes as arguments: measure thes
 the others stay.
 """
 
+import dataclasses
 import json
 import runpy
 import statistics
@@ -20,13 +21,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from benchmarks import plots
 from common import data, guard, keymap, ranks, session
 from tests.harness import pages, runner, short_resnet  # noqa: F401 (--model resnet6)
 from tests.harness.runner import ROOT
 from torch import nn
 
-RECIPES = ("ddp_resnet", "allreduce_resnet", "ddp_gpt", "fsdp_gpt", "tensor_gpt", "pipeline_gpt")
-PLAIN = ("ddp_resnet", "ddp_gpt", "fsdp_gpt")  # whose backward pass and clipping are torch's; else those of section 3
+# One has one process; the step of the others is more than forward, backward and update (docs/ppo.md has syncbn_ppo's).
+OTHERS = ("dp_resnet", "diloco_gpt", "syncbn_ppo", "cellfree_mimo")
+RECIPES = tuple(recipe for recipe in runner.RECIPES if recipe not in OTHERS)
+PLAIN = (
+    "ddp_resnet",
+    "multinode_resnet",
+    "ddp_gpt",
+    "fsdp_gpt",
+)  # whose backward pass and clipping are torch's; else those of section 3
 SIZE, BATCH, SEGMENT, ROUNDS, LOG_EVERY = 2, 16, 10, 40, 10
 NEVER = 10**6
 ARMS = ("recipe", "bare", "bare again")
@@ -142,22 +151,61 @@ def duel(recipe: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What a loop adds to a bare one, round by round; and the bare one to itself, which is the noise."""
+
+    bare_ms: list[float]
+    added_ms: list[float]
+    added: list[float]  # in percent
+    noise: list[float]
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> "Cost":
+        """From the seconds of each arm."""
+        own, one, two = (found[arm]["cpu_s"] for arm in ARMS)
+        bare = [statistics.mean(both) for both in zip(one, two, strict=True)]
+        return cls(
+            [1e3 * s for s in bare],
+            [1e3 * (mine - theirs) for mine, theirs in zip(own, bare, strict=True)],
+            [100 * (mine / theirs - 1) for mine, theirs in zip(own, bare, strict=True)],
+            [100 * (b / a - 1) for a, b in zip(one, two, strict=True)],
+        )
+
+
+def middle_half(values: list[float]) -> plots.Range:
+    """The quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return low, middle, high
+
+
 def spread(values: list[float], form: str) -> str:
     """Median, and the range of the middle half."""
-    low, middle, high = statistics.quantiles(values, n=4)
+    low, middle, high = middle_half(values)
     return f"{middle:{form}} ({low:{form}} to {high:{form}})"
 
 
-def row(recipe: str, found: dict[str, Any]) -> str:
+def row(recipe: str, cost: Cost) -> str:
     """A line of the table."""
-    own, one, two = (found[arm]["cpu_s"] for arm in ARMS)
-    bare = [statistics.mean(both) for both in zip(one, two, strict=True)]
-    extra = [1e3 * (mine - theirs) for mine, theirs in zip(own, bare, strict=True)]
-    share = [100 * (mine / theirs - 1) for mine, theirs in zip(own, bare, strict=True)]
-    noise = [100 * (b / a - 1) for a, b in zip(one, two, strict=True)]
-    cells = [recipe, spread([1e3 * s for s in bare], ".2f"), spread(extra, "+.2f")]
-    cells += [f"{spread(one, '+.1f')} %" for one in (share, noise)]
+    cells = [recipe, spread(cost.bare_ms, ".2f"), spread(cost.added_ms, "+.2f")]
+    cells += [f"{spread(one, '+.1f')} %" for one in (cost.added, cost.noise)]
     return f"| {' | '.join(cells)} |"
+
+
+def write(known: dict[str, Any]) -> None:
+    """Fill the page with what is known, and draw it."""
+    costs = {recipe: Cost.of(known[recipe]["seconds a step"]) for recipe in RECIPES if recipe in known}
+    pages.write(
+        ROOT / "docs" / "performance.md",
+        measured="\n\n".join(known[recipe]["measured"] for recipe in costs),
+        loop="\n".join([HEAD, *(row(recipe, cost) for recipe, cost in costs.items())]),
+    )
+    panels = {
+        "the recipe's loop": {recipe: middle_half(cost.added) for recipe, cost in costs.items()},
+        "the bare loop again": {recipe: middle_half(cost.noise) for recipe, cost in costs.items()},
+    }
+    unit = "processor time of a step beside a bare loop of the same strategy, % (median and middle half of the rounds)"
+    plots.dots(ROOT / "docs" / "performance.png", panels, unit, reference=0.0, form="+.1f", own="the recipe")
 
 
 def main() -> None:
@@ -166,17 +214,13 @@ def main() -> None:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             seconds = duel(recipe, Path(folder))
-        print(row(recipe, seconds), flush=True)
+        print(row(recipe, Cost.of(seconds)), flush=True)
         conditions = f"{SIZE} ranks of one thread on gloo"
         measured = pages.measured(f"uv run python -m benchmarks.duel {recipe}", conditions, began=began)
         known = json.loads(JSON.read_text()) if JSON.exists() else {}
         known[recipe] = {"measured": measured, "seconds a step": seconds}
         JSON.write_text(json.dumps(known) + "\n")
-        pages.write(
-            ROOT / "docs" / "performance.md",
-            measured="\n\n".join(known[name]["measured"] for name in RECIPES if name in known),
-            loop="\n".join([HEAD, *(row(name, known[name]["seconds a step"]) for name in RECIPES if name in known)]),
-        )
+        write(known)
 
 
 if __name__ == "__main__":

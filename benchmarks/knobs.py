@@ -12,7 +12,8 @@ import time
 from typing import Any
 
 import torch
-from benchmarks.peers import METRIC, SIZE, once
+from benchmarks.peer_loops import WORKLOADS
+from benchmarks.peers import SIZE, once
 from common import precision
 from tests.harness import pages
 from tests.harness.runner import ROOT
@@ -34,12 +35,7 @@ BOTH = (
     ("--save-every", "10"),
 )
 KNOBS = {"resnet": (*BOTH, ("--sync-bn",)), "gpt": (*BOTH, ("--recompute", "full"), ("--tied",))}
-HALF = precision.compute_dtype("auto", torch.device("cpu")) == torch.bfloat16
-# What a recipe does by default is measured as "the defaults again".
-SAME = {
-    "resnet": {("--max-grad-norm", "0"), ("--dtype", "bfloat16" if HALF else "float32")},
-    "gpt": {("--max-grad-norm", "1"), ("--dtype", "bfloat16" if HALF else "float32")},
-}
+SAME = {"resnet": ("--max-grad-norm", "0"), "gpt": ("--max-grad-norm", "1")}  # measured as "the defaults again"
 AGAIN, ONE = "the defaults again", "one process of two threads"
 JSON = ROOT / "docs" / "knobs.json"
 HEAD = """\
@@ -55,16 +51,16 @@ def ratio(runs: list[dict[str, float]], base: list[dict[str, float]], key: str) 
 
 def table(workload: str, found: dict[str, list[dict[str, float]]]) -> str:
     """A row for each flag, beside the defaults."""
-    metric = "loss" if METRIC[workload] == "loss" else "top-1"
+    metric = WORKLOADS[workload].metric
     (_, base), *others = found.items()
     middle = {key: statistics.median(run[key] for run in base) for key in base[0]}
     first = f"{middle['cpu_s']:.3f} s | {1e3 * middle['wall_s']:.0f} ms | {middle['first_s']:.1f}"
-    rows = [HEAD.format(metric, STEPS)]
-    rows.append(f"| **the defaults** | {first} | {middle['peak_mib']:.0f} | {middle[METRIC[workload]]:.3f} |")
+    rows = [HEAD.format(metric.replace("top1", "top-1"), STEPS)]
+    rows.append(f"| **the defaults** | {first} | {middle['peak_mib']:.0f} | {middle[metric]:.3f} |")
     for name, runs in others:
         later, more, learned = (
             [mine[key] - theirs[key] for mine, theirs in zip(runs, base, strict=True)]
-            for key in ("first_s", "peak_mib", METRIC[workload])
+            for key in ("first_s", "peak_mib", metric)
         )
         cells = [name, ratio(runs, base, "cpu_s"), ratio(runs, base, "wall_s")]
         cells.append(f"{statistics.median(later):+.1f} ({min(later):+.1f} to {max(later):+.1f})")
@@ -73,17 +69,21 @@ def table(workload: str, found: dict[str, list[dict[str, float]]]) -> str:
     return "\n".join(rows)
 
 
-def measure(workload: str, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """All trainings of a workload, by the words of a row."""
-    knobs = [flags for flags in KNOBS[workload] if flags not in SAME[workload]]
+def measure(workload: str, rounds: int, half: bool, avx2: bool) -> dict[str, list[dict[str, float]]]:
+    """All trainings of a workload, by the words of a row; half: `--dtype auto` is bfloat16."""
+    same = {SAME[workload], ("--dtype", "bfloat16" if half else "float32")}
+    if avx2:
+        same.add(("--dtype", "bfloat16"))  # oneDNN's of AVX2 is a thousand times slower than what torch takes there
+    knobs = [flags for flags in KNOBS[workload] if flags not in same]
     ways: dict[str, tuple[str, ...]] = {"defaults": (), AGAIN: ()}
     ways |= {f"`{' '.join(flags)}`": flags for flags in knobs}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in (*ways, ONE)}
     for number in range(rounds):
         for name in list(found)[:: -1 if number % 2 else 1]:
             size, threads = (1, 2) if name == ONE else (SIZE, 1)
-            found[name].append(once("Brigade", workload, number, STEPS, ways.get(name, ()), size, threads))
-            print(workload, number, name, json.dumps(found[name][-1]), flush=True)
+            ran = once("Brigade", workload, number, STEPS, ways.get(name, ()), size, threads, avx2=avx2)
+            found[name].append(ran)
+            print(workload, number, name, json.dumps(ran), flush=True)
     return found
 
 
@@ -92,14 +92,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workloads", nargs="*", default=list(KNOBS), help=f"of {', '.join(KNOBS)}; default: all")
     parser.add_argument("--rounds", type=int, default=3, help="trainings with each flag, each with another seed")
+    parser.add_argument("--avx2", action="store_true", help="as a processor that has AVX2 and no more")
     args = parser.parse_args()
+    half = not args.avx2 and precision.compute_dtype("auto", torch.device("cpu")) == torch.bfloat16
     for workload in args.workloads:
         began = time.monotonic()
-        found = measure(workload, args.rounds)
+        found = measure(workload, args.rounds, half, args.avx2)
         how = f"{SIZE} ranks of one thread on gloo, {args.rounds} rounds of {STEPS} steps"
-        measured = pages.measured(f"uv run python -m benchmarks.knobs {workload}", how, began=began)
+        command = f"uv run python -m benchmarks.knobs {workload}{' --avx2' if args.avx2 else ''}"
+        measured = pages.measured(command, how, began=began)
         known: dict[str, Any] = json.loads(JSON.read_text()) if JSON.exists() else {}
-        known[f"{workload}, {'bfloat16' if HALF else 'float32'}"] = {"measured": measured, "runs": found}
+        known[f"{workload}, {'bfloat16' if half else 'float32'}"] = {"measured": measured, "runs": found}
         JSON.write_text(json.dumps(known, indent=1) + "\n")
         write(known)
 

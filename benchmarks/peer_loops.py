@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,23 +27,63 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-RECIPES = {"resnet": "ddp_resnet", "resnet32": "ddp_resnet", "gpt": "ddp_gpt"}
-SIDE = {"resnet": 8, "resnet32": 32}  # of the digits, in pixels
-BATCH = {"resnet": 128, "resnet32": 128, "gpt": 32}  # of all ranks, as the recipes have by default
-WARMUP = {"resnet": 30, "resnet32": 30, "gpt": 20}
-CLIP = {"resnet": 0.0, "resnet32": 0.0, "gpt": 1.0}
+
+class Workload(NamedTuple):
+    """What all loops train, with the defaults of Brigade's recipe.
+
+    Attributes:
+        recipe: Brigade's.
+        steps: of a training.
+        metric: what is learned, "top1" or "loss".
+        goal: of it, on the first samples held out; 0 for none.
+        batch: samples of a step, over all ranks.
+        warmup: steps.
+        clip: global gradient norm; 0 for never.
+        side: of images, in pixels; 0 for text.
+    """
+
+    recipe: str
+    steps: int
+    metric: str
+    goal: float
+    batch: int
+    warmup: int
+    clip: float
+    side: int
+
+
+DIGITS = Workload("ddp_resnet", 101, "top1", 0.95, batch=128, warmup=30, clip=0.0, side=8)  # nine passes over them
+WORKLOADS = {
+    "resnet": DIGITS,
+    "resnet32": DIGITS._replace(steps=31, goal=0.0, side=32),  # not quite three passes
+    "gpt": Workload("ddp_gpt", 100, "loss", 2.25, batch=32, warmup=20, clip=1.0, side=0),
+}
+JUDGE_EVERY, JUDGED_SAMPLES = int(os.environ.get("PEER_JUDGE_EVERY", "0")), 512  # steps, 0 for never
 CPU = torch.device("cpu")
 
 
 class Clock:
-    """Notes the end of each step: by the wall, and of this process's processors."""
+    """Notes the end of each step, by the wall and of this process's processors, and now and then what was learned.
 
-    def __init__(self) -> None:
+    Attributes:
+        ticks: both times of each step's end, without those of judging.
+        learned: after each `JUDGE_EVERY` steps.
+        paused: both times of all judging.
+    """
+
+    def __init__(self, held_out: TensorDataset) -> None:
         self.ticks: list[tuple[float, float]] = []
+        self.learned: list[dict[str, float]] = []
+        self.paused = (0.0, 0.0)
+        self._held_out = held_out
 
-    def tick(self) -> None:
-        """Note the end of one."""
-        self.ticks.append((time.time(), time.process_time()))
+    def tick(self, model: "WithLoss") -> None:
+        """Note the end of one (all ranks)."""
+        wall, cpu = time.time(), time.process_time()
+        self.ticks.append((wall - self.paused[0], cpu - self.paused[1]))
+        if JUDGE_EVERY and len(self.ticks) % JUDGE_EVERY == 0:
+            self.learned.append(judge(model, self._held_out, JUDGED_SAMPLES))
+            self.paused = (self.paused[0] + time.time() - wall, self.paused[1] + time.process_time() - cpu)
 
 
 # --- What all loops share ---------------------------------------------------------------------------------
@@ -53,23 +93,22 @@ class Task:
     """A model that returns its loss, data as tensors, an optimizer and its rates: the defaults of Brigade's recipe."""
 
     def __init__(self, workload: str, steps: int, seed: int) -> None:
-        self.workload, self.steps, self.seed = workload, steps, seed
+        self.what, self.steps, self.seed = WORKLOADS[workload], steps, seed
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.batch = BATCH[workload] // self.size
-        self.clip = CLIP[workload]
-        self.clock = Clock()
+        self.batch = self.what.batch // self.size
+        self.clip = self.what.clip
         torch.manual_seed(seed)
-        if workload in SIDE:
-            splits: Any = images.load("digits", seed, flip=False, image_size=SIDE[workload])
+        splits = load(self.what, seed)
+        if self.what.side:
             train = splits[0]
             plain: nn.Module = resnet.make_resnet("resnet18", train.channels, len(train.class_names), train.size)
         else:
-            splits = text.load("stdlib", 128)
             with torch.device("meta"):
                 plain = gpt.GPT(gpt.Shape(splits[0].vocab_size, num_layers=4, num_heads=4, width=192, mlp_width=512))
             plain = initial.materialize(plain, seed, CPU, torch.float32)
         self.train, self.held_out = (_tensors(split) for split in splits)
-        self.model = WithLoss(plain, workload)
+        self.model = WithLoss(plain, self.what)
+        self.clock = Clock(self.held_out)
 
     def loader(self) -> DataLoader:
         """This rank's batches, in an order of its own in each epoch."""
@@ -90,15 +129,22 @@ class Task:
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         """As people write it, with torch's own choice of kernel."""
-        if self.workload in SIDE:
+        if self.what.side:
             return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=5e-4)
         return torch.optim.AdamW(parameters, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
     def rates(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         """Warm-up and half a cosine."""
-        last, warm = self.steps - 1, WARMUP[self.workload]
-        factor = lambda done: schedule.warmup_cosine(min(done, last), warm, self.steps)  # noqa: E731
+        last = self.steps - 1
+        factor = lambda done: schedule.warmup_cosine(min(done, last), self.what.warmup, self.steps)  # noqa: E731
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def load(what: Workload, seed: int) -> Any:
+    """Training data, and what is held out."""
+    if what.side:
+        return images.load("digits", seed, flip=False, image_size=what.side)
+    return text.load("stdlib", 128)
 
 
 def _tensors(split: Any, most: int = 20_000) -> TensorDataset:
@@ -113,9 +159,9 @@ def _tensors(split: Any, most: int = 20_000) -> TensorDataset:
 class WithLoss(nn.Module):
     """Returns the mean loss as nanoGPT and Hugging Face's models do."""
 
-    def __init__(self, plain: nn.Module, workload: str) -> None:
+    def __init__(self, plain: nn.Module, what: Workload) -> None:
         super().__init__()
-        self.plain, self.images = plain, workload in SIDE
+        self.plain, self.images = plain, bool(what.side)
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         """Loss, (), and for images logits, (b, num_classes)."""
@@ -144,7 +190,7 @@ def bare(task: Task) -> None:
         rates.step()
         if step % 10 == 0 and task.rank == 0:
             print(step, loss.item())
-        task.clock.tick()
+        task.clock.tick(task.model)
 
 
 def accelerate(task: Task) -> None:
@@ -167,7 +213,7 @@ def accelerate(task: Task) -> None:
         optimizer.zero_grad()
         if step % 10 == 0:
             accelerator.print(step, loss.item())
-        task.clock.tick()
+        task.clock.tick(task.model)
 
 
 def transformers(task: Task) -> None:
@@ -176,7 +222,7 @@ def transformers(task: Task) -> None:
 
     class Ticks(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            task.clock.tick()
+            task.clock.tick(task.model)
 
     def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
         inputs, labels = zip(*samples, strict=True)
@@ -225,7 +271,7 @@ def lightning(task: Task) -> None:
 
     class Ticks(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
-            task.clock.tick()
+            task.clock.tick(task.model)
 
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -255,7 +301,7 @@ def alone(task: Task) -> None:
             nn.utils.clip_grad_norm_(task.model.parameters(), task.clip)
         optimizer.step()
         rates.step()
-        task.clock.tick()
+        task.clock.tick(task.model)
 
 
 ALONE = "no communication"
@@ -269,38 +315,44 @@ LOOPS: dict[str, Callable[[Task], None]] = {
 
 def brigade(workload: str, steps: int, seed: int, out: str, flags: list[str]) -> dict[str, Any]:
     """The recipe, which evaluates and saves at its end; what it has noted."""
-    clock, real = Clock(), session.Session.steps
+    real, what = session.Session.steps, WORKLOADS[workload]
     held: list[nn.Module] = []
+    clocks: list[Clock] = []
 
     def ticking(run: session.Session, dp_rank: int) -> Iterator[int]:
         held[:] = [run._model]
+        began = time.time(), time.process_time()
+        clocks[:] = [Clock(_tensors(load(what, seed)[1]))]
+        clocks[0].paused = (time.time() - began[0], time.process_time() - began[1])
+        model = WithLoss(cast(nn.Module, run._model.module), what)
         for step in real(run, dp_rank):
             yield step
-            clock.tick()
+            clocks[0].tick(model)
 
     session.Session.steps = ticking  # type: ignore[method-assign,assignment]
     never = ("--eval-every", "1000000", "--save-every", "1000000")
     where = ("--out", out, "--name", "run", "--seed", str(seed), "--max-steps", str(steps))
-    side = ("--image-size", str(SIDE[workload])) if workload in SIDE else ()
-    sys.argv = [str(ROOT / "recipes" / RECIPES[workload] / "train.py"), *where, *never, *side, *flags]
+    side = ("--image-size", str(what.side)) if what.side else ()
+    sys.argv = [str(ROOT / "recipes" / what.recipe / "train.py"), *where, *never, *side, *flags]
     runpy.run_path(sys.argv[0], run_name="__main__")
-    return {"ticks": clock.ticks, "model": held[0]}
+    return {"clock": clocks[0], "model": held[0]}
 
 
 # --- One rank ---------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def judge(model: nn.Module, task: Task) -> dict[str, float]:
-    """Loss and top-1 accuracy on this rank's share of what was held out, added up over the ranks."""
+def judge(model: WithLoss, held_out: TensorDataset, most: int) -> dict[str, float]:
+    """Loss and top-1 accuracy on what was held out, or its first samples, each rank with its share (all ranks)."""
     model.eval()
-    mine = torch.utils.data.Subset(task.held_out, range(task.rank, len(task.held_out), task.size))
+    mine = torch.utils.data.Subset(held_out, range(dist.get_rank(), min(most, len(held_out)), dist.get_world_size()))
     sums = torch.zeros(3, dtype=torch.float64)
-    for inputs, labels in DataLoader(mine, task.batch):
+    for inputs, labels in DataLoader(mine, 64):
         found = model(inputs, labels)
         right = (found["logits"].argmax(1) == labels).sum() if "logits" in found else 0
         sums += torch.tensor([float(found["loss"]) * len(labels), float(right), len(labels)], dtype=torch.float64)
     dist.all_reduce(sums)
+    model.train()
     return {"loss": float(sums[0] / sums[2]), "top1": float(sums[1] / sums[2])}
 
 
@@ -318,14 +370,16 @@ def main() -> None:
     out = str(Path(folder, "runs"))
     if loop == "Brigade":
         found = brigade(workload, int(steps), int(seed), out, flags)
-        ticks, model, judged = found["ticks"], found["model"], {}
+        clock, model, judged = found["clock"], found["model"], {}
     else:
         os.environ["PEER_OUT"] = out
         task = Task(workload, int(steps), int(seed))
         (LOOPS | {ALONE: alone})[loop](task)
-        ticks, model, judged = task.clock.ticks, task.model, judge(task.model, task)
+        clock, model = task.clock, task.model
+        judged = judge(task.model, task.held_out, len(task.held_out))
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    facts = {"ticks": ticks, "digest": digest(model), "peak_mib": kilobytes / 1024, **judged}
+    facts = {"digest": digest(model), "peak_mib": kilobytes / 1024, **judged}
+    facts |= {"ticks": clock.ticks, "learned": clock.learned, "paused": clock.paused}
     Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(facts))
     with contextlib.suppress(ValueError, AssertionError):  # no group is left of some
         dist.destroy_process_group()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from benchmarks.peer_loops import ALONE, BATCH
+from benchmarks.peer_loops import ALONE, WORKLOADS
 from benchmarks.peers import cell, once
 from common import process_group
 from common.workloads import gpt, resnet
@@ -69,7 +69,7 @@ def row(workload: str, size: int, rounds: int) -> str:
     for seed in range(rounds):
         for arm in list(ARMS)[:: -1 if seed % 2 else 1]:
             ran = once(arm, workload, seed, STEPS, ARMS[arm], size)
-            found[arm].append({"rate": BATCH[workload] / ran["wall_s"]} | ran)
+            found[arm].append({"rate": WORKLOADS[workload].batch / ran["wall_s"]} | ran)
             print(workload, size, arm, json.dumps(found[arm][-1]), flush=True)
     shares = [mine["rate"] / most["rate"] for mine, most in zip(found["Brigade"], found[ALONE], strict=True)]
     ms = sent_ms(workload, size)
