@@ -175,6 +175,7 @@ def write(known: dict[str, Any]) -> None:
         resnet=texts.get("resnet", missing),
         resnet_plain=texts.get("resnet, float32", missing),
         resnet32=texts.get("resnet32", missing),
+        resnet32_plain=texts.get("resnet32, float32", missing),
         gpt=texts.get("gpt", missing),
         gpt_plain=texts.get("gpt, float32", missing),
     )

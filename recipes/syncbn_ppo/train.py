@@ -17,8 +17,8 @@ BatchNorm layer and minibatch.
     bash launch/torchrun.sh recipes/syncbn_ppo                                # one per GPU, else 2 on the CPU
     bash launch/slurm.sh -N2 --gpus-per-node=4 recipes/syncbn_ppo --num-envs 64
 
-Measured: a greedy return of 475 or more over 100 episodes of CartPole-v1 with 9 of 10 seeds, 30 to 59 s after the
-second command (docs/ppo.md: AMD EPYC, 2 cores, gloo, torch 2.15.0, 2026-11-21). Several GPUs and NCCL: not run.
+Measured: a greedy return of 475 or more over 100 episodes of CartPole-v1 with 10 of 10 seeds, 22 to 24 s after the
+second command (docs/ppo.md: Intel Xeon, 2 cores, gloo, torch 2.15.0, 2026-11-25). Several GPUs and NCCL: not run.
 
 Base: none.
 """
