@@ -53,7 +53,8 @@ def table(workload: str, found: dict[str, list[dict[str, float]]]) -> str:
     """A row for each flag, beside the defaults."""
     metric = WORKLOADS[workload].metric
     (_, base), *others = found.items()
-    middle = {key: statistics.median(run[key] for run in base) for key in base[0]}
+    keys = ("cpu_s", "wall_s", "first_s", "peak_mib", metric)
+    middle = {key: statistics.median(run[key] for run in base) for key in keys}
     first = f"{middle['cpu_s']:.3f} s | {1e3 * middle['wall_s']:.0f} ms | {middle['first_s']:.1f}"
     rows = [HEAD.format(metric.replace("top1", "top-1"), STEPS)]
     rows.append(f"| **the defaults** | {first} | {middle['peak_mib']:.0f} | {middle[metric]:.3f} |")
