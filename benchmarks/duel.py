@@ -41,8 +41,8 @@ NEVER = 10**6
 ARMS = ("recipe", "bare", "bare again")
 JSON = ROOT / "docs" / "performance.json"
 HEAD = """\
-| recipe | bare, ms a step | the loop adds, ms | that is | bare against itself |
-|---|---|---|---|---|"""
+| recipe | bare, ms a step | the loop adds, ms | that is | bare against itself | steps/s, bare | with the loop |
+|---|---|---|---|---|---|---|"""
 
 
 # --- One rank ---------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def bare_loop(recipe: str, path: str, run: session.Session, mesh: Any) -> Callab
 
 
 def measure(recipe: str, path: str, argv: list[str], out: str) -> None:
-    """Run a recipe, whose loop pauses after each segment for one of each bare arm; writes this rank's seconds."""
+    """Run a recipe, whose loop pauses after each segment for one of each bare arm; writes what this rank took."""
     real_steps, real_init = session.Session.steps, session.Session.__init__
     found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
     meshes: list[Any] = []
@@ -159,6 +159,8 @@ class Cost:
     added_ms: list[float]
     added: list[float]  # in percent
     noise: list[float]
+    bare_rate: list[float]  # steps per second, by the clock
+    rate: list[float]
 
     @classmethod
     def of(cls, found: dict[str, Any]) -> "Cost":
@@ -170,6 +172,8 @@ class Cost:
             [1e3 * (mine - theirs) for mine, theirs in zip(own, bare, strict=True)],
             [100 * (mine / theirs - 1) for mine, theirs in zip(own, bare, strict=True)],
             [100 * (b / a - 1) for a, b in zip(one, two, strict=True)],
+            [1 / s for s in found["bare"]["wall_s"]],
+            [1 / s for s in found["recipe"]["wall_s"]],
         )
 
 
@@ -189,6 +193,7 @@ def row(recipe: str, cost: Cost) -> str:
     """A line of the table."""
     cells = [recipe, spread(cost.bare_ms, ".2f"), spread(cost.added_ms, "+.2f")]
     cells += [f"{spread(one, '+.1f')} %" for one in (cost.added, cost.noise)]
+    cells += [f"{statistics.median(one):.1f}" for one in (cost.bare_rate, cost.rate)]
     return f"| {' | '.join(cells)} |"
 
 
@@ -213,12 +218,12 @@ def main() -> None:
     for recipe in sys.argv[1:] or RECIPES:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            seconds = duel(recipe, Path(folder))
-        print(row(recipe, Cost.of(seconds)), flush=True)
+            arms = duel(recipe, Path(folder))
+        print(row(recipe, Cost.of(arms)), flush=True)
         conditions = f"{SIZE} ranks of one thread on gloo"
         measured = pages.measured(f"uv run python -m benchmarks.duel {recipe}", conditions, began=began)
         known = json.loads(JSON.read_text()) if JSON.exists() else {}
-        known[recipe] = {"measured": measured, "seconds a step": seconds}
+        known[recipe] = {"measured": measured, "seconds a step": arms}
         JSON.write_text(json.dumps(known) + "\n")
         write(known)
 
