@@ -51,15 +51,10 @@ def steps_per_s(recipe: str, size: int, steps: int, sizes: tuple[str, ...], out:
     return statistics.median(rates[1 : RECORDS + 1]) / 32
 
 
-def told(values: list[float], digits: int) -> str:
-    """Median and range."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
-
-
-def row(what: str, found: dict[str, list[float]], digits: int) -> str:
+def row(what: str, found: dict[str, list[float]], form: str) -> str:
     """One figure of both recipes, and the ratio of their medians."""
     ratio = statistics.median(found[RECIPES[1]]) / statistics.median(found[RECIPES[0]])
-    return f"| {what} | {' | '.join(told(found[recipe], digits) for recipe in RECIPES)} | {ratio:.2f} |"
+    return f"| {what} | {' | '.join(pages.spread(found[recipe], form) for recipe in RECIPES)} | {ratio:.2f} |"
 
 
 def main() -> None:
@@ -84,8 +79,8 @@ def main() -> None:
                     rates[size][recipe].append(steps_per_s(recipe, args.processes, steps, flags, Path(folder)))
                 latest = {size: round(found[recipe][-1], 2) for size, found in rates.items()}
                 print(f"round {number + 1}  {recipe:14}  {first[recipe][-1]:.1f} s  {latest}", flush=True)
-    rows = [row("seconds to the end of the first step", first, 1)]
-    rows += [row(f"steps per second, {size}", found, 2) for size, found in rates.items()]
+    rows = [row("seconds to the end of the first step", first, ".1f")]
+    rows += [row(f"steps per second, {size}", found, ".2f") for size, found in rates.items()]
     head = f"| | {' | '.join(RECIPES)} | ratio |\n|---|{'---|' * len(RECIPES)}---|"
     command = f"uv run python -m benchmarks.accelerate --rounds {args.rounds} --steps {args.steps}"
     measured = pages.measured(

@@ -360,7 +360,7 @@ def evaluations(splits: dict[str, images.Images]) -> str:
                 pass
             if turn > 1:
                 (new if turn % 2 else kept).append(1000 * (time.perf_counter() - began))
-        spans = [f"{statistics.median(one):,.0f} ({min(one):,.0f} to {max(one):,.0f})" for one in (new, kept)]
+        spans = [pages.spread(one, ",.0f") for one in (new, kept)]
         lines.append(f"| {name} | {spans[0]} | {spans[1]} |")
     data._idle.clear()
     return "\n".join(lines)

@@ -128,7 +128,7 @@ def main() -> None:
         gains = []
         for way in ("threads", "processes"):
             ratios = [two / one for two, one in zip(rates[way], rates["one"], strict=True)]
-            gains.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+            gains.append(pages.spread(ratios, ".2f"))
         cells = [name, *(f"{median:,.0f}" for median in medians), *gains]
         lines.append(f"| {' | '.join(cells)} |")
     measured = pages.measured("uv run python -m benchmarks.dataparallel", "a core a replica")

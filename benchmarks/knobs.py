@@ -46,7 +46,7 @@ HEAD = """\
 def ratio(runs: list[dict[str, float]], base: list[dict[str, float]], key: str) -> str:
     """Median of a figure over that of the defaults in the same round, and the range."""
     ratios = [mine[key] / theirs[key] for mine, theirs in zip(runs, base, strict=True)]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return pages.spread(ratios, ".2f")
 
 
 def table(workload: str, found: dict[str, list[dict[str, float]]]) -> str:
@@ -64,7 +64,7 @@ def table(workload: str, found: dict[str, list[dict[str, float]]]) -> str:
             for key in ("first_s", "peak_mib", metric)
         )
         cells = [name, ratio(runs, base, "cpu_s"), ratio(runs, base, "wall_s")]
-        cells.append(f"{statistics.median(later):+.1f} ({min(later):+.1f} to {max(later):+.1f})")
+        cells.append(pages.spread(later, "+.1f"))
         cells += [f"{statistics.median(more):+.0f}", f"{statistics.median(learned):+.3f}"]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)

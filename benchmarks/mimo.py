@@ -9,7 +9,6 @@ import argparse
 import datetime
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -207,9 +206,9 @@ def speed(repeats: int, drops: int, folder: Path) -> str:
     for way, found in rates.items():
         cells = []
         for times, alone in zip(zip(*found, strict=True), zip(*rates["1 process"], strict=True), strict=True):
-            cells.append(f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})")
+            cells.append(pages.spread(times, ".2f"))
             ups = [one / time_ for one, time_ in zip(alone, times, strict=True)]
-            cells.append(f"{statistics.median(ups):.2f} ({min(ups):.2f} to {max(ups):.2f})")
+            cells.append(pages.spread(ups, ".2f"))
         lines.append(f"| {way} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -2,10 +2,12 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.peer_loops LOOP WORKLOAD STEPS SEED FOLDER [FLAGS of the recipe]
 
-Each loop is what the library's own examples show, in float32, and leaves in FOLDER what each of its ranks has measured.
+Each loop is what the library's own examples show, in float32 but for one, and leaves in FOLDER what each of its ranks
+has measured.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -174,14 +176,15 @@ class WithLoss(nn.Module):
 # --- The loops --------------------------------------------------------------------------------------------
 
 
-def bare(task: Task) -> None:
-    """PyTorch's own DDP tutorial."""
+def bare(task: Task, dtype: torch.dtype = torch.float32) -> None:
+    """PyTorch's own DDP tutorial; in a half type, with autocast, as its recipe of mixed precision has it."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(task.model)
     optimizer = task.optimizer(model.parameters())
     rates = task.rates(optimizer)
     for step, (inputs, labels) in enumerate(task.batches(task.loader())):
-        loss = model(inputs, labels)["loss"]
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = model(inputs, labels)["loss"]
         optimizer.zero_grad()
         loss.backward()
         if task.clip:
@@ -304,9 +307,10 @@ def alone(task: Task) -> None:
         task.clock.tick(task.model)
 
 
-ALONE = "no communication"
+ALONE, HALF = "no communication", "bare DDP, bfloat16"
 LOOPS: dict[str, Callable[[Task], None]] = {
     "bare DDP": bare,
+    HALF: functools.partial(bare, dtype=torch.bfloat16),
     "Accelerate": accelerate,
     "transformers.Trainer": transformers,
     "Lightning": lightning,

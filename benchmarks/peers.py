@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 from benchmarks import plots
-from benchmarks.peer_loops import ALONE, LOOPS, WORKLOADS
+from benchmarks.peer_loops import ALONE, HALF, LOOPS, WORKLOADS
 from common import precision
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT
 
-OWN = {"Brigade": (), "Brigade float32": ("--dtype", "float32")}  # flags of its recipes
+OWN = {"Brigade, bfloat16": (), "Brigade, float32": ("--dtype", "float32")}  # flags of its recipes; the first: none
 SIZE, WARM = 2, 10  # ranks; steps that are not counted
 JUDGE_EVERY = 5  # steps
-TITLES = {"resnet32": "ResNet-18, 32 x 32 pixels", "resnet": "ResNet-18, 8 x 8 pixels", "gpt": "a GPT"}  # of panels
+TITLES = {"resnet": "ResNet-18, 8 x 8 pixels", "resnet32": "ResNet-18, 32 x 32 pixels", "gpt": "a GPT"}  # of panels
 JSON = ROOT / "docs" / "peers.json"
 HEAD = """\
 | | processor s / step | of bare DDP's | ms / step | first step, s |{} whole command, s | peak of a rank, MiB | {} |
@@ -106,8 +106,7 @@ def once(
 
 def cell(runs: list[dict[str, Any]], key: str, form: str) -> str:
     """Median of a figure, and its range."""
-    values = [run[key] for run in runs]
-    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+    return pages.spread([run[key] for run in runs], form)
 
 
 def ratios(runs: dict[str, list[dict[str, Any]]], loop: str) -> list[float]:
@@ -123,8 +122,8 @@ def table(workload: str, found: dict[str, list[dict[str, Any]]]) -> str:
     first, second = HEAD.format(goal, f"{metric} held out").splitlines()
     rows = [first, second + ("---|" if goal else "")]
     for loop, runs in found.items():
-        cells = [cell(runs, "cpu_s", ".3f"), f"{statistics.median(ratios(found, loop)):.2f}"]
-        cells.append(cell([{"ms": 1e3 * run["wall_s"]} for run in runs], "ms", ".0f"))
+        cells = [cell(runs, "cpu_s", ".3f"), pages.spread(ratios(found, loop), ".2f")]
+        cells.append(pages.spread([1e3 * run["wall_s"] for run in runs], ".0f"))
         cells.append(cell(runs, "first_s", ".1f"))
         if goal:
             late = sum(run["goal_s"] is None for run in runs)
@@ -144,7 +143,8 @@ def main() -> None:
     parser.add_argument("--avx2", action="store_true", help="as a processor that has AVX2 and no more")
     args = parser.parse_args()
     half = not args.avx2 and precision.compute_dtype("auto", torch.device("cpu")) != torch.float32
-    loops = [*(name for name in OWN if half or not OWN[name]), *LOOPS]
+    halves = ("Brigade, bfloat16", HALF)
+    loops = [name for name in (*OWN, *LOOPS) if half or name not in halves]
     for workload in args.workloads:
         began = time.monotonic()
         found: dict[str, list[dict[str, Any]]] = {loop: [] for loop in loops}
@@ -185,7 +185,7 @@ def write(known: dict[str, Any]) -> None:
             runs = known[workload]["runs"]
             each = {loop: ratios(runs, loop) for loop in runs}
             panels[title] = {loop: (min(all_), statistics.median(all_), max(all_)) for loop, all_ in each.items()}
-    unit = "processor time of a step, of bare DDP's in the same round (median and range over the seeds)"
+    unit = "processor time of a step / bare DDP's in the same round: lower is better (median and range of 3 seeds)"
     plots.dots(ROOT / "docs" / "peers.png", panels, unit, reference=1.0, form=".2f", own="Brigade")
 
 

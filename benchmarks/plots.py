@@ -36,13 +36,16 @@ def dots(
             color = OURS if name.startswith(own) or title.startswith(own) else THEIRS
             axes.plot((low, high), (y, y), color=color, linewidth=2, solid_capstyle="round")
             axes.plot(middle, y, "o", color=color, markersize=6)
-            axes.annotate(f"{middle:{form}}", (middle, y + 0.22), ha="center", fontsize=8)
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            axes.annotate(f"{middle:{form}}", (middle, y + 0.22), ha="center", fontsize=8, bbox=box)
         axes.axvline(reference, color="grey", linewidth=0.8, linestyle=":", zorder=0)
         axes.set_title(title, fontsize=10)
         axes.set_yticks(range(len(names)), reversed(names))
         axes.set_ylim(-0.5, len(names) - 0.2)
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
+    if all(low >= 0 for rows in panels.values() for low, _, _ in rows.values()):
+        every[0].set_xlim(left=0)
     figure.supxlabel(unit, fontsize=9)
     figure.savefig(file, dpi=130)
     plt.close(figure)

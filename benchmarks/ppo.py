@@ -280,7 +280,7 @@ def returns_text(args: argparse.Namespace, folder: Path) -> str:
     draw(curves, f"{what}; mean, lowest and highest\n{where}")
     reached = {how: [max(one.values()) >= GOAL for one in several] for how, several in curves.items()}
     last = {how: [list(one.values())[-1] for one in several] for how, several in curves.items()}
-    rows = [f"| | last return, mean | lowest | seeds that reached {GOAL} |", "|---|---|---|---|"]
+    rows = [f"| | last return, mean | lowest | seeds that reached {GOAL} at any time |", "|---|---|---|---|"]
     rows += [
         f"| {how} | {statistics.mean(last[how]):.0f} | {min(last[how]):.0f} | {sum(reached[how])} of {args.seeds} |"
         for how in HOW
@@ -293,7 +293,7 @@ def spread(values: Sequence[float | None], form: str) -> str:
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return f"{len(values) - len(known)} of {len(values)} never"
-    return f"{statistics.median(known):{form}} ({min(known):{form}} to {max(known):{form}})"
+    return pages.spread(known, form)
 
 
 def speed_text(args: argparse.Namespace, folder: Path) -> str:
@@ -317,7 +317,7 @@ def speed_text(args: argparse.Namespace, folder: Path) -> str:
             raced[what].append(single(whole) if flags is None else recipe(whole, *flags))
             print(f"{what:40} {rated[what][-1]}\n{'':40} {raced[what][-1]}", flush=True)
     rows = [
-        "| | steps/s | greedy return 475: updates | seconds of training | peak of a rank, MiB |",
+        "| | environment steps/s | updates until 475 | seconds of training until then | peak of a rank, MiB |",
         "|---|---|---|---|---|",
     ]
     for what in arms:
@@ -334,7 +334,7 @@ def main() -> None:
     """Measure, and write each part when it is done."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=5, help=f"command has {COMMAND_SEEDS}")
     parser.add_argument("--updates", type=int, default=120)
     args = parser.parse_args()
     page = ROOT / "docs/ppo.md"
@@ -342,7 +342,8 @@ def main() -> None:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             text = PARTS[part](args, Path(folder))
-        words = f"uv run python -m benchmarks.ppo {part} --seeds {args.seeds} --updates {args.updates}"
+        flags = "" if part == "command" else f" --seeds {args.seeds} --updates {args.updates}"
+        words = f"uv run python -m benchmarks.ppo {part}{flags}"
         text = f"{pages.measured(words, f'gymnasium {gymnasium.__version__}', began=began)}\n\n{text}"
         known = pages.parts(page.read_text()) | {part: text}
         pages.write(page, command=known["command"], returns=known["returns"], speed=known["speed"])

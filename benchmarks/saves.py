@@ -109,11 +109,10 @@ def measure(folder: str) -> None:
         "|---|---|---|---|---|---|",
     ]
     for name in ways:
-        held, done, used = (statistics.median(of[name][i] for of in rounds[1:]) for i in range(3))
-        ratio = statistics.median(of[name][1] / of[DCP][1] for of in rounds[1:])
-        rows.append(
-            f"| {name} | {1e3 * held:,.0f} | {1e3 * done:,.0f} | {ratio:.2f} | {used:.2f} | {grown[name]:,.0f} |"
-        )
+        held, done = (pages.spread([1e3 * of[name][i] for of in rounds[1:]], ",.0f") for i in range(2))
+        ratio = pages.spread([of[name][1] / of[DCP][1] for of in rounds[1:]], ".2f")
+        used = statistics.median(of[name][2] for of in rounds[1:])
+        rows.append(f"| {name} | {held} | {done} | {ratio} | {used:.2f} | {grown[name]:,.0f} |")
     copy = statistics.median(copy_s(state) for _ in range(ROUNDS))
     rows.append(f"| a copy of the state, the limit of any stall | {1e3 * copy:,.0f} | | | | |")
     saved = checkpoint.folder(place / "runFalse", ROUNDS)

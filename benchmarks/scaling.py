@@ -24,7 +24,7 @@ from tests.harness.runner import ROOT
 SIZES, STEPS, TIMES = (1, 2, 4), 31, 30
 ARMS = {"Brigade": ("--dtype", "float32"), "bare DDP": (), ALONE: ()}
 HEAD = """\
-| processes | Brigade, {0}/s | bare DDP, {0}/s | sending nothing, {0}/s | of that | all-reduce alone, ms | of a step |
+| processes | Brigade, {0}/s | bare DDP, {0}/s | nothing sent, {0}/s | Brigade, of that | all-reduce, ms | of a step |
 |---|---|---|---|---|---|---|"""
 
 

@@ -70,7 +70,7 @@ def measure(folder: str) -> None:
 
     if world.rank == 0:
         total = sum(rows.values())
-        lines = [f"| {name} | {1e6 * seconds:,.0f} |" for name, seconds in rows.items()]
+        lines = [f"| {name} | {1e6 * seconds:,.1f} |" for name, seconds in rows.items()]
         lines.append(f"| **sum, of a step of {1e3 * STEP_S:.0f} ms** | **{1e6 * total:,.0f} = {total / STEP_S:.2%}** |")
         Path(folder, "rows").write_text("\n".join(lines))
     process_group.finish()

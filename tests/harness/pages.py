@@ -11,8 +11,10 @@ import datetime
 import os
 import platform
 import re
+import statistics
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -51,6 +53,11 @@ def fill(text: str, **contents: str) -> str:
 def write(page: Path, **contents: str) -> None:
     """Fill the page that a command measures for."""
     page.write_text(fill(page.read_text(), **contents))
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Median and range, in this form, such as ".2f"."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def folded(title: str, content: str) -> str:

@@ -1,0 +1,115 @@
+"""Peak memory of recipes beside the same strategy bare: `uv run python -m benchmarks.memory`, for docs/performance.md.
+
+Each arm is a run of its own, because what an allocator keeps after one would hide the other. A rank's peak is the
+largest part of it that ever was in memory, program and libraries included (proc(5), VmHWM). Names of recipes as
+arguments: measure these alone; the rows of the others stay.
+"""
+
+import dataclasses
+import json
+import re
+import runpy
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import bare
+from common import cli, devices, process_group, ranks, session
+from tests.harness import pages, runner
+from tests.harness.runner import ROOT
+
+ROUNDS = 3
+JSON = ROOT / "docs" / "memory.json"
+# Models whose parameters, gradients and optimizer state take more than the libraries do.
+SIZES = {
+    "resnet": ("--model", "resnet18", "--image-size", "32"),
+    "gpt": ("--num-layers", "4", "--width", "768", "--num-heads", "12", "--seq-len", "128"),
+}
+HEAD = """\
+| recipe | bare, MiB | recipe, MiB | the recipe needs more, MiB | with evaluation and save, MiB |
+|---|---|---|---|---|"""
+
+
+def peak_mib() -> float:
+    """The most of this process that was in memory so far."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) / 1024
+
+
+def measure_bare(recipe: str, path: str, argv: list[str], out: str) -> None:
+    """A rank of the bare loop, which writes its peak."""
+    part = runpy.run_path(path, run_name="bare")
+    sys.argv = argv
+    args = cli.parse(part["Args"])
+    devices.configure(args.matmul_precision, args.deterministic)
+    world = process_group.start(args.backend, args.dtype, path, flag=dataclasses.asdict(args))
+    bare.loop(recipe, part, args, part["make_mesh"](args, world))
+    Path(out, str(world.rank)).write_text(json.dumps([peak_mib()]))
+    process_group.finish()
+
+
+def measure_recipe(_recipe: str, path: str, argv: list[str], out: str) -> None:
+    """A rank of the recipe, which writes its peak before the last step, and at the end, after evaluation and save."""
+    real = session.Session.steps
+    peaks: list[float] = []
+
+    def steps(run: session.Session, dp_rank: int) -> Iterator[int]:
+        for step in real(run, dp_rank):
+            if step == bare.SEGMENT + 1:
+                peaks.append(peak_mib())
+            yield step
+
+    session.Session.steps = steps  # type: ignore[method-assign,assignment]
+    runner.run_path(path, argv)
+    Path(out, str(ranks.rank())).write_text(json.dumps([*peaks, peak_mib()]))
+
+
+def once(recipe: str, arm: Any) -> list[float]:
+    """The peaks of the rank that needs most."""
+    path = str(ROOT / "recipes" / recipe / "train.py")
+    with tempfile.TemporaryDirectory() as folder:
+        flags = {"out": f"{folder}/runs", "name": "one", "max-steps": bare.SEGMENT + 1, **bare.FLAGS}
+        argv = [path, *(f"--{name}={value}" for name, value in flags.items())]
+        argv += [*runner.layout(recipe, bare.SIZE).flags, *SIZES[runner.workload(recipe)]]
+        result = runner.spawn(arm, [(recipe, path, argv, folder)] * bare.SIZE, timeout_s=600.0)
+        assert result.ok, str(result)
+        each = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(bare.SIZE)]
+    return [max(peaks) for peaks in zip(*each, strict=True)]
+
+
+def row(recipe: str, peaks: dict[str, list[list[float]]]) -> str:
+    """A line of the table."""
+    without = [peak for (peak,) in peaks["bare"]]
+    trains, whole = zip(*peaks["recipe"], strict=True)
+    more = [mine - theirs for mine, theirs in zip(trains, without, strict=True)]
+    cells = [pages.spread(values, form) for values, form in ((without, ".0f"), (trains, ".0f"), (more, "+.0f"))]
+    return f"| {' | '.join([recipe, *cells, pages.spread(whole, '.0f')])} |"
+
+
+def main() -> None:
+    """Measure recipes one after the other, the arms by turns; each is written at once."""
+    for recipe in sys.argv[1:] or bare.RECIPES:
+        arms = {"bare": measure_bare, "recipe": measure_recipe}
+        peaks: dict[str, list[list[float]]] = {name: [] for name in arms}
+        for _ in range(ROUNDS):
+            for name, arm in arms.items():
+                peaks[name].append(once(recipe, arm))
+        print(row(recipe, peaks), flush=True)
+        conditions = f"{bare.SIZE} ranks of one thread on gloo, {ROUNDS} rounds"
+        measured = pages.measured(" ".join(["uv run python -m benchmarks.memory", *sys.argv[1:]]), conditions)
+        known: dict[str, Any] = json.loads(JSON.read_text()) if JSON.exists() else {}
+        known[recipe] = {"measured": measured, "MiB": peaks}
+        JSON.write_text(json.dumps(known) + "\n")
+        found = {name: known[name] for name in bare.RECIPES if name in known}
+        pages.write(
+            ROOT / "docs" / "performance.md",
+            measured_memory="\n\n".join(dict.fromkeys(one["measured"] for one in found.values())),
+            memory="\n".join([HEAD, *(row(name, one["MiB"]) for name, one in found.items())]),
+        )
+
+
+if __name__ == "__main__":
+    main()
