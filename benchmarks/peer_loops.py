@@ -54,7 +54,7 @@ class Workload(NamedTuple):
     side: int
 
 
-DIGITS = Workload("ddp_resnet", 101, "top1", 0.95, batch=128, warmup=30, clip=0.0, side=8)  # nine passes over them
+DIGITS = Workload("ddp_resnet", 101, "top1", 0.95, batch=128, warmup=10, clip=0.0, side=8)  # nine passes over them
 WORKLOADS = {
     "resnet": DIGITS,
     "resnet32": DIGITS._replace(steps=31, goal=0.0, side=32),  # not quite three passes

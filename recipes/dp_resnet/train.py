@@ -55,7 +55,7 @@ class Args:
     seed: cli.Seed = 0  # seed of initial weights, order of samples and augmentation
     workers: cli.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo or nccl
-    epochs: cli.PositiveInt = 18  # length of the training in epochs, if max_steps is 0
+    epochs: cli.PositiveInt = 12  # length of the training in epochs, if max_steps is 0
     max_steps: cli.NonNegativeInt = 0  # length of the training in optimizer steps; 0 for epochs
     stop_after: cli.NonNegativeInt = 0  # save and stop after this step; 0 for never
     deadline: cli.NonNegativeFloat = 0.0  # save and stop after this many minutes; 0 for never
@@ -77,7 +77,7 @@ class Args:
     lr_reference_batch: cli.PositiveInt = 256  # samples per step that lr was chosen for
     weight_decay: cli.NonNegativeFloat = 5e-4  # weight decay of weights; none on norms and biases
     rates: str = ""  # factors on the rate of parts, 0 to freeze them: "all=0,PART=1"; "" for 1 everywhere
-    warmup_steps: cli.NonNegativeInt = 30  # steps of linear warm-up
+    warmup_steps: cli.NonNegativeInt = 10  # steps of linear warm-up
     max_grad_norm: cli.NonNegativeFloat = 0.0  # clip the global gradient norm to this; 0 for never
     dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16, float16 or float64
     matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high is TF32 on GPUs
