@@ -17,6 +17,7 @@ from tests.harness import machines, mutants, pages, runner
 from tests.harness.runner import ROOT
 
 RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
+LENGTH = ("--max-steps", "202", "--warmup-steps", "30")  # of a training whose accuracy counts
 FIRST, LAST = 4, 8  # steps that are measured: with --warmup-steps 2, powersgd compresses from the third on
 MULTINODE = "recipes/multinode_resnet"
 SETTINGS = {
@@ -66,7 +67,7 @@ def measure(setting: tuple[str, ...], rate: str, folder: Path) -> tuple[float, f
 
 def accuracy(setting: tuple[str, ...], folder: Path) -> float:
     """val/top1 of a whole training with two processes."""
-    flags = ["--out", str(folder), "--name", "whole", "--eval-every", "100000", *setting[1:]]
+    flags = ["--out", str(folder), "--name", "whole", "--eval-every", "100000", *LENGTH, *setting[1:]]
     result = runner.run_recipe(recipe_of(setting, folder) / "train.py", 2, *flags, timeout_s=1800)
     assert result.ok, str(result)
     (value,) = runner.records(folder / "whole", "val/top1").values()

@@ -185,7 +185,7 @@ def write(known: dict[str, Any]) -> None:
             runs = known[workload]["runs"]
             each = {loop: ratios(runs, loop) for loop in runs}
             panels[title] = {loop: (min(all_), statistics.median(all_), max(all_)) for loop, all_ in each.items()}
-    unit = "processor time of a step / bare DDP's in the same round: lower is better (median and range of 3 seeds)"
+    unit = "processor time of a step / bare DDP's in the same round: lower is better (median and range)"
     plots.dots(ROOT / "docs" / "peers.png", panels, unit, reference=1.0, form=".2f", own="Brigade")
 
 

@@ -257,10 +257,14 @@ def test_readme_shows_the_figures() -> None:
     calls = pages.parts((ROOT / "docs" / "survival.md").read_text())["calls"]
     wanted.append(f"**{re.findall(r'= ([.0-9]+%)', calls)[0]}**")
     peers = pages.parts((ROOT / "docs" / "peers.md").read_text())
-    rows = r"^\| Brigade( float32)? \| [^|]* \| ([.0-9]+) \|"
-    small, large, gpt = (dict(re.findall(rows, peers[name], re.MULTILINE)) for name in ("resnet", "resnet32", "gpt"))
-    plain = sorted(found[" float32"] for found in (small, large, gpt))
-    wanted += [f"**{large['']}**", f"**{gpt['']}**", f"pixels {small['']}, in float32 {plain[0]} to {plain[-1]}\n"]
+    rows = r"^\| (\w+[^|]*) \| [^|]* \| ([.0-9]+) "
+    each = [dict(re.findall(rows, peers[name], re.MULTILINE)) for name in ("resnet32", "gpt", "resnet")]
+    plain = sorted(found["Brigade, float32"] for found in each)
+    ours, theirs = ([found[f"{loop}, bfloat16"] for found in each] for loop in ("Brigade", "bare DDP"))
+    wanted += [f"**{plain[0]} to {plain[-1]}**", *(f"**{ours[i]}** (bare: {theirs[i]})" for i in range(3))]
+    loop = pages.parts((ROOT / "docs" / "performance.md").read_text())["loop"]
+    added = sorted(map(float, re.findall(r"^\| \w+ \| [^|]+ \| \+([.0-9]+) ", loop, re.MULTILINE)))
+    wanted.append(f"{added[0]:.1f} to {added[-1]:.1f} ms")
     assert not [figure for figure in wanted if figure not in README]
 
 
@@ -289,7 +293,7 @@ def filled(path: Path) -> set[str]:
 def test_page_has_the_parts_of_its_command(page: Path) -> None:
     """Else a command measures for minutes, and fails when it writes."""
     in_tests = {"checkpoints": "tests/layouts_table.py", "gpu-counts": "tests/cuda_table.py"}
-    several = {"performance": ("duel", "stop_scale"), "survival": ("survival", "saves", "restart")}
+    several = {"performance": ("duel", "memory", "stop_scale"), "survival": ("survival", "saves", "restart")}
     names = [f"benchmarks/{name}.py" for name in several.get(page.stem, (page.stem,))]
     commands = [ROOT / name for name in (in_tests.get(page.stem, names[0]), *names[1:])]
     has = set(pages.parts(page.read_text()))
