@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.peer_loops LOOP WORKLOAD STEPS SEED FOLDER [FLAGS of the recipe]
 
-Each loop is what the library's own examples show, in float32 but for one, and leaves in FOLDER what each of its ranks
-has measured.
+Each loop is what the library's own examples show, in float32, one also in bfloat16. It leaves in FOLDER what each of
+its ranks has measured.
 """
 
 import contextlib

@@ -28,7 +28,7 @@ from tests.harness.runner import ROOT
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-ROUNDS, LAYERS, WIDTH = 6, 10, 2024
+ROUNDS, LAYERS, WIDTH = 13, 10, 2024
 PLAIN, BACKGROUND, TORCH, DCP = "Brigade, plain", "Brigade, `--async-save`", "torch.save, fsync", "dcp.save, fsync"
 
 
