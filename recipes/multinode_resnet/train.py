@@ -55,7 +55,7 @@ class Args:
     seed: cli.Seed = 0  # seed of initial weights, order of samples and augmentation
     workers: cli.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
     backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo or nccl
-    epochs: cli.PositiveInt = 12  # length of the training in epochs, if max_steps is 0
+    epochs: cli.PositiveInt = 15  # length of the training in epochs, if max_steps is 0
     max_steps: cli.NonNegativeInt = 0  # length of the training in optimizer steps; 0 for epochs
     stop_after: cli.NonNegativeInt = 0  # save and stop after this step; 0 for never
     deadline: cli.NonNegativeFloat = 0.0  # save and stop after this many minutes; 0 for never
