@@ -307,10 +307,10 @@ def alone(task: Task) -> None:
         task.clock.tick(task.model)
 
 
-ALONE, HALF = "no communication", "bare DDP, bfloat16"
+ALONE = "no communication"
 LOOPS: dict[str, Callable[[Task], None]] = {
     "bare DDP": bare,
-    HALF: functools.partial(bare, dtype=torch.bfloat16),
+    "bare DDP, bfloat16": functools.partial(bare, dtype=torch.bfloat16),
     "Accelerate": accelerate,
     "transformers.Trainer": transformers,
     "Lightning": lightning,

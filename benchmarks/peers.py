@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from benchmarks import plots
-from benchmarks.peer_loops import ALONE, HALF, LOOPS, WORKLOADS
+from benchmarks.peer_loops import ALONE, LOOPS, WORKLOADS
 from common import precision
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT
@@ -143,8 +143,7 @@ def main() -> None:
     parser.add_argument("--avx2", action="store_true", help="as a processor that has AVX2 and no more")
     args = parser.parse_args()
     half = not args.avx2 and precision.compute_dtype("auto", torch.device("cpu")) != torch.float32
-    halves = ("Brigade, bfloat16", HALF)
-    loops = [name for name in (*OWN, *LOOPS) if half or name not in halves]
+    loops = [name for name in (*OWN, *LOOPS) if half or not name.endswith("bfloat16")]
     for workload in args.workloads:
         began = time.monotonic()
         found: dict[str, list[dict[str, Any]]] = {loop: [] for loop in loops}
