@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import data, guard, keymap
+from common import keymap
+from common.train import data, guard
 from tests.harness import runner
 from torch import nn
 

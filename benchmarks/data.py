@@ -24,7 +24,8 @@ from unittest import mock
 import numpy as np
 import PIL
 import torch
-from common import data, initial, sampler, seed
+from common import seed
+from common.train import data, initial, sampler
 from common.workloads import augment, image_folder, images
 from PIL import Image
 from tests.harness import module, pages

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import bare
-from common import cli, devices, process_group, ranks, session
+from common import devices, ranks, session
+from common.run import cli, process_group
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT
 

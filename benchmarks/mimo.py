@@ -161,7 +161,7 @@ def fronthaul(folder: Path) -> str:
 
 def timed(path: str, argv: list[str], file: str) -> None:
     """In a rank: run the recipe, and write the processor's seconds of a step, from the second step on."""
-    from common import watch
+    from common.protect import watch
 
     real = watch.Watch.step
     times: list[float] = []

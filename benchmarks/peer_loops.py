@@ -21,7 +21,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from common import initial, schedule, session
+from common import session
+from common.train import initial, schedule
 from common.workloads import gpt, images, resnet, text
 from tests.harness.runner import ROOT
 from torch import nn

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import profile
+from common.measure import profile
 from tests.harness import machines, pages
 from tools import about
 

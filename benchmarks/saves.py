@@ -22,7 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
-from common import checkpoint, guard, keymap, manifest, process_group, run_dir, saver
+from common import keymap, manifest
+from common.run import process_group, run_dir
+from common.state import checkpoint, saver
+from common.train import guard
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT
 from torch import nn

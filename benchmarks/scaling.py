@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from benchmarks.peer_loops import ALONE, WORKLOADS
 from benchmarks.peers import cell, once
-from common import process_group
+from common.run import process_group
 from common.workloads import gpt, resnet
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT

@@ -11,7 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import guard, keymap, process_group, run_dir, sampler, stop, watch
+from common import keymap
+from common.protect import watch
+from common.run import process_group, run_dir, stop
+from common.train import guard, sampler
 from common.workloads.resnet import make_resnet
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT

@@ -18,29 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from common import (
-    UserError,
-    checkpoint,
-    exits,
-    flops,
-    guard,
-    keymap,
-    log,
-    metrics,
-    pace,
-    precision,
-    process_group,
-    profile,
-    ranks,
-    run_dir,
-    sampler,
-    saver,
-    seed,
-    stop,
-    sync_batchnorm,
-    timeline,
-    watch,
-)
+from common import UserError, keymap, precision, ranks, seed
+from common.measure import pace, profile, timeline
+from common.protect import watch
+from common.run import exits, log, process_group, run_dir, stop
+from common.state import checkpoint, saver
+from common.train import flops, guard, metrics, sampler, sync_batchnorm
 
 SPIKE = 10  # times the largest loss so far, as Megatron-Core's rerun state machine has it
 largest_losses: list[tuple[int, float]] = []  # up to each step that this process has logged

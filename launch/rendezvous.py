@@ -39,7 +39,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from common import seal
-from common.exits import USAGE_ERROR
+from common.run.exits import USAGE_ERROR
 
 NAME = "brigade"  # of this rendezvous, for torchrun's --rdzv-backend
 HERE = "here"  # its --rdzv-endpoint on one machine

@@ -81,7 +81,7 @@ fi
 
 if [[ ${1-} == --on-node ]]; then
   shift
-  trap '' USR1 # it would kill this shell before torchrun handles it; then the clock in common/stop.py stops the run
+  trap '' USR1 # it would kill this shell before torchrun handles it; then the clock in common/run/stop.py stops the run
   export NODE_RANK=$SLURM_PROCID NNODES=$SLURM_NTASKS # one task per node, over all parts of a heterogeneous job
   if [[ -z ${NPROC_PER_NODE-} && -n ${SLURM_GPUS_ON_NODE-} ]]; then
     export NPROC_PER_NODE=$SLURM_GPUS_ON_NODE
@@ -216,7 +216,7 @@ done
 # srun hands the environment to the nodes, and no other user can read it.
 RUN_KEY=$(random 32)
 export MASTER_ADDR MASTER_PORT RDZV_ID=$SLURM_JOB_ID RUN_KEY
-# Not every version of Slurm sets it. common/stop.py stops in time even if the signal does not arrive.
+# Not every version of Slurm sets it. common/run/stop.py stops in time even if the signal does not arrive.
 end=$(about_job EndTime || true)
 if [[ -z ${SLURM_JOB_END_TIME-} && $end == 20* ]]; then
   SLURM_JOB_END_TIME=$(date -d "$end" +%s)

@@ -10,7 +10,7 @@ import sys
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from common.exits import USAGE_ERROR
+from common.run.exits import USAGE_ERROR
 from launch import private_api
 
 STRATEGY = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")

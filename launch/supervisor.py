@@ -23,9 +23,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.run import parse_args, run
 
-from common import output
-from common.exits import PEER_FAILED, USAGE_ERROR
-from common.stop import taken_over
+from common.run import output
+from common.run.exits import PEER_FAILED, USAGE_ERROR
+from common.run.stop import taken_over
 from launch import forkserver, private_api, rendezvous
 
 requests: list[int] = []  # signals that were forwarded
@@ -100,7 +100,7 @@ def explain(error: ChildFailedError) -> int:
     if code != USAGE_ERROR:
         how = f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with code {code}"
         print(f"\nrank {rank} (pid {failure.pid}) {how}, without a traceback", file=sys.stderr)
-        if code == 1:  # as faulthandler ends a process, see common/watch.py
+        if code == 1:  # as faulthandler ends a process, see common/protect/watch.py
             print(
                 "if its output ends with 'Timeout' and a stack, Python was locked or suspended there", file=sys.stderr
             )

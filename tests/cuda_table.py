@@ -1,8 +1,8 @@
 """What a step launches, copies, casts, sends and holds on CUDA, without a GPU: `uv run python -m tests.cuda_table`.
 
 It writes the figures of docs/gpu-counts.md: each recipe at 8 and 64 ranks, counted by tools/plan/counter.py, and
-an estimate of two steps on 8 H100. tests/test_cuda_path.py compares what it counts with the page, so whoever changes a
-figure writes the page again. `--json FILE` also writes all counts.
+an estimate of two steps on 8 H100. tests/recipes/test_cuda_path.py compares what it counts with the
+page, so whoever changes a figure writes the page again. `--json FILE` also writes all counts.
 
 The estimate, in seconds, of a rank's step:
 

@@ -1,6 +1,6 @@
 """Move a checkpoint from every layout to every other: `uv run python -m tests.layouts_table`.
 
-It runs tests/test_layouts.py and writes the figures of docs/checkpoints.md. With kinds of layouts
+It runs tests/recipes/test_layouts.py and writes the figures of docs/checkpoints.md. With kinds of layouts
 (`... -m tests.layouts_table cp diloco`), it makes the moves from and to these only, and the cells of the others stay.
 """
 
@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests import test_layouts as moves
 from tests.harness import pages
 from tests.harness.runner import ROOT
+from tests.recipes import test_layouts as moves
 
 PAGE = ROOT / "docs" / "checkpoints.md"
 NONE = "0/0"  # moves of a cell that were run
@@ -71,7 +71,7 @@ def run(kinds: Sequence[str]) -> list[dict[str, Any]]:
     """Make all moves from and to these kinds."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "rows.jsonl")
-        command = [sys.executable, "-m", "pytest", "-m", "layouts", "tests/test_layouts.py", "-k", "any_to_any"]
+        command = [sys.executable, "-m", "pytest", "-m", "layouts", "tests/recipes/test_layouts.py", "-k", "any_to_any"]
         environ = os.environ | {"LAYOUTS_RECORD": str(record), "LAYOUTS_KINDS": ",".join(kinds)}
         subprocess.run([*command, "--timeout=1800"], cwd=ROOT, env=environ, check=False)
         return [json.loads(line) for line in record.read_text().splitlines()]

@@ -22,14 +22,17 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import checkpoint, diagnose, private_api, process_group, shards
-from launch import strategy
+from common import private_api
+from common.protect import diagnose
+from common.run import process_group
+from common.state import checkpoint, shards
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import _backward, schedules
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from launch import strategy
 from tests.harness import runner, states
 
 CPU = torch.device("cpu")

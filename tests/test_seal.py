@@ -5,7 +5,8 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from common import process_group, ranks, seal
+from common import ranks, seal
+from common.run import process_group
 
 from tests.harness import runner
 

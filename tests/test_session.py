@@ -12,20 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from common import (
-    UserError,
-    checkpoint,
-    exits,
-    guard,
-    keymap,
-    log,
-    process_group,
-    run_dir,
-    sampler,
-    seed,
-    session,
-    stop,
-)
+from common import UserError, keymap, seed, session
+from common.run import exits, log, process_group, run_dir, stop
+from common.state import checkpoint
+from common.train import guard, sampler
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -17,7 +17,8 @@ import tyro
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common import UserError, checkpoint, keymap, manifest
+from common import UserError, keymap, manifest
+from common.state import checkpoint
 
 Source = Annotated[Path, tyro.conf.Positional]
 Tensors = dict[str, torch.Tensor]

@@ -13,21 +13,10 @@ from typing import Any, Literal
 import torch
 import tyro
 
-from common import (
-    UserError,
-    checkpoint,
-    cli,
-    data,
-    devices,
-    initial,
-    keymap,
-    manifest,
-    metrics,
-    precision,
-    process_group,
-    ranks,
-    sampler,
-)
+from common import UserError, devices, keymap, manifest, precision, ranks
+from common.run import cli, process_group
+from common.state import checkpoint
+from common.train import data, initial, metrics, sampler
 from common.workloads import splits
 from tools import about
 from tools.checkpoint import beside

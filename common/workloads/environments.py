@@ -13,7 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common import UserError, profile, seed, timeline
+from common import UserError, seed
+from common.measure import profile, timeline
 
 MOST_ENVS = 1_000_000  # each is an object of Python's
 Act = Callable[[np.ndarray], np.ndarray]  # observations (n, ...) to actions (n,) or (n, num_outputs)

@@ -9,7 +9,8 @@ from pathlib import Path
 import filelock
 import numpy as np
 
-from common import UserError, ranks, run_dir
+from common import UserError, ranks
+from common.run import run_dir
 
 # llm.c: 256 int32, of which the first three are a magic number, the version, and the number of tokens.
 LLMC_TYPES: dict[tuple[int, int], type[np.unsignedinteger]] = {(20240520, 1): np.uint16, (20240801, 7): np.uint32}

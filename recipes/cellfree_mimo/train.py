@@ -38,9 +38,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common import UserError, checkpoint, cli, devices, exits, precision, process_group, ranks, run_dir
-from common import sampler, seed, session
-from common.process_group import World
+from common import UserError, devices, precision, ranks
+from common.run import cli, exits, process_group, run_dir
+from common.state import checkpoint
+from common import seed, session
+from common.train import sampler
+from common.run.process_group import World
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 

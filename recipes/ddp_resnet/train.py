@@ -36,9 +36,15 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import checkpoint, cli, data, devices, exits, flops, guard, initial, metrics, precision
-from common import process_group, rates, run_dir, sampler, schedule, seed, session, start, sync_batchnorm
-from common.process_group import World
+from common import devices, precision
+from common.run import cli, exits
+from common.state import checkpoint
+from common.train import data, flops, guard, initial, metrics
+from common import seed, session
+from common.run import process_group, run_dir
+from common.state import start
+from common.train import rates, sampler, schedule, sync_batchnorm
+from common.run.process_group import World
 from common.workloads import images, resnet
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------

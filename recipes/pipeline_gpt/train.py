@@ -35,9 +35,15 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.optim import Optimizer
 
 from common import UserError, private_api
-from common import checkpoint, cli, data, devices, exits, flops, guard, initial, metrics, precision
-from common import process_group, rates, run_dir, sampler, schedule, session, start
-from common.process_group import World
+from common import devices, precision
+from common.run import cli, exits
+from common.state import checkpoint
+from common.train import data, flops, guard, initial, metrics
+from common import session
+from common.run import process_group, run_dir
+from common.state import start
+from common.train import rates, sampler, schedule
+from common.run.process_group import World
 from common.workloads import gpt, text
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------

@@ -36,9 +36,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import checkpoint, cli, devices, exits, guard, initial, metrics, precision, process_group, run_dir
-from common import sampler, schedule, seed, session, start, sync_batchnorm
-from common.process_group import World
+from common import devices, precision
+from common.run import cli, exits, process_group, run_dir
+from common.state import checkpoint
+from common.train import guard, initial, metrics
+from common import seed, session
+from common.state import start
+from common.train import sampler, schedule, sync_batchnorm
+from common.run.process_group import World
 from common.workloads import actor_critic, environments
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from common.watch import DEAD_S
+from common.protect.watch import DEAD_S
 
 from tests.faults.test_ranks import BUSY_S, HANG_S, PROMPT_S, _patient, end_frozen, who  # noqa: F401
 from tests.harness import inject, runner

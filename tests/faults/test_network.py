@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from common import exits
+from common.run import exits
 
 from tests.harness import runner, stranger
 from tests.harness.fault_case import FaultCase, events_in, wait_for

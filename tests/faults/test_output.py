@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from common import run_dir
+from common.run import run_dir
 
 from tests.harness import inject, runner
 from tests.harness.disks import mounted

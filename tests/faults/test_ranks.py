@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from common import manifest
-from common.watch import DEAD_S
+from common.protect.watch import DEAD_S
 
 from tests.faults.conftest import num_ranks
 from tests.harness import inject, runner

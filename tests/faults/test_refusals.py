@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tools import about
 
 from tests.harness import runner
 from tests.harness.fault_case import STEPS, FaultCase, checkpoints, events_in, wait_for
+from tools import about
 
 
 @pytest.mark.fault("refused: two jobs in one run's folder")

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from common import process_group, stop
+from common.run import process_group, stop
 
 from tests.harness import runner
 from tests.harness.fault_case import STEPS, FaultCase, checkpoints, events_in, wait_for

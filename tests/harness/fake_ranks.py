@@ -9,7 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from common import seal, stop
+from common import seal
+from common.run import stop
 
 KEY = b"0123456789abcdef"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from common import exits
+from common.run import exits
 
 from tests.harness import inject, runner
 from tests.harness.states import same_tensors

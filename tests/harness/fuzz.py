@@ -22,7 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import UserError, checkpoint, cli, manifest, rates, sampler, schedule
+from common import UserError, manifest
+from common.run import cli
+from common.state import checkpoint
+from common.train import rates, sampler, schedule
 from common.workloads import environments, gpt, images, packed, text
 
 from tests.harness import damage, module, runner, states

@@ -7,28 +7,28 @@ A fault that is given twice comes again after the run has gone back (--on-bad-st
 Who renames one of these renames it here as well; a patch of a name that is not there fails every fault test:
 
     patched                                  what for
-    common.process_group.start               point "at the start"
-    common.process_group.finish              faults that come again
-    common.run_dir.claim                     point "before the claim"
-    common.watch.Watch.begin                 point "before the first step"
-    common.watch.Watch.step                  the step that this rank is in
-    common.data.Loader(reader, ...)          point "reading": a reader around the reader
-    common.stop.Stop.after                   point "end of a step"; note "done"
+    common.run.process_group.start               point "at the start"
+    common.run.process_group.finish              faults that come again
+    common.run.run_dir.claim                     point "before the claim"
+    common.protect.watch.Watch.begin                 point "before the first step"
+    common.protect.watch.Watch.step                  the step that this rank is in
+    common.train.data.Loader(reader, ...)          point "reading": a reader around the reader
+    common.run.stop.Stop.after                   point "end of a step"; note "done"
     common.manifest.seal, write              points "before the digests", "before the manifest"
-    common.guard.FiniteGuard(model, ...)     what the actions "drift" and "damage state" may change
-    common.guard.StateCheck(model, ...)      the same, of a recipe that does not train and has no FiniteGuard
+    common.train.guard.FiniteGuard(model, ...)     what the actions "drift" and "damage state" may change
+    common.train.guard.StateCheck(model, ...)      the same, of a recipe that does not train and has no FiniteGuard
     common.session.Session.log_train         of such a recipe, point "update"; log_validation, point "evaluation"
-    common.watch.Watch._exit                 note "named": this rank prints the finding about another one
-    common.watch.Watch._let_others_read      note "named": this rank has printed its own error
-    common.flops.count_sample, peak_flops    no measurement
-    common.sampler.make_plan                 short epochs
+    common.protect.watch.Watch._exit                 note "named": this rank prints the finding about another one
+    common.protect.watch.Watch._let_others_read      note "named": this rank has printed its own error
+    common.train.flops.count_sample, peak_flops    no measurement
+    common.train.sampler.make_plan                 short epochs
     common.workloads.resnet.make_resnet      a small network
     common.workloads.text.stdlib_documents   a small text
     nn.Module.eval                           point "evaluation"
     torch.autograd.backward                  point "backward"; the action "spoil"
     torch's hook before an optimizer's step  point "update"
     dcp.save                                 point "before the data"
-    common.shards.ShardWriter.write_data     points "between the files", "in a file"
+    common.state.shards.ShardWriter.write_data     points "between the files", "in a file"
     Path.rename                              points "before the rename", "after the rename"
     shutil.rmtree                            point "during retention"
     os._exit                                 note "exited"
@@ -62,30 +62,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import (
-    checkpoint,
-    data,
-    flops,
-    guard,
-    health,
-    heartbeat,
-    keymap,
-    log,
-    manifest,
-    output,
-    private_api,
-    process_group,
-    ranks,
-    run_dir,
-    sampler,
-    saver,
-    seal,
-    session,
-    shards,
-    stop,
-    sync_batchnorm,
-    watch,
-)
+from common import keymap, manifest, private_api, ranks, seal, session
+from common.protect import health, heartbeat, watch
+from common.run import log, output, process_group, run_dir, stop
+from common.state import checkpoint, saver, shards
+from common.train import data, flops, guard, sampler, sync_batchnorm
 from common.workloads import resnet, text
 from torch import nn
 from torch.distributed.tensor import DTensor

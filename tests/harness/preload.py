@@ -14,7 +14,7 @@ import torch.utils.flop_counter
 import torch.utils.tensorboard  # noqa: F401
 import torchvision.transforms.v2.functional  # noqa: F401
 import tyro  # noqa: F401
-from common import cli, exits, session  # noqa: F401
+from common.run import cli, exits  # noqa: F401
 from common.workloads import gpt, images, resnet, text  # noqa: F401
 
 from tests.harness import runner, short_resnet  # noqa: F401

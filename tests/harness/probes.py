@@ -36,7 +36,7 @@ HELD = ("parameters", "gradients", "optimizer")
 def run_until(path: str, argv: list[str], last_step: int, before: Callable[[int], None], report: Path) -> None:
     """In a rank: run a recipe, call `before` ahead of each step, and leave once `last_step` is done."""
     import torch.distributed as dist
-    from common import watch
+    from common.protect import watch
 
     watching: Any = watch.Watch
     step = watching.step
@@ -96,7 +96,7 @@ def calls_of(trace: Path) -> list[tuple[str, int]]:
 def probe(path: str, argv: list[str], file: str) -> None:
     """In a rank: run the recipe to STEP; write what it holds then, and what it calls."""
     import torch.distributed as dist
-    from common import guard
+    from common.train import guard
 
     seen: dict[str, Any] = {"alone": []}
     finite: Any = guard.FiniteGuard

@@ -2,8 +2,8 @@
 
 A fork server imports torch once; every rank is a fork of it with the environment that torchrun would give,
 joins a real gloo group over TCP and runs the recipe's file as __main__. A rank that ends its training as it should
-is used for the next one (`rerun` says what is put back in between); one that fails is replaced. tests/test_launch.py
-covers the real torchrun.
+is used for the next one (`rerun` says what is put back in between); one that fails is replaced.
+tests/launch/test_launch.py covers the real torchrun.
 """
 
 import contextlib
@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import devices, flops, run_dir, stop
+from common import devices
+from common.run import run_dir, stop
+from common.train import flops
 from tools.about import RECIPES, ROOT, TRAINING, choices, has_flag, is_single, source, workload
 
 # As launch/torchrun.sh has it: a rank whose store ends may print a stack of C++, or not, as the threads happen to run.
@@ -34,7 +36,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.harness.preload"])
 SIZES = ("--num-layers", "--mlp-width")  # of the model, that a layout may choose
-# Replicas that train apart give other numbers than the rest; as one, they are ddp_gpt. tests/test_diloco.py has more.
+# Replicas that train apart give other numbers than the rest (tests/recipes/test_diloco.py); as one, they are ddp_gpt.
 AS_ONE = ("--replicas", "1", "--outer-lr", "1", "--outer-momentum", "0")
 GRACE_S = 0.5  # torchrun, too, ends the others when one rank has failed
 # Flags of each workload for a model that is quick in float64 on a CPU. tests/harness/short_resnet.py has the first; the
@@ -148,7 +150,7 @@ def layouts(recipe: str) -> list[Layout]:
             slices = [tp for tp in (4, 2, 1) if size % tp == 0][:2]
             found += [Layout(recipe, size, ("--tp", str(tp)), size // tp) for tp in slices if tp > 1 or size % 2]
         elif has_flag(recipe, "--cp"):
-            groups = [cp for cp in (4, 2, 1) if size % cp == 0][:2]  # tests/test_context.py has one of three ranks
+            groups = [cp for cp in (4, 2, 1) if size % cp == 0][:2]  # of three: test_context.py
             kinds = choices(recipe, "--cp-kind")
             found += [
                 Layout(recipe, size, ("--cp", str(cp), "--cp-kind", kind), size // cp)

@@ -44,7 +44,8 @@ def _run_noted(path: str, argv: list[str], notes: Path, rank: int) -> None:
 @contextlib.contextmanager
 def _noted(notes: Path, rank: int) -> Iterator[None]:
     """Note all that this rank holds of model and optimizer, before the first step and whenever the run saves."""
-    from common import guard, saver
+    from common.state import saver
+    from common.train import guard
 
     begin = guard.FiniteGuard.__init__
     save = saver.Saver.save

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import torch
-from common import checkpoint, guard, saver
+from common.state import checkpoint, saver
+from common.train import guard
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import diagnose, health, ranks, seal
+from common import ranks, seal
+from common.protect import diagnose, health
 from tools.doctor import findings, group, network
 from tools.doctor.around import ALL_WELL, BEGUN, DONE, FOLDER, LOCAL, MET, REPORT
 from tools.doctor.findings import Asked, Finding

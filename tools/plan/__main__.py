@@ -18,7 +18,8 @@ import json
 import sys
 from pathlib import Path
 
-from common import UserError, exits
+from common import UserError
+from common.run import exits
 from tools.plan import answer, sweep
 from tools.plan.count import Case, count
 from tools.plan.hardware import find, table

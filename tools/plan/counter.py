@@ -32,8 +32,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from common import UserError, cli, data, flops, guard, initial, keymap, process_group, sampler
-from common.data import map_tensors
+from common import UserError, keymap
+from common.run import cli, process_group
+from common.train import data, flops, guard, initial, sampler
+from common.train.data import map_tensors
 from launch import strategy
 from tools import about
 from tools.plan import fake_device, orders, repeat

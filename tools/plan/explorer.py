@@ -1,7 +1,7 @@
 """docs/explorer.html: the formulas of transformer.py and predict.py with sliders, in one file without a network.
 
-The page computes in JavaScript. All numbers that the formulas use come from here, as JSON, and tests/test_explorer.py
-compares what both predict.
+The page computes in JavaScript. All numbers that the formulas use come from here, as JSON, and
+tests/tools/test_explorer.py compares what both predict.
 """
 
 import dataclasses

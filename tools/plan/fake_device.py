@@ -43,7 +43,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from common import data, ranks
+from common import ranks
+from common.train import data
 
 BUCKETS_BYTES = [2**20, 25 * 2**20]  # of torch's DDP: the first bucket, and all others
 aten = torch.ops.aten

@@ -27,7 +27,7 @@ def run(flags: list[str], env: dict[str, str], log: str) -> None:
         os.dup2(file.fileno(), 2)
     os.environ.clear()
     os.environ.update(env)
-    from common import process_group
+    from common.run import process_group
 
     world = process_group.start()
     rows = []

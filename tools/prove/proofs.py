@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import ranks, run_dir
+from common import ranks
+from common.run import run_dir
 from tools import about
 from tools.prove import collectives, layouts
 from tools.prove.rank import held

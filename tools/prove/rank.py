@@ -30,7 +30,7 @@ def run(
         signal_at: the step before which this rank signals itself, and the signal; (0, 0) for never.
         rates: count FLOPs and compute as fast as the recipe does; otherwise as exactly as the type allows.
     """
-    from common import flops
+    from common.train import flops
 
     with Path(log).open("wb", buffering=0) as file:
         os.dup2(file.fileno(), 1)
@@ -58,7 +58,8 @@ def run(
 @contextlib.contextmanager
 def noted(notes: Path, rank: int) -> Iterator[None]:
     """Note all that this rank holds of model and optimizer, before the first step and whenever the run saves."""
-    from common import guard, saver
+    from common.state import saver
+    from common.train import guard
 
     begin = guard.FiniteGuard.__init__
     save = saver.Saver.save
@@ -110,7 +111,7 @@ def held(notes: Path, when: str) -> dict[str, set[str]]:
 @contextlib.contextmanager
 def _signalled(notes: str, at_step: int, number: int) -> Iterator[None]:
     """Signal this process before a step, and write down when."""
-    from common import watch
+    from common.protect import watch
 
     step_begins = watch.Watch.step
 

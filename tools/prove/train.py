@@ -11,7 +11,8 @@ import signal
 import time
 from pathlib import Path
 
-from common import UserError, cli, exits, process_group, ranks
+from common import UserError, ranks
+from common.run import cli, exits, process_group
 from tools import about
 from tools.prove import page, proofs, world
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import cli, exits, process_group, ranks
+from common import ranks
+from common.run import cli, exits, process_group
 
 SIDES = (256, 512, 1024, 2048)  # of square matrices; GPUs take 8 times as many
 COPY_BYTES = 2**27

@@ -1,0 +1,89 @@
+"""From stacks and heartbeats to the name of the culprit: pure functions."""
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+from common import private_api
+
+# (phase, file, function), where "" stands for any function of the file: the first entry found on the main thread's
+# stack names the phase. Recipes may name their functions freely, so these are functions that recipes call.
+PHASES = (("save", "common/state/saver.py", ""), ("data", "common/train/data.py", "__next__"), *private_api.FRAMES)
+Beat = dict[str, Any]
+# Where NCCL works on some machines only, it is mostly one of these ways between GPUs.
+NCCL_ADVICE = (
+    "if it never ends, NCCL cannot send: start with NCCL_DEBUG=INFO to see which way it tries, and without that way: "
+    "NCCL_P2P_DISABLE=1 (GPU to GPU in a machine), NCCL_IB_DISABLE=1 (InfiniBand), NCCL_SOCKET_IFNAME (interface)\n"
+)
+FINDING = "watch/finding"  # in the store: which rank is to blame, once that is known
+SAVING = "checkpoint"  # name of the process group that writes checkpoints beside the training
+
+
+def phase_and_stack(frames: Iterable[tuple[FrameType, int]], noted: str = "") -> tuple[str, str]:
+    """Phase of training that a thread is in, and its relevant frames as text.
+
+    Args:
+        frames: the thread's stack, outermost frame first.
+        noted: the phase, if the run itself has noted it.
+    """
+    stack = [*frames]
+    ours = [one for one in stack[:-1] if "site-packages" not in one[0].f_code.co_filename]
+    shown = "".join(traceback.format_list([*map(_summary, [*ours[-4:], *stack[-1:]])]))
+    if noted:
+        return noted, shown
+    codes = [frame.f_code for frame, _ in stack]
+    for phase, file, function in PHASES:
+        if any(file in code.co_filename and function in ("", code.co_name) for code in codes):
+            return phase, shown
+    return "the main loop", shown
+
+
+def _summary(place: tuple[FrameType, int]) -> traceback.FrameSummary:
+    """A frame as text. Its line is read once: StackSummary.extract looks at all files again, in each heartbeat."""
+    frame, line = place
+    code = frame.f_code
+    linecache.lazycache(code.co_filename, frame.f_globals)
+    return traceback.FrameSummary(code.co_filename, line, code.co_name, lookup_line=False)
+
+
+def waits_in(record: dict[str, Any], stack: str, phase: str) -> str:
+    """The collective that this rank has begun and not finished, or a point-to-point message; else "".
+
+    Those of a save count only while the main thread is in the save too: otherwise it is written beside the training.
+    gloo does not record messages: the stack shows that a function of torch waits for one, or that a line does.
+    """
+    for entry in record.get("entries", []):
+        if not entry["retired"] and (phase == "save" or entry["process_group"][1] != SAVING):
+            call = f"{entry['profiling_name']} {entry['input_sizes']}"
+            return f"{call}, number {entry['collective_seq_id']} of group {entry['process_group'][1]}"
+    message = re.search(rf", in ({'|'.join(private_api.MESSAGES)})$|^ +\w+\.wait\(\)\n\Z", stack, re.MULTILINE)
+    return "a message between two ranks" if message else ""
+
+
+def describe(beat: Beat) -> str:
+    """One rank's name, phase, collective and stack, as text."""
+    waits = f", waiting in {beat['waits_in']}" if beat["waits_in"] else ""
+    return f"{beat['name']}: {beat['phase']}{waits}\n{beat['stack']}"
+
+
+def accuse_dead(beats: list[Beat], dead: set[int]) -> str:
+    """Name the ranks whose heartbeat has stopped."""
+    return "".join(f"dead or frozen; last heartbeat of {describe(beat)}" for beat in beats if beat["rank"] in dead)
+
+
+def accuse_stalled(beats: list[Beat]) -> str:
+    """Name the rank that the others wait for; "" while that rank still makes progress, or has time for its phase."""
+    not_waiting = [beat for beat in beats if not beat["waits_in"]]
+    if any(beat["stalled_s"] < beat["limit_s"] / 2 for beat in not_waiting or beats):
+        return ""
+    waiting = [beat["rank"] for beat in beats if beat["waits_in"]]
+    if not_waiting:
+        tail = f"ranks {waiting} are waiting for it\n" if waiting else ""
+        return "".join(f"no progress for {beat['limit_s']:g} s: {describe(beat)}" for beat in not_waiting) + tail
+    limit_s = max(beat["limit_s"] for beat in beats)
+    never = all("nccl" in beat["waits_in"] and ", number 1 of " in beat["waits_in"] for beat in beats)
+    shown = "".join(map(describe, beats)) + never * f"it is the first collective: {NCCL_ADVICE}"
+    return f"no progress for {limit_s:g} s: all ranks are waiting for each other:\n{shown}"

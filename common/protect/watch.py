@@ -1,0 +1,291 @@
+"""Name the rank that hangs, dies, raises or exits early, on every rank, and end all ranks together.
+
+The order of events:
+1. A thread of each rank renews a heartbeat in the store every `BEAT_S`: step, phase, stack, and the collective that
+   the rank waits in, as torch's flight recorder has it.
+2. A rank that makes no progress, or that loses a connection to a peer, reads all heartbeats for `DEAD_S`, or until it
+   sees that a process of its own machine has ended. Each rank holds a connection to the next one, so that the end of a
+   process is noticed though nobody waits for it. It also looks at the next one's heartbeat: NCCL reports no end of a
+   process, and a machine without power closes nothing.
+3. It accuses the ranks whose heartbeat has stopped, or else the one that waits for no other rank.
+4. It publishes this finding in the store. The first finding counts; later ones are dropped.
+5. Every other rank reads the finding, prints it and exits with PEER_FAILED. A rank that raised exits with its own
+   error. Rank 0 exits last, and names those that have died as well.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from common import UserError, private_api, ranks
+from common.protect import diagnose
+from common.protect.heartbeat import BEAT_S, DEAD_S, Heartbeat
+from common.run import exits, process_group
+
+DECIDERS = 8  # the first ranks to compare heartbeats: a thousand ranks must not all read a thousand heartbeats
+STORE_HOST = "its host (rank 0 or the launcher)"
+FAREWELL_TAG = 0x0FA2E  # of the message that a rank sends to the one before it when its training is done
+alive: "Watch | None" = None  # this process's, from process_group.start on
+
+
+class Watch:
+    """Watches this rank's main thread and, through the store, the other ranks."""
+
+    def __init__(self, world: process_group.World) -> None:
+        """Begin to name the ranks that die, and those that raise (main thread, all ranks)."""
+        global alive  # noqa: PLW0603 (the session begins the training on it)
+        alive = self
+        self._world = world
+        self._heart = Heartbeat(world)
+        self._logs: Path | None = None
+        self._outlook = "run the same command again"
+        self._last_words = ""
+        self._reported = False
+        self._closing = threading.Event()
+        self._exiting = threading.Lock()
+        self._store = world.store.clone()  # the main thread may be waiting in the store itself
+        self._beats = 0
+        self._next_beat = ""  # the next rank's heartbeat, and for how many of this rank's own it has stayed the same
+        self._next_same = 0
+        targets = [self._watch, self._tick]
+        if world.size > 1:
+            self._farewell = torch.zeros(1)
+            self._message: Any = dist.irecv(self._farewell, (world.rank + 1) % world.size, tag=FAREWELL_TAG)
+            targets.append(self._feel_next)
+        self._threads = [threading.Thread(target=target, name=target.__name__, daemon=True) for target in targets]
+        for thread in self._threads:
+            thread.start()
+        exits.report = self.report
+        process_group.background.callback(self.close)
+        atexit.register(self._report_early_exit)
+
+    def begin(self, path: Path, first_step: int, hang_timeout_s: float) -> None:
+        """The training begins: from here on, a hang is noticed too (main thread, all ranks).
+
+        Args:
+            path: the run's folder; after a failure, the flight recorder's entries are written to its logs/.
+            first_step: steps done already.
+            hang_timeout_s: seconds without progress that count as a hang; see `Heartbeat.limit_s`.
+        """
+        self._logs = path / "logs"
+        self._outlook = exits.outlook(path, self._world.size)
+        self._heart.begin(path, first_step, hang_timeout_s)
+        self._heart.tick()  # the first step may already keep the interpreter's lock
+        process_group.background.callback(self.close)  # again: now before what has begun since `start`
+
+    def step(self, step: int) -> None:
+        """Note that `step` begins."""
+        self._heart.step = step
+        self._heart.noted = ""
+
+    def note(self, phase: str) -> None:
+        """Note the phase of training, where a stack does not tell it; "" where it does, as from the next step on."""
+        self._heart.noted = phase
+
+    def close(self) -> None:
+        """Stop the heartbeat: this rank has finished."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        with contextlib.suppress(RuntimeError, ValueError):  # no connection is left, as after an error
+            if self._world.size > 1:
+                self._sent = dist.isend(torch.ones(1), (self._world.rank - 1) % self._world.size, tag=FAREWELL_TAG)
+        for thread in self._threads:
+            thread.join(DEAD_S)
+        faulthandler.cancel_dump_traceback_later()
+        atexit.unregister(self._report_early_exit)
+
+    def report(self, error: BaseException) -> None:
+        """Publish why this rank raises (main thread); does not return if another rank is the cause."""
+        self._reported = True
+        frames = list(traceback.walk_tb(error.__traceback__))
+        # torch wraps errors so, of a stage's backward pass and of a loader's worker.
+        while type(error) is RuntimeError and error.__cause__:
+            error = error.__cause__
+            frames += traceback.walk_tb(error.__traceback__)
+        phase, stack = diagnose.phase_and_stack(frames, self._heart.noted)
+        said = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        headline = f"{self._heart.name()} failed in {phase}: {type(error).__name__}: {said}\n"
+        finding = headline + stack
+        everywhere = isinstance(error, UserError) and error.everywhere
+        if everywhere or (not self._logs and isinstance(error, UserError | KeyboardInterrupt)):
+            # Mostly all ranks raise the same, and rank 0 prints it. Else the others read it once this rank has exited.
+            self._last_words = finding
+            self._closing.set()
+            return
+        try:
+            if isinstance(error, dist.DistError) or "gloo" in str(error):
+                beats, dead = self._compare()
+                if accused := self._finding() or self._heart.own_freeze() or diagnose.accuse_dead(beats, dead):
+                    self._exit(self._publish_finding(accused))
+                finding += "".join(diagnose.describe(beat) for beat in beats if beat["rank"] != self._world.rank)
+            self._publish_finding(finding)
+        except dist.DistError as lost:
+            self._exit(self._store_lost(lost))
+        if not isinstance(error, UserError):  # `exits.entry` prints those
+            sys.stderr.write(f"\n{headline}")  # Python prints the stack afterwards, with the exception
+            sys.stderr.flush()
+        self._let_others_read(finding)
+
+    def _let_others_read(self, finding: str) -> None:
+        """Let rank 0 exit last, as it hosts the store under most launchers; meanwhile it looks for more dead ranks."""
+        with contextlib.suppress(dist.DistError):  # the store has gone before
+            if self._world.rank:
+                self._store.set(f"watch/{self._world.rank}/exits", "")
+            elif self._world.size > 1 and not self._heart.own_freeze():
+                beats, dead = self._compare(to_the_end=True)
+                more = {rank for rank in dead if f"rank {rank} (" not in finding and not self._exits(rank)}
+                sys.stderr.write(diagnose.accuse_dead(beats, more))
+                sys.stderr.flush()
+
+    def _exits(self, rank: int) -> bool:
+        return self._store.check([f"watch/{rank}/exits"])
+
+    def _store_lost(self, error: Exception) -> str:
+        lost = f"{self._heart.name()} has lost its connection to the store: {STORE_HOST} is dead or cut off ({error})\n"
+        return self._heart.own_freeze() or lost
+
+    def _report_early_exit(self) -> None:
+        if self._last_words or not (self._closing.is_set() or self._reported):
+            with contextlib.suppress(dist.DistError):  # the store has gone before
+                self._publish_finding(self._last_words or f"{self._heart.name()} exited before the training was done\n")
+
+    def _watch(self) -> None:
+        patience_s = 0 if self._world.rank < DECIDERS else 2 * DEAD_S
+        warned = slow = False
+        while True:
+            try:
+                if self._publish_heartbeat() > self._heart.limit_s() + patience_s:
+                    self._accuse(stalled=True)
+                elif not self._reported and self._next_is_silent():
+                    self._accuse(stalled=False)
+                if not self._reported and (finding := self._finding()):
+                    self._exit(finding)
+                if self._store.foreign and not warned:
+                    warned = True
+                    ranks.print0(f"warning: a stranger writes to this run's store ({self._store.foreign}): ignored")
+                sentence = self._heart.slow_save() if self._world.rank == 0 else ""
+                if sentence and not slow:
+                    ranks.print0(f"warning: {sentence}")
+                slow = bool(sentence)
+            except dist.DistError as error:
+                if self._closing.is_set() or self._reported:
+                    return
+                self._exit(self._store_lost(error))
+            if self._closing.wait(BEAT_S):
+                return
+
+    def _tick(self) -> None:
+        """Keep the clocks that need no store: of a store that does not answer, and of an interpreter that is locked."""
+        beats = 0
+        silent_s = 0.0
+        while not self._closing.wait(BEAT_S):
+            self._heart.tick()
+            silent_s = silent_s + BEAT_S if self._beats == beats else 0.0
+            beats = self._beats
+            if silent_s > self._heart.limit_s():
+                self._exit(
+                    f"{self._heart.name()} gets no answer from the store: {STORE_HOST} is frozen or cut off\n", False
+                )
+
+    def _feel_next(self) -> None:
+        """Notice at once when the next rank's process has ended: then the kernel closes its connection."""
+        try:
+            self._message.wait(timedelta(days=365))
+        except RuntimeError:
+            with contextlib.suppress(dist.DistError):  # `_watch` reports it
+                if not self._closing.is_set() and not self._reported:
+                    self._accuse(stalled=False)
+
+    def _next_is_silent(self) -> bool:
+        """Whether the next rank's process has ended, or gives no heartbeat for too long."""
+        if self._world.size == 1 or self._farewell.any():  # its training is done
+            return False
+        beat = self._store.peek(f"watch/{(self._world.rank + 1) % self._world.size}")
+        self._next_same = self._next_same + 1 if beat == self._next_beat else 0
+        self._next_beat = beat
+        # Counted in own heartbeats, so that time in which the whole job was suspended does not count.
+        silent_s = self._next_same * BEAT_S
+        if not beat or silent_s < DEAD_S:
+            return False
+        return silent_s >= self._heart.silence_s() or self._heart.has_died(json.loads(beat))
+
+    def _accuse(self, stalled: bool) -> None:
+        """Compare the heartbeats, and publish who is to blame, if anybody; `_watch` prints it."""
+        beats, dead = self._compare()
+        accused = self._heart.own_freeze() or diagnose.accuse_dead(beats, dead)
+        if accused := accused or (diagnose.accuse_stalled(beats) if stalled else ""):
+            self._publish_finding(accused)
+
+    def _publish_heartbeat(self) -> float:
+        """Renew the heartbeat; returns the seconds since the main thread last moved."""
+        self._store.set(f"watch/{self._world.rank}", json.dumps(self._heart.look()))
+        self._beats += 1
+        return self._heart.stalled_s
+
+    def _compare(self, to_the_end: bool = False) -> tuple[list[diagnose.Beat], set[int]]:
+        """Read the heartbeats of all ranks for `DEAD_S`; returns them, and the ranks whose heartbeat has stopped.
+
+        It ends early when there is a finding, or a process of this machine that has ended. To the end means: when all
+        others have ended, or are about to.
+        """
+        keys = [f"watch/{rank}" for rank in range(self._world.size)]
+        others = {*range(self._world.size)} - {self._world.rank}
+        first: list[str] = []
+        now = [""] * len(keys)
+        moved: set[int] = set()
+        ended: set[int] = set()
+        end = time.monotonic() + DEAD_S
+        while time.monotonic() < end and (to_the_end or not self._finding()):
+            self._publish_heartbeat()
+            now = [self._store.peek(key) for key in keys]
+            first = first or now
+            moved |= {rank for rank, beat in enumerate(now) if beat != first[rank]}
+            ended = {rank for rank, beat in enumerate(now) if beat and self._heart.has_died(json.loads(beat))}
+            settled = all(rank in ended or self._exits(rank) for rank in others) if to_the_end else bool(ended)
+            if settled:
+                moved = {*range(len(now))} - ended
+                break
+            time.sleep(BEAT_S)
+        unknown = {"phase": "its start", "stack": "", "waits_in": "", "stalled_s": 0.0, "limit_s": 0.0}
+        beats = [json.loads(beat) if beat else unknown | {"rank": r, "name": f"rank {r}"} for r, beat in enumerate(now)]
+        return beats, {*range(len(now))} - moved
+
+    def _finding(self) -> str:
+        return self._store.peek(diagnose.FINDING)
+
+    def _publish_finding(self, finding: str) -> str:
+        """Publish a finding unless there is one already; returns the one that counts."""
+        return self._store.compare_set(diagnose.FINDING, "", finding).decode()
+
+    def _exit(self, finding: str, store_answers: bool = True) -> None:
+        """Print the finding and end this process, whatever its main thread waits for."""
+        self._exiting.acquire()  # never released: if two threads have the same finding, only one prints it
+        own = self._heart.own_freeze()
+        finding = ranks.printable(finding if own in finding else own + finding)
+        finding = f"{finding}rank {self._world.rank} exits; {self._outlook}\n"
+        try:
+            sys.stderr.write(f"\n{finding}")
+            sys.stderr.flush()
+            if "TORCHELASTIC_ERROR_FILE" in os.environ:  # the launcher prints it if rank 0 is the frozen one
+                error = {"message": finding, "extraInfo": {"py_callstack": finding, "timestamp": str(int(time.time()))}}
+                Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps({"message": error}))
+            if self._logs:
+                trace = self._logs / f"flight_recorder_{self._world.rank:05d}.json"
+                trace.write_text(json.dumps(private_api.flight_recorder(self._world.device, only_active=False)))
+            if store_answers:
+                self._let_others_read(finding)
+        finally:  # also where the disk is full
+            os._exit(exits.PEER_FAILED)

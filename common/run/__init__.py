@@ -1,0 +1,1 @@
+"""One run of some ranks: its start, folder, log and end."""

@@ -1,0 +1,324 @@
+"""Terminal, progress bar, TensorBoard and metrics.jsonl. Rank 0 prints and records; elsewhere a call does nothing."""
+
+import json
+import resource
+import shlex
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from tqdm import tqdm
+
+from common import devices, ranks
+from common.measure import profile, verdict
+from common.run import output, process_group, run_dir
+from common.train import flops, metrics, sampler
+
+STOPPED = "stopped.json"  # in the run's folder: the run was asked to stop, saved this step, and can be queued again
+
+
+class Run:
+    """Records one run: files in its folder, lines on the terminal. Only rank 0 writes.
+
+    Attributes:
+        path: the run's folder, with config.json, the copied train.py, metrics.jsonl (float64, one line for
+            each record), TensorBoard's events, checkpoints/ and logs/.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        recipe: str,
+        args: Any,
+        world: process_group.World,
+        plan: sampler.Plan,
+        dtype: torch.dtype,
+        sample: flops.Sample,
+        rates: Sequence[float],
+        computes_on: Sequence[torch.device],
+    ) -> None:
+        """Begin, or continue after the plan's first step (all ranks), and print the setup.
+
+        Args:
+            path: the run's folder, claimed by `run_dir.claim`.
+            recipe: the train.py that runs.
+            args: its dataclass of flags.
+            world: this process.
+            plan: its steps and their samples.
+            dtype: of the computation.
+            sample: FLOPs and units of a training sample, for rates.
+            rates: the peak learning rate of each group of parameters; empty if nothing is trained.
+            computes_on: the devices of this process, the world's first.
+        """
+        self.path = path
+        self._plan = plan
+        self._shown_step = plan.first_step  # the latest step on the terminal
+        self._rated_step = plan.first_step  # the latest step that samples_per_s has counted
+        self._world = world
+        self._sums: metrics.Sums = {}
+        self._sample = sample
+        self._length_flag = "--max-steps" if args.max_steps else "--epochs"
+        self._devices = computes_on
+        # Seconds that a sample would take on one device at its peak.
+        peak_flops = flops.peak_flops(world.device, dtype) if sample.flops else 0.0
+        self._ideal_s = peak_flops and sample.flops / peak_flops
+        mfu_is_of = f"{peak_flops / 1e12:,.6g} TFLOP/s a device, {flops.source(world.device, dtype)}"
+        self._began = self._since = time.perf_counter()
+        self._seconds = 0.0  # of training since the last record, until `_since`
+        self._trained_s = 0.0
+        self._data_wait_s = 0.0
+        # Seconds of waiting for data, and of training, after the first line, which includes the start of the workers.
+        self._steady_wait_s = 0.0
+        self._steady_s = 0.0
+        self._args = args
+        self._records: TextIO | None = None  # metrics.jsonl and TensorBoard's events, opened when there is room
+        self._events: Any = None
+        log = path / "logs" / f"rank_{world.rank:05d}.log"
+        if world.rank != 0:
+            output.redirect(log)
+            return
+        output.spare = log
+        threading.excepthook = _show_unless_events
+        try:
+            (path / STOPPED).unlink(missing_ok=True)
+            for change in run_dir.write_config(path, recipe, args, world, mfu_is_of if peak_flops else ""):
+                ranks.print0(change)
+            self._records = run_dir.open_records(path, plan.first_step)
+        except OSError as error:
+            ranks.print0(f"warning: not all files of this start were written to {path}: {error}")
+        details = "".join(f", {number:,} {unit} each" for unit, number in sample.units.items())
+        details += f"; {str(dtype).removeprefix('torch.')}"
+        ranks.print0(f"{world}\n{plan}{details if plan.first_step < plan.max_steps else ''}")
+        for line in devices.notes(world.device, bool(vars(args).get("compile"))):
+            ranks.print0(line)
+        if rates:
+            peak = " to ".join(f"{rate:.4g}" for rate in sorted({min(rates), max(rates)}))
+            ranks.print0(f"peak learning rate {peak}{_after(args, plan.max_steps)}")
+        if world.device.type == "cuda" and peak_flops:
+            ranks.print0(f"MFU is of {mfu_is_of}")
+        # disable=None shows a bar on a terminal, and none in a pipe or a file.
+        self._bar = tqdm(total=plan.max_steps, initial=plan.first_step, unit="step", disable=None, dynamic_ncols=True)
+
+    def add(self, sums: metrics.Sums) -> None:
+        """Add this rank's sums of one step to the next record."""
+        self._sums = metrics.add(self._sums, sums)
+
+    def log_train(self, step: int, data_wait_s: float, **more: float) -> dict[str, float]:
+        """Record the global means of the steps since the last call (all ranks).
+
+        Args:
+            step: steps done.
+            data_wait_s: seconds that this rank has waited for data so far.
+            **more: other values for train/, such as lr; a name that has a group already, such as rl/return, keeps it.
+
+        Returns:
+            The recorded values by TensorBoard tag.
+        """
+        shown = {**metrics.means(self._sums), **more}
+        self._sums = {}
+        now = time.perf_counter()
+        seconds = self._seconds + now - self._since
+        self._since = now
+        self._seconds = 0.0
+        if self._trained_s:
+            self._steady_wait_s += data_wait_s - self._data_wait_s
+            self._steady_s += seconds
+        self._trained_s += seconds
+        rate = (self._plan.position(step) - self._plan.position(self._rated_step)) / seconds
+        self._rated_step = step
+        tagged = self._record(step, "train", shown)
+        perf = {
+            "samples_per_s": rate,
+            **{f"{unit}_per_s": rate * number for unit, number in self._sample.units.items()},
+            **({"mfu": rate * self._ideal_s / (self._world.size * len(self._devices))} if self._ideal_s else {}),
+            "memory_gib": sum(map(memory_gib, self._devices)),
+            "data_wait_s": data_wait_s - self._data_wait_s,
+        }
+        self._data_wait_s = data_wait_s
+        tagged |= self._record(step, "perf", perf)
+        self._show(step, shown, f"{rate:,.0f} samples/s")
+        return tagged
+
+    def log_validation(self, step: int, means: Mapping[str, float]) -> None:
+        """Record an evaluation's global means."""
+        self._show(step, self._record(step, "val", means))
+
+    def log_images(self, step: int, tag: str, images: Any) -> None:
+        """Show images, (N, H, W, 3) uint8, in TensorBoard (rank 0)."""
+        if self._world.rank == 0:
+            self._add_events(step, lambda events: events.add_images(tag, images, step, dataformats="NHWC"))
+
+    def pause(self, something_is_due: bool) -> None:
+        """Exclude the time until `unpause` from the rate of training.
+
+        Args:
+            something_is_due: an evaluation, a comparison or a save comes next. It would wait for the steps that GPUs
+                have not done yet, so that their time is waited for here, and counts as training.
+        """
+        for device in self._devices if something_is_due else ():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        self._seconds += time.perf_counter() - self._since
+
+    def unpause(self) -> None:
+        """Count time towards the rate of training again."""
+        self._since = time.perf_counter()
+
+    def log_profile(self, step: int, found: profile.Found) -> None:
+        """Record a profile of the steps before, and print its table and its verdict."""
+        step_s = found.parts["step"]
+        rate = self._plan.division.global_batch_size / step_s
+        devices_used = self._world.size * len(self._devices)
+        lines = list(found.lines)
+        if self._sample.flops:
+            each = rate * self._sample.flops / devices_used
+            mfu = f", {rate * self._ideal_s / devices_used:.1%} MFU" if self._ideal_s else ""
+            lines.append(f"         {each / 1e12:,.3f} TFLOP/s a device{mfu}")
+        lines.append(f"         {found.folder}/merged.json.gz shows each operator: open it at https://ui.perfetto.dev")
+        lines.append(verdict.of_profile(self._args, found.parts, found.slowest, found.slowest_s))
+        text = "\n".join(filter(None, lines))
+        ranks.print0(text)
+        self._record(step, "profile", {f"{part}_s": value for part, value in found.parts.items()})
+        if self._world.rank == 0:
+            self._add_events(step, lambda events: events.add_text("profile", f"```\n{text}\n```", step))
+
+    def finish(
+        self,
+        stopped: str = "",
+        no_better: str = "",
+        saved_s: float = 0.0,
+        slow_share: float = 0.0,
+        slow_rank: str = "",
+    ) -> None:
+        """Print the result, where the files are, and the command that continues the run.
+
+        Args:
+            stopped: why the run was stopped before its last step; "" if it was not.
+            no_better: why --patience ended it; "" if it did not. Then Slurm must not start it again, even if a signal
+                came in the same step.
+            saved_s: seconds of its checkpoints.
+            slow_share: what of the training the other ranks waited for one.
+            slow_rank: that one.
+        """
+        self.close()
+        if self._world.rank != 0:
+            return
+        took_s = time.perf_counter() - self._began
+        took = f"{took_s:.1f} s"
+        if self._trained_s:
+            rate = (self._plan.position(self._rated_step) - self._plan.start) / self._trained_s
+            took += f", of which {self._trained_s:.1f} s training at {rate:,.0f} samples/s"
+        if stopped or no_better:
+            ranks.print0(f"stopped  checkpoint saved ({no_better or stopped})")
+        if stopped and not no_better:
+            facts = {"step": self._shown_step, "of": self._plan.max_steps, "reason": stopped}
+            try:
+                run_dir.replace(self.path / STOPPED, json.dumps(facts))
+            except OSError as error:
+                ranks.print0(f"warning: without {STOPPED}, launch/slurm.sh does not requeue the job: {error}")
+        complete = self._shown_step >= self._plan.max_steps
+        verb = "done    " if complete else "reached "
+        ranks.print0(f"{verb} step {self._shown_step} of {self._plan.max_steps} in {took}")
+        line = verdict.of_run(
+            self._args,
+            took_s=took_s,
+            trained_s=self._trained_s,
+            data_share=self._steady_wait_s / self._steady_s if self._steady_s else 0.0,
+            saved_s=saved_s,
+            slow_share=slow_share,
+            slow_rank=slow_rank,
+        )
+        if line:
+            ranks.print0(line)
+        for tag, (value, step) in metrics.best(run_dir.records(self.path)).items():
+            ranks.print0(f"best     {tag} {value:.4f} at step {step}")
+        ranks.print0(f"files    {self.path}")
+        ranks.print0(f"plot     tensorboard --host localhost --logdir {shlex.quote(str(self.path.parent))}")
+        note = f"  (training is complete; raise {self._length_flag} to train longer)" if complete else ""
+        ranks.print0(f"resume   {run_dir.resume_command(self.path, self._world.size)}{note}")
+
+    def close(self) -> None:
+        """Close the progress bar and the records."""
+        if self._world.rank != 0:
+            return
+        self._bar.close()
+        for file in (self._events, self._records):
+            try:
+                if file:
+                    file.close()
+            except OSError as error:
+                ranks.print0(f"warning: the last records were not written to {self.path}: {error}")
+
+    def _record(self, step: int, group: str, values: Mapping[str, float]) -> dict[str, float]:
+        tagged = {key if "/" in key else f"{group}/{key}": value for key, value in values.items()}
+        if self._world.rank != 0:
+            return tagged
+        try:
+            if not self._records:
+                self._records = run_dir.open_records(self.path, self._plan.first_step)
+            self._records.write(run_dir.record_line({"step": step} | tagged))
+            self._records.flush()
+        except OSError as error:  # a full disk must not end the training
+            ranks.print0(f"warning: step {step} was not recorded in {self.path}: {error}")
+
+        def add(events: Any) -> None:
+            for tag, value in tagged.items():
+                events.add_scalar(tag, value, step)
+
+        self._add_events(step, add)
+        return tagged
+
+    def _add_events(self, step: int, add: Callable[[Any], None]) -> None:
+        """Record in TensorBoard, which nothing depends on; after an error with a new writer, once there is room."""
+        try:
+            if not self._events:
+                from torch.utils.tensorboard import SummaryWriter
+
+                with tempfile.TemporaryFile(dir=self.path, buffering=0) as probe:
+                    probe.write(bytes(2**16))  # without room, the writer would leave an empty file at each attempt
+                # The events of steps that a resumed run repeats are hidden.
+                purge = self._plan.first_step + 1 if self._shown_step == self._plan.first_step else None
+                self._events = SummaryWriter(str(self.path), purge_step=purge)
+            add(self._events)
+        except OSError as error:
+            self._events = None  # its thread has ended, and it would raise this error for ever
+            ranks.print0(f"warning: TensorBoard lacks step {step} or the one before it: {error}")
+
+    def _show(self, step: int, values: Mapping[str, float], tail: str = "") -> None:
+        before = self._shown_step
+        self._shown_step = step
+        if self._world.rank != 0:
+            return
+        self._bar.update(step - before)
+        text = "  ".join([*(f"{key} {value:.4g}" for key, value in values.items()), tail]).rstrip()
+        if self._bar.disable or "val/loss" in values:
+            ranks.print0(f"step {step:>{len(str(self._plan.max_steps))}}/{self._plan.max_steps}  {text}")
+        else:
+            self._bar.set_postfix_str(text)
+
+
+def _after(args: Any, max_steps: int) -> str:
+    """What the warm-up is of the whole; nothing for a recipe without this flag."""
+    steps = vars(args).get("warmup_steps", 0)
+    if steps < max_steps:
+        return f"; --warmup-steps {steps:,} of {max_steps:,} steps" if steps else ""
+    return f"; --warmup-steps {steps:,} is not below the training's {max_steps:,} steps"
+
+
+def _show_unless_events(failure: threading.ExceptHookArgs) -> None:
+    """Report a thread's error, unless it is TensorBoard's: its next call raises that one again."""
+    if not type(failure.thread).__module__.startswith("tensorboard"):
+        threading.__excepthook__(failure)
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory of this process so far in GiB: allocated on the GPU, else resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

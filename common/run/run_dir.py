@@ -1,0 +1,275 @@
+"""The folder of a run: config.json, the copied train.py, metrics.jsonl, logs/."""
+
+import argparse
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import io
+import json
+import math
+import os
+import shlex
+import socket
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch.distributed as dist
+
+from common import UserError, manifest, ranks
+from common.run import process_group
+
+SHARED_S = 10.0  # how long NFS may take to show another machine's file
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk without room or inodes, and a quota
+_locks: list[TextIO] = []
+
+
+def choose(out: str, name: str) -> Path:
+    """Choose this run's folder, `<out>/<name>`; the default name is date and time (all ranks). Creates nothing.
+
+    Raises:
+        UserError: the folder could not be created or written to, or every user can write to it.
+    """
+
+    def choose() -> str:
+        try:
+            path = (Path(out).expanduser() / (name or datetime.now().strftime("%Y%m%d-%H%M%S"))).resolve()
+            existing = next(parent for parent in (path, *path.parents) if parent.exists())
+            refuse_open(path)
+        except (OSError, RuntimeError) as error:  # a name that is too long, or ~user of an unknown user
+            raise UserError(f"--out {out}, --name {name}: {error}") from error
+        try:
+            with tempfile.TemporaryFile(dir=existing):
+                return str(path)
+        except OSError as error:
+            if existing == path and error.errno in FULL:  # a run survives that, also if it starts again
+                return str(path)
+            raise UserError(f"--out {out}: {existing} cannot be written to ({error.strerror})") from error
+
+    return Path(ranks.from_rank0(choose))
+
+
+def refuse_open(folder: Path) -> None:
+    """Refuse a folder in which every user can replace files, unless TRUST_OPEN_FOLDERS=1.
+
+    Raises:
+        UserError: it is one.
+        OSError: it cannot be looked at.
+    """
+    try:
+        mode = folder.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    is_open = stat.S_ISDIR(mode) and mode & stat.S_IWOTH and not mode & stat.S_ISVTX
+    if is_open and os.environ.get("TRUST_OPEN_FOLDERS") != "1":
+        raise UserError(
+            f"{folder} is writable by every user, so its checkpoints are not trusted: chmod o-w {folder}; where that "
+            "changes nothing (SMB, FUSE, WSL) and no other user has access, set TRUST_OPEN_FOLDERS=1"
+        )
+
+
+def claim(path: Path) -> None:
+    """Create the run's folder and keep every other job out of it until this process ends (all ranks).
+
+    What this process creates from here on is not writable by every user, whatever the umask was.
+
+    Raises:
+        UserError: another process uses it (named by host, number and job), every user can write to it, or a machine
+            does not see it.
+    """
+    os.umask(os.umask(0o077) | stat.S_IWOTH)
+
+    def lock() -> str:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            refuse_open(path)
+            file = _append_to(path / "lock")
+        except OSError as error:
+            raise UserError(f"--out {path.parent}: {error}") from error
+        try:
+            # A record lock: loader workers do not inherit it, and the kernel releases it however the process ends.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            file.close()
+            raise UserError(
+                f"--name {path.name}: {path} is in use by {owner}; wait until it ends, or use another --name"
+            ) from None
+        except OSError as error:  # a file system without locks
+            sys.stderr.write(f"warning: {path} cannot be locked, so another job could write to it: {error}\n")
+        job = f", Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+        mine = f"process {os.getpid()} on {socket.gethostname()}{job}"
+        _locks.append(file)  # closing it would release the lock
+        place = os.environ.get("RUN_DIR_FILE", "")  # launch/slurm.sh reads the folder's path from it
+        try:
+            if place:
+                Path(place).write_text(str(path))
+            place = str(path)
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), mine.encode())
+        except OSError as error:
+            if place != str(path) or error.errno not in FULL or not (path / "checkpoints").is_dir():
+                raise UserError(f"{place} cannot be written to ({error.strerror})") from error
+            return os.pread(file.fileno(), 4096, 0).decode()  # it resumes; the others compare what is there
+        return mine
+
+    owner = ranks.from_rank0(lock)
+    # Rank 0 does not open the file again: closing it would release the lock.
+    visible = dist.get_rank() == 0 or _wait_for(path / "lock", owner)
+    answers = ranks.gather((socket.gethostname(), visible))
+    missing = sorted({host for host, visible in answers if not visible})
+    if missing:
+        raise UserError(
+            f"--out {path.parent}: {', '.join(missing)} cannot see the files that {answers[0][0]} writes there: "
+            "use a folder on a file system that all machines share"
+        )
+
+
+def _wait_for(file: Path, content: str) -> bool:
+    """Wait until this machine sees a file that another machine has written; returns whether it does."""
+    for _ in range(round(SHARED_S / 0.1)):
+        with contextlib.suppress(OSError):
+            if file.read_text() == content:
+                return True
+        time.sleep(0.1)
+    return False
+
+
+def write_config(path: Path, recipe: str, args: Any, world: process_group.World, mfu_is_of: str = "") -> list[str]:
+    """Write config.json and a copy of train.py (rank 0).
+
+    Args:
+        path: the run's folder, claimed.
+        recipe: the train.py that runs.
+        args: its dataclass of flags.
+        world: this process.
+        mfu_is_of: the peak that MFU is a share of, and its source.
+
+    Returns:
+        For a run that continues, a line for each flag that has changed.
+
+    Raises:
+        OSError: there is no room; the files of an earlier start are as they were.
+    """
+    flags = dataclasses.asdict(args)
+    config = {
+        "recipe": Path(recipe).resolve().parent.name,
+        "args": flags,
+        "command": shlex.join(sys.argv),
+        "world_size": world.size,
+        "device": world.device.type,
+        "backend": world.backend,
+        "versions": ranks.versions(),
+        "code": ranks.code_digests(recipe),
+        "mfu_is_of": mfu_is_of,
+    }
+    file = path / "config.json"
+    try:
+        before = manifest.read_json(file)["args"] if file.exists() else flags
+        changed = [key for key, value in flags.items() if before.get(key) != value]
+        lines = [f"changed: --{key.replace('_', '-')} is {flags[key]}, was {before.get(key)}" for key in changed]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        lines = [f"warning: {file} of an earlier start could not be read and is replaced: {error!r}"]
+    replace(file, json.dumps(config, indent=1))
+    replace(path / "train.py", Path(recipe).read_text())
+    return lines
+
+
+def resume_command(path: Path, world_size: int) -> str:
+    """The command that continues the run in `path`: this one, with the run's name and without --stop-after."""
+    dropped = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    dropped.add_argument("--stop-after", "--stop_after")
+    _, kept = dropped.parse_known_args(sys.argv[1:])
+    if not any(flag.split("=")[0] == "--name" for flag in kept):
+        kept += ["--name", path.name]
+    # launch/torchrun.sh sets LAUNCHED_AS, and so does a recipe that runs under another launcher.
+    launched_as = os.environ.get("LAUNCHED_AS") or f"{_launcher(world_size)} {shlex.quote(sys.argv[0])}"
+    return f"{launched_as} {shlex.join(kept)}"
+
+
+def _launcher(world_size: int) -> str:
+    """A command that starts as many processes as somebody else's launcher has."""
+    if world_size == 1:
+        return "python"
+    local_size = ranks.env_int("LOCAL_WORLD_SIZE", default=world_size)
+    nodes = ranks.env_int("GROUP_WORLD_SIZE", default=world_size // local_size)
+    # Ranks do not know where torchrun's own rendezvous is.
+    several = f"--nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT " if nodes > 1 else ""
+    return f"torchrun {several}--nproc-per-node={local_size}"
+
+
+def open_records(path: Path, first_step: int) -> TextIO:
+    """Open metrics.jsonl to append to, cut off after the steps that a resumed run does not repeat (rank 0).
+
+    A cut needs no room on the disk. Damaged lines stay where they are, with a warning.
+
+    Raises:
+        OSError: the disk is full, or does not answer.
+    """
+    file = path / "metrics.jsonl"
+    size = 0
+    for number, record, end in _parse(file):
+        if record.get("step", math.inf) <= first_step:
+            size = end
+        elif not record:
+            ranks.print0(f"warning: line {number} of {file} is damaged, and is left out of the curves")
+    found = _append_to(file)
+    found.truncate(size)
+    return found
+
+
+def _append_to(file: Path) -> TextIO:
+    """Open a file of the run to read and append to it; a link could lead to somebody's file elsewhere."""
+    return os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
+
+
+def record_line(values: Mapping[str, float]) -> str:
+    """A line of metrics.jsonl; null stands for a number that is not finite, for which JSON has no word."""
+    finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def records(path: Path) -> list[dict[str, float]]:
+    """All records in metrics.jsonl that can be read, NaN for null."""
+    return [record for _, record, _ in _parse(path / "metrics.jsonl") if record]
+
+
+def _parse(file: Path) -> Iterator[tuple[int, dict[str, float], int]]:
+    """The number, record and end of each line, {} for a damaged one; a last line that a kill cut off is ignored."""
+    end = 0
+    with file.open("rb") if file.exists() else io.BytesIO() as lines:
+        for number, line in enumerate(lines, 1):
+            end += len(line)
+            try:
+                values = json.loads(line.decode())
+                record = {key: math.nan if value is None else value for key, value in values.items()}
+                whole = type(record["step"]) is int and all(isinstance(value, int | float) for value in record.values())
+            except (ValueError, KeyError, AttributeError, RecursionError):
+                whole = False
+            if line.endswith(b"\n"):
+                yield number, record if whole else {}, end
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file in one rename: after a kill, or without room, either the old or the new one is there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = path.with_suffix(".tmp")
+    partial.unlink(missing_ok=True)  # of a process that was killed; or a link, which "x" would not follow either
+    try:
+        with partial.open("x") as file:
+            file.write(text)
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise

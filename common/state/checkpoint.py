@@ -1,0 +1,254 @@
+"""Find an undamaged checkpoint and load it on any number of ranks; `saver` writes them.
+
+A checkpoint is a folder `step_00001000/` with a MANIFEST.json, which lists the size and SHA-256 of each file, and
+safetensors files, to which each rank wrote its share of the tensors under canonical names (see `keymap`). Nothing is
+pickled. `torch.distributed.checkpoint` reads and writes the tensors, so any number of ranks can load what another
+number saved.
+"""
+
+import functools
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from common import UserError, keymap, manifest, ranks
+from common.ranks import Answer
+from common.run import run_dir
+
+BEST = "best"  # the file that names the best checkpoint, if a run keeps it
+ADVICE = " (use the flags that it was trained with, or another checkpoint)"
+
+
+def folder(run_dir: Path, step: int) -> Path:
+    """Folder of a step's checkpoint."""
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def committed(run_dir: Path) -> list[Path]:
+    """Every committed checkpoint of a run, newest first.
+
+    Raises:
+        OSError: the folder cannot be listed; `glob` would hide that, and the run would start from scratch.
+    """
+    try:
+        found = [*(run_dir / "checkpoints").iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((path for path in found if re.fullmatch("step_[0-9]+", path.name)), key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step of a committed checkpoint, by the name of its folder: numbers from ten digits on do not sort as text."""
+    return int(path.name[5:])
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint that a run starts from, if any.
+
+    Attributes:
+        run_dir: the run's own folder.
+        fingerprint: the facts of this run that give a position in the data its meaning, such as the seed.
+        path: the checkpoint to load; None for a new run.
+        progress: its manifest, with "step" and "samples"; empty for a new run.
+        newest: the newest committed step of the run's own folder at that time, damaged or not; -1 for none.
+    """
+
+    run_dir: Path
+    fingerprint: dict[str, Any]
+    path: Path | None
+    progress: dict[str, Any]
+    newest: int = -1
+
+
+def find(run_dir: Path, resume: str, model: nn.Module | None = None, **fingerprint: Any) -> Found:
+    """Choose the checkpoint to start from; every rank gets the same one (all ranks take part).
+
+    1. A run that has checkpoints continues from its newest undamaged one, even if `resume` is given, so that the same
+       command can be run again.
+    2. Otherwise it starts from `resume`: a run's folder or one checkpoint.
+    3. Without `resume`, it starts from scratch.
+
+    Args:
+        run_dir: this run's folder.
+        resume: the flag; "" for none.
+        model: the plain model, with or without weights, which the checkpoint must fit.
+        **fingerprint: facts that give a position in the data its meaning, such as the seed. They must be the same on
+            all ranks; rank 0 prints a note if the checkpoint was written with others.
+
+    Raises:
+        UserError: all checkpoints are damaged or cannot be read, `resume` names no checkpoint, the checkpoint is of
+            another model, or the fingerprint differs between ranks.
+    """
+    ranks.check_same(data=fingerprint, version=ranks.versions())  # now with those of the data's packages
+    newest = _newest(run_dir)
+    if newest < 0 and not resume:
+        return Found(run_dir, fingerprint, None, {})
+    path, progress = choose(run_dir) if newest >= 0 else choose(Path(resume), "--resume ")
+    ranks.print0(f"resuming from step {progress['step']} of {path}")
+    for key, value in fingerprint.items():
+        if progress.get(key, value) != value:
+            ranks.print0(f"note: the checkpoint was written with {key} {progress[key]}, this run has {key} {value}")
+    if model is not None:
+        check_fits(path, model)
+    return Found(run_dir, fingerprint, path, progress, newest)
+
+
+def check_newest(found: Found) -> None:
+    """Look again, now that no other job can save in the run's folder (all ranks).
+
+    Raises:
+        UserError: another job has saved there since `find`: this one would overwrite what that one has recorded.
+    """
+    newest = _newest(found.run_dir)
+    if newest != found.newest:
+        raise UserError(
+            f"--name {found.run_dir.name}: another job has saved step {newest} in {found.run_dir} while this one was "
+            "starting: start this one again, and it resumes from there"
+        )
+
+
+def _newest(run_dir: Path) -> int:
+    """The newest committed step, -1 for none (all ranks)."""
+    return _from_rank0(run_dir, lambda: max(map(step_of, committed(run_dir)), default=-1))
+
+
+def candidates(where: Path, flag: str = "") -> list[Path]:
+    """The checkpoint `where` itself, or those of a run, newest first.
+
+    Raises:
+        UserError: there is none; `flag` is what named the place.
+    """
+    place = where.expanduser()
+    found = [place] if (place / manifest.NAME).is_file() else committed(place)
+    if not found:
+        raise UserError(f"{flag}{where}: no checkpoint there; name a run's folder or one of its checkpoints")
+    return found
+
+
+def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
+    """Choose the newest undamaged checkpoint of a run, or the checkpoint `where` itself; returns it and its manifest.
+
+    If there is a process group, all ranks take part: rank 0 lists the folders, each rank verifies some of the files.
+
+    Args:
+        where: a run's folder or one checkpoint.
+        flag: the flag that named it, for messages.
+
+    Raises:
+        UserError: there is no checkpoint, all are damaged, or everybody can write to one.
+    """
+    faults: list[str] = []
+    for path in map(Path, _from_rank0(f"{flag}{where}", lambda: [str(one) for one in candidates(where, flag)])):
+        _from_rank0(path, functools.partial(_refuse_open_folder, path))
+        facts, fault = _verify(path)
+        if not fault:
+            if faults:
+                ranks.print0(f"warning: skipped damaged checkpoints: {'; '.join(faults)}")
+            return path, facts
+        faults.append(f"{path.name}: {fault}")
+    raise UserError(
+        f"{flag}{where}: every checkpoint is damaged ({'; '.join(faults)}). "
+        "To start over on purpose, use another --name"
+    )
+
+
+def _verify(path: Path) -> tuple[dict[str, Any], str]:
+    """`manifest.verify` with the files divided over the ranks: one rank would take an hour for a large model."""
+    if not dist.is_initialized():
+        return manifest.verify(path)
+    facts, fault = manifest.verify(path, dist.get_rank(), dist.get_world_size())
+    mine = (socket.gethostname(), fault, [facts.get("step"), facts.get("samples")])
+    everyone = ranks.gather(mine)
+    for host, found, position in everyone:
+        if found or position != everyone[0][2]:
+            place = f" on {host}" if host != everyone[0][0] else ""
+            return {}, f"{found or 'another checkpoint of that name'}{place}"
+    return facts, ""
+
+
+def _from_rank0(place: object, read: Callable[[], Answer]) -> Answer:
+    """What rank 0 reads at a place, if there is a process group; a disk or server that does not answer is named."""
+
+    def answer() -> Answer:
+        try:
+            return read()
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{place} cannot be read: {error}") from error
+
+    return ranks.from_rank0(answer) if dist.is_initialized() else answer()
+
+
+def _refuse_open_folder(path: Path) -> None:
+    try:
+        path = path.resolve()
+    except (OSError, RuntimeError):  # a link to itself, which counts as damaged
+        return
+    for place in (path, *path.parents[:2]):  # the checkpoint, checkpoints/ and the run's folder
+        run_dir.refuse_open(place)  # a broken link, or one to a device, counts as damaged
+
+
+def tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Type and shape of every tensor of a checkpoint, by name.
+
+    Raises:
+        UserError: the files are not what torch.distributed.checkpoint writes, though their digests are right.
+    """
+    try:
+        metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    except OSError:
+        raise
+    except Exception as error:
+        raise UserError(f"checkpoint {path} holds a file that is not a checkpoint's: {error!r}") from error
+    return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def check_fits(path: Path, model: nn.Module) -> None:
+    """Compare a checkpoint's names and shapes with the plain model's.
+
+    Raises:
+        UserError: the checkpoint is of another model; lists the first differences.
+    """
+    saved = {name: tuple(entry.size) for name, entry in tensors_in(path).items()}
+    saved = {name: size for name, size in saved.items() if not name.startswith(keymap.NO_WEIGHTS)}
+    differences = keymap.differences({name: tuple(t.shape) for name, t in keymap.model_tensors(model).items()}, saved)
+    if differences:
+        raise UserError(f"checkpoint {path} does not fit this model{ADVICE}:\n  " + "\n  ".join(differences))
+
+
+def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill this rank's tensors in place from a checkpoint of any number of ranks (all ranks take part).
+
+    Args:
+        path: a checkpoint that `find` returned.
+        tensors: the tensors to fill, by canonical name; a rank may hold only some of them.
+
+    Raises:
+        UserError: the checkpoint lacks a tensor, as that of another optimizer does, or has it in another shape.
+    """
+    saved = {name: tuple(entry.size) for name, entry in tensors_in(path).items()}
+    weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(keymap.NO_WEIGHTS)}
+    if len(weights) < len(tensors) and not any(name.startswith(keymap.OPTIMIZER) for name in saved):
+        ranks.print0(f"{path} has weights but no optimizer state: the optimizer starts fresh")
+        tensors = weights
+    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    differences = keymap.differences(wanted, {name: size for name, size in saved.items() if name in wanted})
+    if differences:
+        lines = "\n  ".join(differences)
+        raise UserError(f"checkpoint {path} does not fit this model or optimizer{ADVICE}:\n  {lines}")
+    try:
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+    except dcp.CheckpointException as error:  # a BaseException, which `except Exception` and @record miss
+        reasons = [reason for reason, _ in error.failures.values()]
+        if any(isinstance(reason, OSError) for reason in reasons):  # perhaps for a moment only
+            raise RuntimeError(str(error)) from error
+        raise UserError(f"checkpoint {path} cannot be loaded: {reasons[0]!r}") from error

@@ -1,0 +1,335 @@
+"""Write checkpoints, each complete or absent: all ranks write beside the old ones, then rank 0 commits by one rename.
+
+Every part of a save is all or nothing over the ranks (`_together`): each rank does its share, all exchange the results,
+and if one rank failed, all drop the checkpoint.
+"""
+
+import errno
+import functools
+import gc
+import hashlib
+import os
+import shutil
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.device_mesh import DeviceMesh
+
+from common import UserError, devices, manifest, ranks
+from common.protect.diagnose import SAVING
+from common.run import process_group, run_dir
+from common.state import checkpoint, shards
+from common.train import guard
+
+Tensors = dict[str, torch.Tensor]
+LOST = "the connection to another rank was lost"
+STAGING = StagingOptions(False, False, False, False)  # into plain memory of the CPU, before `stage` returns
+
+
+class SaveError(UserError):
+    """A rank could not write its part of a checkpoint; the older checkpoints are unchanged."""
+
+    everywhere = True
+
+
+class Saver:
+    """Writes the checkpoints of one run, in the background if asked to."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        recipe: str,
+        mesh: DeviceMesh,
+        check: guard.StateCheck,
+        fingerprint: dict[str, Any],
+        keep: int,
+        in_background: bool,
+        has_one: bool,
+    ) -> None:
+        """Create a process group for saving: background saves must not mix with training collectives (all ranks).
+
+        Args:
+            run_dir: the run's folder, which all ranks see.
+            recipe: the train.py that runs.
+            mesh: the ranks and their axes.
+            check: looks at what is written before it is committed.
+            fingerprint: facts that give a position in the data its meaning, such as the seed; JSON values.
+            keep: undamaged checkpoints to keep; older ones are deleted after each commit.
+            in_background: copy the state and write it while the training continues; at most one save at a time.
+            has_one: the run has a checkpoint already. A first one has to succeed: perhaps none ever can.
+        """
+        self._run_dir = run_dir
+        self._keep = keep
+        self._group = _new_group()
+        self._facts = fingerprint | {
+            "recipe": Path(recipe).resolve().parent.name,
+            "world": dist.get_world_size(),
+            "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+            "versions": ranks.versions(),
+            "checked": check.kinds,
+        }
+        self._check = check
+        self._stager = DefaultStager(STAGING) if in_background else None
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+        self._pending: threading.Thread | None = None
+        self._failure = ""
+        self._has_one = has_one
+        self._best = -1
+        self._whole: dict[str, list[tuple[Any, ...]]] = {}  # see `_look`
+        self._bad: guard.BadStateError | None = None
+        # After an error, only a little: the other ranks are exiting too.
+        process_group.background.callback(self.wait, 10)
+
+    def save(
+        self, step: int, tensors: Tensors, samples: int, last: bool, best: int = -1, loss_scale: Sequence[float] = ()
+    ) -> None:
+        """Write and commit `checkpoints/step_<step>`; a kill before the final rename does not touch the older ones.
+
+        Args:
+            step: optimizer steps done.
+            tensors: this rank's state by canonical name (all ranks take part).
+            samples: samples consumed so far.
+            last: the run ends after this step, so the save is not in the background and must succeed.
+            best: a step whose checkpoint is kept beside the newest ones; -1 for none.
+            loss_scale: state of `precision.LossScale`.
+
+        Raises:
+            SaveError: the run's first or last checkpoint could not be written. Another one that fails only causes a
+                warning.
+            BadStateError: this state, or the one written in the background before, must not be kept.
+        """
+        self.drain()
+        self._best = best
+        facts = self._facts | {"step": step, "samples": samples} | ({"loss_scale": loss_scale} if loss_scale else {})
+        if self._stager and not last:
+            staged = self._stager.stage(tensors)
+            if torch.__version__ < "2.13":  # there the first use spoils a stager; later ones use its buffers again
+                self._stager = DefaultStager(STAGING)
+            self._pending = threading.Thread(target=self._write_beside, args=(staged, facts), name="save", daemon=True)
+            self._pending.start()
+            return
+        self._write(tensors, facts)
+        self._agree()
+        self.drain(last)
+
+    def _write_beside(self, tensors: Tensors, facts: dict[str, Any]) -> None:
+        """Write one checkpoint in a thread of its own, on this rank's GPU."""
+        # A thread begins on GPU 0, and torch's writer asks for its stream: every rank would take memory there.
+        if self._gpu >= 0:
+            torch.cuda.set_device(self._gpu)
+        self._write(tensors, facts)
+
+    def wait(self, most_s: float | None = None) -> None:
+        """Wait for a save in progress, whatever comes of it; `watch` notices one that never ends."""
+        if self._pending:
+            self._pending.join(most_s)
+
+    def drain(self, last: bool = False) -> None:
+        """Wait for a save in progress, and warn if it failed, or raise if it was the first or last one (all ranks).
+
+        Raises:
+            SaveError: the run's first or last checkpoint could not be written.
+            BadStateError: the state must not be kept.
+        """
+        if self._pending:
+            self._pending.join()
+            self._pending = None
+            self._agree()
+        if self._bad:
+            raise self._bad
+        if self._failure and (last or not self._has_one):
+            raise SaveError(f"the {'last' if last else 'first'} checkpoint was not saved: {self._failure}")
+        if self._failure:
+            ranks.print0(f"warning: {self._failure}; training continues")
+            self._failure = ""
+
+    def _agree(self) -> None:
+        """Let all ranks know what has failed (all ranks); make a new group if one has left that of the save."""
+        bad = (str(self._bad), self._bad.step) if self._bad else None
+        outcomes = ranks.gather((self._failure, bad, self._group is None))
+        failures = sorted((failure for failure, *_ in outcomes if failure), key=lambda failure: LOST in failure)
+        self._failure = ranks.printable(failures[0]) if failures else ""  # the cause before its effects
+        states = [bad for _, bad, _ in outcomes if bad]
+        self._bad = guard.BadStateError(ranks.printable(states[0][0]), states[0][1]) if states else None
+        self._has_one |= not self._failure and not self._bad
+        if any(left for *_, left in outcomes):
+            self._leave()
+            self._group = _new_group()
+
+    def _leave(self) -> None:
+        """Close this rank's connections for saving: the others, which may wait for this rank, then fail at once."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+        self._group = None
+        gc.collect()  # what refers to the group keeps the connections open
+
+    def _write(self, tensors: Tensors, facts: dict[str, Any]) -> None:
+        """Write one checkpoint (all ranks); a failure is stored in `_failure`, until `_agree` on this rank only."""
+        self._failure = ""
+        alone = False
+        final = checkpoint.folder(self._run_dir, facts["step"])
+        partial = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
+        try:
+            partial = Path(self._together(lambda: self._make(partial, tensors) if dist.get_rank() == 0 else None)[0])
+            writer = shards.ShardWriter(partial, dist.get_rank())
+            # A tensor that several ranks hold is taken from the lowest: BatchNorm's running statistics differ between
+            # ranks, and mixing them would match no rank.
+            planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+            mine = {name: tensors[name] for name in self._share(tensors)}
+            dcp.save(mine, storage_writer=writer, planner=planner, process_group=self._group)
+            parts = self._together(lambda: self._seal(writer, tensors))
+            files = {name: entry for part, _ in parts for name, entry in part.items()}
+            self._check.judge([summary for _, summary in parts], facts["step"])
+            self._together(lambda: self._commit(partial, final, facts, files) if dist.get_rank() == 0 else None)
+            self._tidy(final)
+        except (Exception, dcp.CheckpointException) as error:  # CheckpointException derives from BaseException
+            self._bad = error if isinstance(error, guard.BadStateError) else None
+            # These are raised on all ranks, others on one alone.
+            alone = not isinstance(error, SaveError | dcp.CheckpointException | guard.BadStateError)
+            fault = SaveError(_describe(error)) if alone and not _is_lost(error) else error
+            self._failure = f"no checkpoint of step {facts['step']}: {_explain(fault, self._run_dir)}"
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+        if alone:  # now that the error no longer refers to the group
+            self._leave()
+
+    def _share(self, tensors: Tensors) -> list[str]:
+        """Names of the tensors that this rank writes: ranks that hold the same parts take some each (all ranks)."""
+        parts = {name: name + guard.part(tensor) for name, tensor in tensors.items()}
+        held = hashlib.sha256("\n".join(sorted(parts.values())).encode()).hexdigest()
+        same = [rank for rank, theirs in enumerate(self._together(lambda: held)) if theirs == held]
+        names = dict.fromkeys(tensors, same[0])
+        load = dict.fromkeys(same, 0)
+        for name in sorted(filter(self._check.is_shared, tensors), key=lambda name: (-tensors[name].numel(), name)):
+            names[name] = min(same, key=load.__getitem__)
+            load[names[name]] += tensors[name].numel()
+        return [name for name, rank in names.items() if rank == dist.get_rank()]
+
+    def _seal(self, writer: shards.ShardWriter, tensors: Tensors) -> tuple[dict[str, Any], list[Any]]:
+        """Flush this rank's file; returns its entry in the manifest, and the check's summary of the tensors.
+
+        The check is computed while the disk writes, and after the file was written, so that nothing that changed
+        meanwhile is kept either.
+        """
+        entry = writer.seal()
+        with ThreadPoolExecutor(1, "flush") as pool:
+            flushed = pool.submit(writer.flush)
+            summary = self._check.summarize(tensors)
+            flushed.result()
+        return entry, summary
+
+    def _together(self, part: Callable[[], Any]) -> list[Any]:
+        """Let every rank do its part; every rank gets all results, JSON values, or every rank raises SaveError."""
+        outcome: tuple[Any, str] = (None, "")
+        try:
+            outcome = (part(), "")
+        except Exception as error:
+            outcome = (None, _describe(error))
+        outcomes = ranks.gather(outcome, self._group)
+        faults = [fault for _, fault in outcomes if fault]
+        if faults:
+            raise SaveError(ranks.printable("; ".join(faults)))
+        return [result for result, _ in outcomes]
+
+    def _make(self, partial: Path, tensors: Tensors) -> str:
+        """Create the folder to write to, if the disk has enough space (rank 0)."""
+        partial.mkdir(parents=True)
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        free = shutil.disk_usage(partial).free
+        if free < needed:
+            raise OSError(errno.ENOSPC, f"it needs {needed / 1e6:,.1f} MB, the disk has {free / 1e6:,.1f} MB free")
+        return str(partial)
+
+    def _commit(self, partial: Path, final: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
+        """Write the manifest and rename the folder (rank 0)."""
+        manifest.write(partial, facts, files)
+        # It must be damaged, as is a link to itself: otherwise this run would have resumed from it.
+        if os.path.lexists(final):
+            final.rename(final.with_name(f"{partial.name}-damaged"))
+        partial.rename(final)
+        manifest.sync(final.parent)
+
+    def _tidy(self, final: Path) -> None:
+        """Point `latest` to the newest checkpoint, and delete the oldest ones (all ranks)."""
+        try:
+            found, best, whole = self._together(lambda: self._look(final))[0]
+            # Newer ones must be damaged, otherwise this run would have resumed from them: they do not count as kept.
+            step_of = checkpoint.step_of
+            older = [path for path in map(final.with_name, found) if step_of(path) < step_of(final)]
+            older = [path for path in older if path.name != best]
+            kept = 1
+            while older and kept < self._keep:
+                path = older.pop(0)
+                kept += path.name in whole or self._is_whole(path)
+            if dist.get_rank() == 0:
+                latest = final.with_name("latest")  # for people; `find` does not read it
+                run_dir.replace(latest, final.name)
+                if best:
+                    run_dir.replace(final.with_name(checkpoint.BEST), best)
+                for path in (*older, *final.parent.glob("step_*.tmp-*")):
+                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        except (SaveError, OSError) as error:  # SaveError is raised on all ranks
+            ranks.print0(f"warning: {final} is saved, but an older checkpoint could not be deleted: {error}")
+
+    def _is_whole(self, path: Path) -> bool:
+        """Read an older checkpoint, each rank a part of it (all ranks); remember that it is whole."""
+        verify = functools.partial(manifest.verify, path, dist.get_rank(), dist.get_world_size())
+        whole = not any(fault for _, fault in self._together(verify))
+        if whole:
+            self._whole[path.name] = manifest.stamps(path)
+        return whole
+
+    def _look(self, final: Path) -> tuple[list[str], str, list[str]]:
+        """Names of all checkpoints, of the best one, and of those that this process knows to be whole (rank 0).
+
+        The best one is that of before if its save has failed. What was written or read here once is not read again at
+        each save, as long as no program has changed it; a bit that flips on the disk meanwhile is found when the
+        checkpoint is loaded.
+        """
+        self._whole[final.name] = manifest.stamps(final)
+        found = [path.name for path in checkpoint.committed(self._run_dir)]
+        self._whole = {name: known for name, known in self._whole.items() if name in found}
+        whole = [name for name, known in self._whole.items() if manifest.stamps(final.with_name(name)) == known]
+        pointer = final.with_name(checkpoint.BEST)
+        best = checkpoint.folder(self._run_dir, self._best).name
+        if best not in found:
+            best = pointer.read_text() if pointer.is_file() else ""
+        return found, best, whole
+
+
+def _new_group() -> Any:
+    # `watch` ends a save in which nothing moves; one in which bytes come in may take its time.
+    return dist.new_group(backend="gloo", group_desc=SAVING, timeout=timedelta(days=1))
+
+
+def _describe(error: BaseException) -> str:
+    devices.explain_out_of_memory(error)
+    said = "; ".join(filter(None, [str(error), *getattr(error, "__notes__", [])]))
+    return f"rank {dist.get_rank()} on {socket.gethostname()}: {type(error).__name__}: {said}"
+
+
+def _is_lost(error: BaseException) -> bool:
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def _explain(error: BaseException, run_dir: Path) -> str:
+    """The cause of a failed save in one line, with the free space: torch and safetensors wrap it in many."""
+    text = str(error).strip() or type(error).__name__
+    if _is_lost(error):  # the cause is not a disk; `watch` names the rank
+        return LOST
+    place = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    space = shutil.disk_usage(place).free
+    entries = os.statvfs(place).f_favail
+    full = any(sign in text for sign in ("No space left", "Errno 28", "os error 28", "unexpected pos"))
+    room = f"{space / 1e6:,.1f} MB and {entries:,} files are free in {place}"
+    return f"{'disk full: ' if full else ''}{text.strip().splitlines()[-1]} ({room})"

@@ -1,0 +1,222 @@
+"""What a training starts from: the checkpoint that it continues, weights of another model, or nothing."""
+
+import contextlib
+import functools
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import filelock
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from common import UserError, keymap, manifest, ranks
+from common.state import checkpoint
+
+TORCHVISION = "torchvision:"
+PICKLES = {".bin", ".pt", ".pth"}
+WAIT_S = 600.0  # for another process that fetches the same weights
+MOST_LISTED = 5  # tensors that a line names
+Load = Callable[[dict[str, torch.Tensor]], None]
+
+
+def restore(
+    path: Path | None,
+    init: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    more: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Fill model and optimizer from a checkpoint of any number of ranks; or, in a new run, the model from `init`.
+
+    All ranks take part.
+
+    Args:
+        path: a checkpoint that `checkpoint.find` returned; None for a new run.
+        init: weights to begin with; see `begin_with`. "" for none.
+        model: the model under its strategy.
+        optimizer: the optimizer of its parameters.
+        more: this rank's other tensors to fill, by canonical name, as `run.save` gets them.
+
+    Raises:
+        UserError: as `checkpoint.load` and `begin_with`.
+    """
+    if path is None:
+        if init:
+            begin_with(init, model)
+        return
+    if init:
+        ranks.print0(f"note: --init {init} is not used, because the run continues from {path}")
+    keymap.create_state(optimizer)
+    if not optimizer.defaults.get("fused"):  # then it has no state of a parameter that no gradient has reached
+        with_state = {name.rpartition(".")[0] for name in checkpoint.tensors_in(path)}
+        for name, parameter in model.named_parameters():
+            if f"{keymap.OPTIMIZER}{keymap.canonical(name)}" not in with_state:
+                optimizer.state.pop(parameter, None)
+    tensors = keymap.tensors(model, optimizer)
+    checkpoint.load(path, tensors | (more or {}))
+    keymap.set_numbers(model, optimizer, tensors)
+    if keymap.has_strategy(model):
+        _restore_strategy(path, model, optimizer, tensors)
+
+
+def _restore_strategy(
+    path: Path, model: Any, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Fill what only the same strategy on as many ranks can resume from; see `keymap.to_save` (all ranks)."""
+    every = model.strategy.to_checkpoint(tensors)
+    own = {name: tensor for name, tensor in every.items() if name.startswith(keymap.STRATEGY)}
+    saved = {name: tuple(entry.size) for name, entry in checkpoint.tensors_in(path).items()}
+    if lacking := [name for name, tensor in own.items() if saved.get(name) != tuple(tensor.shape)]:
+        ranks.print0(
+            f"note: {path} has no {lacking[0]} of shape {tuple(own[lacking[0]].shape)}, so it is of another strategy "
+            "or number of ranks: this one begins with the weights and the optimizer's state there"
+        )
+        return
+    checkpoint.load(path, own)
+    keymap.set_numbers(model, optimizer, tensors)
+    model.strategy.from_checkpoint(own)
+
+
+def begin_with(init: str, model: nn.Module) -> None:
+    """Fill what fits of a model from other weights; the rest stays as it was drawn, and is listed (all ranks).
+
+    Args:
+        init: a run's folder, a checkpoint, a .safetensors file or a folder of them, as Hugging Face has it, a .pth, .pt
+            or .bin file that torch.save has written, or "torchvision:NAME" for torchvision's weights of a model.
+        model: the model under its strategy. A part of it may have a method `names_in(config)`, which returns the
+            model's names of the tensors of a Hugging Face folder by theirs, and refuses one of another kind.
+
+    Raises:
+        UserError: there are no such weights, or none that fits.
+    """
+    with _open(init, model) as (saved, load):
+        tensors = keymap.model_tensors(model)
+        # Over all ranks: a stage of a pipeline has a part of the model.
+        wanted: dict[str, list[int]] = {}
+        for part in ranks.gather({name: list(tensor.shape) for name, tensor in tensors.items()}):
+            wanted |= part
+        missing = [name for name, size in wanted.items() if saved.get(name) != tuple(size)]
+        if len(missing) == len(wanted):
+            raise UserError(
+                f"--init {init}: no tensor has the name and shape of one of the model's, such as "
+                f"{missing[0]} {tuple(wanted[missing[0]])}; the file has {next(iter(saved.items()), 'nothing')}"
+            )
+        load({name: tensor for name, tensor in tensors.items() if name not in missing})
+    drawn = [f"{name} {tuple(wanted[name])} (there: {saved.get(name, 'none')})" for name in missing]
+    frozen = {keymap.canonical(name) for name, one in model.named_parameters() if not one.requires_grad}
+    stuck = sorted(frozen.union(*ranks.gather(sorted(frozen))) & set(missing))
+    unused = [name for name in saved if name not in wanted and not name.startswith(keymap.NO_WEIGHTS)]
+    ranks.print0(
+        f"init     {len(wanted) - len(missing)} of {len(wanted)} tensors from {init}{_listed('drawn anew', drawn)}"
+        f"{_listed('not used', unused)}"
+    )
+    if stuck:
+        ranks.print0(
+            f"warning: {', '.join(stuck[:MOST_LISTED])}: drawn anew and frozen, so the numbers stay random: train it, "
+            f"as by --rates {stuck[0].partition('.')[0]}=1, or begin with weights that have it"
+        )
+
+
+def _listed(what: str, lines: list[str]) -> str:
+    """The end of a sentence that lists some of the lines, if there are any."""
+    more = f" and {len(lines) - MOST_LISTED} more" if len(lines) > MOST_LISTED else ""
+    return f"; {what}: {', '.join(lines[:MOST_LISTED])}{more}" if lines else ""
+
+
+@contextlib.contextmanager
+def _open(init: str, model: nn.Module) -> Iterator[tuple[dict[str, tuple[int, ...]], Load]]:
+    """The sizes of the weights by the model's names, and a function that fills tensors by name (all ranks)."""
+    if init.startswith(TORCHVISION) or (Path(init).suffix in PICKLES and not Path(init).expanduser().is_dir()):
+        weights = dict(_read(init))
+        yield {name: tuple(one.shape) for name, one in weights.items()}, functools.partial(_fill, weights)
+        return
+    with _as_folder(init) as folder:
+        names = _names(init, folder, model)
+        sizes = {names.get(name, name): tuple(entry.size) for name, entry in checkpoint.tensors_in(folder).items()}
+        theirs = {ours: name for name, ours in names.items()}
+
+        def load(tensors: dict[str, torch.Tensor]) -> None:
+            renamed = {theirs.get(name, name): tensor for name, tensor in tensors.items()}
+            dcp.load(renamed, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+
+        yield sizes, load
+
+
+def _fill(weights: Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+    """Copy whole tensors, each of which this rank may hold a part of."""
+    for name, tensor in tensors.items():
+        value = weights[name].to(tensor.device, tensor.dtype)
+        if isinstance(tensor, DTensor):
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.copy_(value)
+
+
+def _names(init: str, folder: Path, model: nn.Module) -> dict[str, str]:
+    """The model's names of the tensors of a Hugging Face folder, by theirs; {} for a folder with the model's own."""
+    part: Any = next((part for part in model.modules() if callable(getattr(part, "names_in", None))), None)
+    if part is None or not (folder / "config.json").is_file():
+        return {}
+    try:
+        return part.names_in(manifest.read_json(folder / "config.json"))
+    except UserError as error:
+        raise UserError(f"--init {init}: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"--init {init}: its config.json is not a model's: {error!r}") from error
+
+
+@contextlib.contextmanager
+def _as_folder(init: str) -> Iterator[Path]:
+    """The weights as a folder of safetensors files."""
+    path = Path(init).expanduser()
+    if path.is_dir() and ((path / manifest.NAME).exists() or (path / "checkpoints").exists()):
+        yield checkpoint.choose(path, "--init ")[0]
+    elif path.is_dir():
+        yield path
+    elif path.suffix == ".safetensors" and path.is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "model.safetensors").symlink_to(path.resolve())
+            yield Path(folder)
+    else:
+        raise UserError(
+            f"--init {init}: there is no such folder or file; it may be a run, a checkpoint, a .safetensors or "
+            f".pth file, a folder of Hugging Face, or {TORCHVISION}resnet18"
+        )
+
+
+def _read(init: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of torchvision's weights or of a file of torch.save, by canonical name."""
+    try:
+        found: Any = _torchvision(init.removeprefix(TORCHVISION)) if init.startswith(TORCHVISION) else _pickle(init)
+    except Exception as error:  # of pickle, of the network, of torchvision's registry
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"--init {init} cannot be read: {reason}") from error
+    for key in ("state_dict", "model"):  # what training scripts wrap it in
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if not isinstance(found, Mapping):
+        raise UserError(f"--init {init} holds a {type(found).__name__}, and not a state dict")
+    for name, tensor in found.items():
+        if isinstance(tensor, torch.Tensor):
+            yield keymap.canonical(name), tensor
+
+
+def _torchvision(name: str) -> Any:
+    """The newest weights of a model; the first process of a machine that wants them fetches them for the others."""
+    from torchvision import models
+
+    weights = models.get_model_weights(name).DEFAULT
+    place = Path(torch.hub.get_dir()) / "checkpoints"
+    place.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(place / f"{name}.lock", timeout=WAIT_S):  # the system releases it if its holder dies
+        return weights.get_state_dict(check_hash=True)
+
+
+def _pickle(init: str) -> Any:
+    """What torch.save has written, without running code of the file; of a large one, only what is used is read."""
+    path = Path(init).expanduser()
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))

@@ -1,0 +1,1 @@
+"""What the numbers depend on: samples, batches, rates, sums."""

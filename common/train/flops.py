@@ -1,0 +1,126 @@
+"""FLOPs of a training sample and peak FLOP/s of a device, from which model FLOPs utilization (MFU) follows."""
+
+import copy
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+
+from common import UserError, ranks
+from common.train.data import Batch, BatchReader, map_tensors
+
+# Dense bfloat16 peak of one GPU in FLOP/s, with float32 sums and without sparsity. From NVIDIA's data sheets and, for
+# GeForce and RTX, the appendices of its white papers on Ampere GA102, Ada and Blackwell. HGX has B200 and B300; GB200
+# and GB300 may take more power (https://www.nvidia.com/en-us/data-center/gb200-nvl72).
+# The first key that is in a GPU's name as whole words counts, so longer keys come first.
+PEAK_FLOPS = {
+    "A10": 125e12,
+    "A30": 165e12,
+    "A40": 149.7e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "H20": 148e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800 PCIe": 756e12,
+    "H800": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+    "B300": 2250e12,
+    "GB300": 2500e12,
+    "L4": 121e12,
+    "L40": 181e12,
+    "L40S": 362e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165.2e12,
+    "RTX 5090": 209.5e12,
+    "RTX A6000": 154.8e12,
+    "RTX 6000 Ada": 364.2e12,
+}
+# Parts of a GPU, and slower ones of the same name: these are measured.
+OTHERS = re.compile(r"\b(MIG|Laptop|Max-Q|Ti|D|GRID|vGPU)\b")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """FLOPs and units of one training sample, for rates.
+
+    Attributes:
+        flops: of its forward and backward pass; 0 if they are not counted.
+        units: such as `{"tokens": 128}`.
+    """
+
+    flops: float = 0.0
+    units: Mapping[str, int] = field(default_factory=dict)
+
+
+def count_sample(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Module, train: BatchReader) -> Sample:
+    """Count the FLOPs of one training sample from the operators' shapes, on the meta device, on rank 0.
+
+    If the model cannot run there, as one that calls `.item()` cannot, FLOPs are not counted and rank 0 prints a note.
+
+    Args:
+        loss: function of a model and a batch.
+        model: the plain model, with or without weights.
+        train: the training set.
+    """
+    if ranks.rank() != 0:  # only rank 0 shows the figure
+        return Sample(0.0, train.sample_units)
+    from torch.utils.flop_counter import FlopCounterMode
+
+    first = np.zeros(2, np.int64)  # the same sample twice: BatchNorm needs two
+    try:
+        inputs, targets = map_tensors(lambda tensor: tensor.to("meta"), train.read(first, first))
+        with FlopCounterMode(display=False) as counter:
+            loss(copy.deepcopy(model).to("meta"), Batch(inputs, targets, len(first), True)).backward()
+        counted = counter.get_total_flops() / len(first)
+    except UserError:
+        raise
+    except Exception as error:  # not every model runs there
+        reason = str(error).strip().partition("\n")[0]
+        ranks.print0(f"note: MFU is not shown: counting the FLOPs failed ({type(error).__name__}: {reason})")
+        counted = 0.0
+    return Sample(counted, train.sample_units)
+
+
+def peak_on_paper(device: torch.device, dtype: torch.dtype) -> float:
+    """Peak FLOP/s of a GPU by its data sheet; 0 for a device or type that `PEAK_FLOPS` does not list."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        for chip, peak in PEAK_FLOPS.items():
+            if re.search(rf"\b{chip}\b", name) and not OTHERS.search(name):
+                return peak
+    return 0.0
+
+
+def source(device: torch.device, dtype: torch.dtype) -> str:
+    """Where `peak_flops` has its figure from."""
+    return "by its data sheet" if peak_on_paper(device, dtype) else "reached by a large matmul (no data sheet)"
+
+
+LONG_S = 0.02  # of a product that shows what a processor can do
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Peak FLOP/s of one device: by its data sheet, else what a large matmul reaches, which is less."""
+    if peak := peak_on_paper(device, dtype):
+        return peak
+    # The larger the faster; but a processor without instructions for a type takes 2.5 s for what others do in 0.05.
+    for size in (8192,) if device.type == "cuda" else (256, 512, 1024):
+        a = torch.randn(size, size, device=device, dtype=dtype)
+        best = float("inf")
+        for _ in range(4):  # the first one warms up
+            start = time.perf_counter()
+            (a @ a)[0, 0].item()
+            best = min(best, time.perf_counter() - start)
+        if best > LONG_S:
+            break
+    return 2 * size**3 / best

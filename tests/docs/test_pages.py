@@ -1,0 +1,303 @@
+"""The parts of docs/ that commands write, and what every page promises: links that lead somewhere, flags that exist."""
+
+import ast
+import dataclasses
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tools.plan.__main__ import parser as planner
+from tools.prove import train as prove
+
+from tests.faults import table
+from tests.harness import pages, runner
+from tools import evaluate
+
+ROOT = runner.ROOT
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")])
+README = (ROOT / "README.md").read_text()
+# What pages name of other programs, and of cli.parse itself.
+OTHER_FLAGS = {
+    "help",
+    "config",
+    "dry-run",
+    "option",
+    "config_file",
+    "cpus-per-gpu",
+    "cpus-per-task",
+    "array",
+    "numa-binding",
+    "doctor",
+    "wait",
+    "json",
+    "part",
+    *(word.removeprefix("--") for action in planner()._actions for word in action.option_strings),
+    *(field.name for field in dataclasses.fields(evaluate.Args)),
+    *(field.name for field in dataclasses.fields(prove.Args)),
+}  # of other programs as well
+FLAG = re.compile(r"(?<![\w-])--([a-z][\w-]*)")
+
+PAGE = "# Title\n\nProse.\n\n<!-- begin one -->\nold\n<!-- end one -->\n\nMore.\n<!-- begin two -->\n<!-- end two -->\n"
+
+
+def test_parts_are_replaced_and_prose_stays() -> None:
+    text = pages.fill(PAGE, one=r"| a \1 |")
+    assert pages.parts(text) == {"one": r"| a \1 |", "two": ""}
+    assert text.split() == PAGE.replace("old", r"| a \1 |").split()
+    assert pages.fill(text, one=r"| a \1 |") == text
+
+
+def test_missing_part() -> None:
+    """Or a command would measure for half an hour and write nothing."""
+    with pytest.raises(KeyError, match="has 0 parts <!-- begin three -->"):
+        pages.fill(PAGE, three="new")
+    with pytest.raises(KeyError, match="has 2 parts"):
+        pages.fill(PAGE + PAGE, one="new")
+
+
+def row(fault: str, recipe: str, **more: str) -> table.Row:
+    """One row of the fault matrix, that passed."""
+    plain = {"ranks": "2", "runs": "1", "passes": "1", "steps_lost": "", "notice_s": "", "recover_s": ""}
+    return {"fault": fault, "recipe": recipe, **plain, "message": f"as {recipe} says", **more}
+
+
+def test_faults_page_shows_every_failure() -> None:
+    first, second, third, *others = table.RECIPES
+    rows = [
+        row("disk: full", first, recover_s="0.9"),
+        row("disk: full", second, recover_s="10.2", runs="3", passes="2", message="the worst | `of all`"),
+        row("disk: full", third, runs="0", passes="0", message="not applicable: no --data"),
+        row("rank: hangs", first, runs="4", passes="4", notice_s="2.0"),
+    ]
+    parts = table.render(rows, ["`command`, yesterday", "`other`, today", "`command`, today"])
+    assert parts["measured"] == "`command`, today\n\n`other`, today"
+    not_run = 2 * len(table.RECIPES) - 4
+    assert parts["sum"].startswith("**7 of 8 runs passed**, for 3 of the")
+    assert parts["sum"].endswith(f"1 pairs do not apply; {not_run} were not run.")
+    (line,) = [line for line in parts["disk"].splitlines() if line.startswith("| full |")]
+    missing = ["not run"] * len(others)
+    assert line == f"| {' | '.join(['full', '✓', '✗ 2/3', '–', *missing, '', '', '10.2'])} |"
+    assert "- full: `the worst | 'of all'`" in parts["disk"]
+    assert "| hangs | ✓ 4 |" in parts["rank"]
+
+
+def test_rows_of_some_recipes_are_replaced(tmp_path: Path) -> None:
+    """And those of the others stay, through the file, as they were measured."""
+    one, other = table.RECIPES[:2]
+    old = [row("disk: full", recipe, message='a, "b" | c') for recipe in (one, other, "a_recipe_that_is_gone")]
+    table.save(old, tmp_path / "rows.csv")
+    assert table.read(tmp_path / "rows.csv") == sorted(old, key=lambda each: each["recipe"])
+    new = [row("disk: full", one, passes="0")]
+    assert table.replace(table.read(tmp_path / "rows.csv"), new, [one]) == [old[1], *new]
+    new = [row("rank: hangs", one), row("disk: full", other, passes="0")]
+    assert table.replace(old, new, []) == [old[0], *new]
+
+
+def test_same_fault_run_twice() -> None:
+    """The larger figure, and the message of the run that failed, without what is of this machine."""
+    folder = "/tmp/pytest-of-somebody/pytest-78/ddp_gpt1"
+    measured = {"ranks": 2, "runs": 1, "passes": 1, "steps_lost": 1, "notice_s": None, "recover_s": 0.26}
+    good = {"fault": "disk: full", "recipe": "ddp_gpt", "message": "well\nand more", **measured}
+    bad = good | {
+        "passes": 0,
+        "recover_s": 0.1,
+        "message": f"fails: process 7 on {table.platform.node()}, {folder}/out",
+    }
+    merged = table.merge([good, bad])
+    assert merged == row("disk: full", "ddp_gpt") | {
+        **{"runs": "2", "passes": "1", "steps_lost": "1", "recover_s": "0.3"},
+        "message": "fails: process N on H, RUN/out",
+    }
+
+
+def test_page_stays_if_pytest_does_not_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed in the middle, it has recorded some rows, and the others would be lost."""
+    row = {"fault": "disk: full", "recipe": "ddp_gpt", "ranks": 2, "message": ""}
+    row |= {"runs": 1, "passes": 1, "steps_lost": None, "notice_s": None, "recover_s": None}
+
+    def run(codes: list[int]) -> list[table.Row]:
+        def ended(*_: object, env: dict[str, str], **__: object) -> subprocess.CompletedProcess[str]:
+            with Path(env["FAULTS_RECORD"]).open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            return subprocess.CompletedProcess([], codes.pop(0))
+
+        monkeypatch.setattr(table.subprocess, "run", ended)
+        return table.run(["ddp_gpt"], "", len(codes))
+
+    assert [found["runs"] for found in run([0, 1])] == ["2"]
+    with pytest.raises(SystemExit, match="pytest ended with code -9 before the last fault"):
+        run([0, -9])
+
+
+def test_only_the_recipes_that_are_named_run() -> None:
+    assert table.selection([]) == ""
+    assert table.selection(["dp_resnet", "ddp_gpt"]) == "(dp_resnet and not ddp_resnet) or (ddp_gpt)"
+
+
+def test_page_of_faults_is_that_of_its_file() -> None:
+    """The page was not edited where figures are, nor the file without the page."""
+    page = table.PAGE.read_text()
+    measured = pages.parts(page)["measured"].split("\n\n")
+    assert pages.fill(page, **table.render(table.read(table.FILE), measured)) == page
+
+
+# --- what every page promises ---------------------------------------------------------------------------------
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub makes of a heading."""
+    plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+    return re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-")
+
+
+def broken_links(page: Path, text: str) -> Iterator[str]:
+    """Links of a page, to files of this repository and to headings, that lead nowhere."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        name, _, anchor = target.partition("#")
+        if target.startswith(("http://", "https://")):
+            continue
+        file = page.parent / name if name else page
+        if not file.exists():
+            yield target
+        elif anchor:
+            content = text if file == page else (file / "README.md" if file.is_dir() else file).read_text()
+            if anchor not in {slug(heading) for heading in re.findall(r"^#+ (.*)$", content, re.MULTILINE)}:
+                yield target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links(page: Path) -> None:
+    assert not [*broken_links(page, page.read_text())]
+
+
+def test_broken_links_are_found() -> None:
+    text = "# A `code` heading, here\n[a](docs/index.md) [b](#a-code-heading-here) [c](nowhere.md) [d](#none)"
+    assert [*broken_links(ROOT / "README.md", text)] == ["nowhere.md", "#none"]
+
+
+def flags_of(recipe: str) -> set[str]:
+    """The flags of a recipe, without their dashes; those of a truth value also with no-."""
+    (args,) = [
+        node for node in ast.parse(runner.source(recipe)).body if isinstance(node, ast.ClassDef) and node.name == "Args"
+    ]
+    fields = [node for node in args.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    names = {node.target.id.replace("_", "-"): ast.unparse(node.annotation) for node in fields}
+    return {*names, *(f"no-{name}" for name, kind in names.items() if kind == "bool")}
+
+
+def unknown_flags(text: str) -> Iterator[str]:
+    """Flags that no recipe has; and those in a command of one recipe that this recipe does not have."""
+    every = set().union(*map(flags_of, runner.RECIPES), OTHER_FLAGS)
+    for code in re.findall(r"`(--[^`\n]+)`", text):
+        yield from (flag for flag in FLAG.findall(code) if flag not in every)
+    for line in re.sub(r"\\\n", " ", text).splitlines():
+        words = line.split("#")[0].replace("`", " ").split()
+        recipe = ""  # whose flags follow
+        for word in words:
+            name = word.removesuffix("/train.py").rpartition("recipes/")[2]
+            recipe = name if name in runner.RECIPES else recipe
+            found = FLAG.findall(word) if recipe else []
+            yield from (f"{recipe} {flag}" for flag in found if flag not in flags_of(recipe) | OTHER_FLAGS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_exist(page: Path) -> None:
+    """In commands of a recipe, and wherever a page names one."""
+    if page.name == "accelerate-traps.md":
+        pytest.skip("it is about the flags of another program")
+    assert not [*unknown_flags(page.read_text())]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_exist(page: Path) -> None:
+    """Modules that a page runs, and scripts that it starts."""
+    text = page.read_text()
+    modules = re.findall(r"python -m ((?:benchmarks|common|launch|recipes|tests|tools)\.[\w.]*\w)", text)
+    scripts = re.findall(r"\b((?:benchmarks|launch|tests|tools)/[\w./]*\w)", text)
+    paths = [module.replace(".", "/") for module in modules]
+    runs = [path for path in paths if (ROOT / f"{path}.py").exists() or (ROOT / path / "__main__.py").exists()]
+    missing = [name for name in scripts if not (ROOT / name).exists() and name != "launch/site.sh"]  # the user's own
+    assert runs == paths
+    assert not missing
+
+
+def test_unknown_flags_are_found() -> None:
+    text = "`--lr`, `--no-compile`, `--learn`\nbash launch/torchrun.sh recipes/ddp_gpt --tp 2 \\\n  --width 8  # --no"
+    assert [*unknown_flags(text)] == ["learn", "ddp_gpt tp"]
+    assert [*unknown_flags("from tensor_gpt --tp 2 to ddp_gpt --tp 2")] == ["ddp_gpt tp"]
+
+
+# --- what the README shows --------------------------------------------------------------------------------------
+
+
+def body(recipe: str, function: str) -> str:
+    """The lines of a function of a recipe, without its docstring, as they stand there."""
+    source = runner.source(recipe)
+    (found,) = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == function]
+    first, last = found.body[1].lineno - 1, found.end_lineno
+    return "\n".join(line.removeprefix("    ") for line in source.splitlines()[first:last])
+
+
+@pytest.mark.parametrize("recipe", ["ddp_gpt", "fsdp_gpt"])
+def test_readme_shows_the_code(recipe: str) -> None:
+    assert f"```python\n{body(recipe, 'parallelize')}\n```" in README, f"README.md: parallelize of {recipe} has changed"
+
+
+def test_readme_shows_the_figures() -> None:
+    """Those that the pages have, which commands have measured."""
+    layouts = sum(len(runner.layouts(recipe)) for recipe in runner.SUPERVISED)
+    wanted = [f"**{layouts} layouts**"]
+    for page in ("faults", "checkpoints"):
+        sums = pages.parts((ROOT / "docs" / f"{page}.md").read_text())["sum"]
+        passed, of = re.findall(r"\*\*(\d+) of (\d+) \w+ passed", sums)[0]
+        wanted.append(f"**{int(passed):,} of {int(of):,}**")
+    calls = pages.parts((ROOT / "docs" / "survival.md").read_text())["calls"]
+    wanted.append(f"**{re.findall(r'= ([.0-9]+%)', calls)[0]}**")
+    peers = pages.parts((ROOT / "docs" / "peers.md").read_text())
+    rows = r"^\| (\w+[^|]*) \| [^|]* \| ([.0-9]+) "
+    each = [dict(re.findall(rows, peers[name], re.MULTILINE)) for name in ("resnet32", "gpt", "resnet")]
+    plain = sorted(found["Brigade, float32"] for found in each)
+    ours, theirs = ([found[f"{loop}, bfloat16"] for found in each] for loop in ("Brigade", "bare DDP"))
+    wanted += [f"**{plain[0]} to {plain[-1]}**", *(f"**{ours[i]}** (bare: {theirs[i]})" for i in range(3))]
+    loop = pages.parts((ROOT / "docs" / "performance.md").read_text())["loop"]
+    added = sorted(map(float, re.findall(r"^\| \w+ \| [^|]+ \| \+([.0-9]+) ", loop, re.MULTILINE)))
+    wanted.append(f"{added[0]:.1f} to {added[-1]:.1f} ms")
+    assert not [figure for figure in wanted if figure not in README]
+
+
+def test_map_names_every_module() -> None:
+    """And no other: the map of common/ in CONTRIBUTING.md."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("## Map of common/\n")[1].split("\n## ")[0]
+    named = re.findall(
+        r"`(\w+)`", " ".join(line.split("|")[2] for line in section.splitlines() if line.startswith("| "))
+    )
+    assert sorted(named) == sorted(path.stem for path in ROOT.glob("common/[!_]*.py"))
+
+
+def test_index_names_every_page() -> None:
+    linked = set(re.findall(r"\]\((\w[\w-]*\.md)\)", (ROOT / "docs" / "index.md").read_text()))
+    assert linked == {path.name for path in ROOT.glob("docs/*.md")} - {"index.md"}
+
+
+def filled(path: Path) -> set[str]:
+    """The parts that a command fills in."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    writes = [call for call in calls if ast.unparse(call.func) == "pages.write"]
+    return {keyword.arg or "" for call in writes for keyword in call.keywords}
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda page: page.stem)
+def test_page_has_the_parts_of_its_command(page: Path) -> None:
+    """Else a command measures for minutes, and fails when it writes."""
+    in_tests = {"checkpoints": "tests/layouts_table.py", "gpu-counts": "tests/cuda_table.py"}
+    several = {"performance": ("duel", "memory", "stop_scale"), "survival": ("survival", "saves", "restart")}
+    names = [f"benchmarks/{name}.py" for name in several.get(page.stem, (page.stem,))]
+    commands = [ROOT / name for name in (in_tests.get(page.stem, names[0]), *names[1:])]
+    has = set(pages.parts(page.read_text()))
+    if page.stem == "faults":
+        assert has == {"sum", "measured", *(row["fault"].split(": ")[0] for row in table.read(table.FILE))}
+    else:
+        assert has == set().union(*(filled(command) for command in commands if command.exists()))

@@ -1,0 +1,90 @@
+"""What the watching thread says of its rank: once, and in the phase that the run has noted."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from common.protect import heartbeat, watch
+from common.run import exits, process_group
+
+from tests.harness import runner
+
+
+def start(folder: str) -> watch.Watch:
+    (Path(folder) / "logs").mkdir(parents=True)
+    process_group.start()
+    assert watch.alive
+    watch.alive.begin(Path(folder), 0, hang_timeout_s=60.0)
+    return watch.alive
+
+
+def find_twice(folder: str) -> None:
+    """The main thread and the watching one have the same finding at the same time."""
+    watching = start(folder)
+    other = threading.Thread(target=watching._exit, args=("rank 9 is dead\n",), daemon=True)
+    other.start()
+    watching._exit("rank 9 is dead\n")
+
+
+def test_a_finding_is_printed_once(tmp_path: Path) -> None:
+    result = runner.spawn(find_twice, [(str(tmp_path / "run"),)])
+    assert result.codes == [exits.PEER_FAILED], str(result)
+    assert result.outputs[0].count("rank 9 is dead") == 1, str(result)
+
+
+def fail_in_turn(folder: str) -> None:
+    watching = start(folder)
+    for noted in (watching.step, 1), (watching.note, "evaluation"), (watching.note, ""), (watching.step, 2):
+        noted[0](noted[1])
+        try:
+            raise ArithmeticError(f"after {noted[1]!r}")
+        except ArithmeticError as error:
+            watching.report(error)
+    watching.note("evaluation")
+    watching.step(3)
+    frame = sys._getframe()
+    assert frame
+    time.sleep(4 * watch.BEAT_S)
+    sys.stderr.write(f"beat: {watching._store.get('watch/0').decode()}\n")
+    process_group.finish()
+
+
+def test_phase_that_was_noted(tmp_path: Path) -> None:
+    """It holds until the next note or step."""
+    result = runner.spawn(fail_in_turn, [(str(tmp_path / "run"),)])
+    assert result.ok, str(result)
+    failed = [line.partition("failed in ")[2] for line in result.outputs[0].splitlines() if "failed in " in line]
+    assert failed == [
+        "the main loop: ArithmeticError: after 1",
+        "evaluation: ArithmeticError: after 'evaluation'",
+        "the main loop: ArithmeticError: after ''",
+        "the main loop: ArithmeticError: after 2",
+    ]
+    beat = result.outputs[0].partition("beat: ")[2]
+    assert '"phase": "the main loop"' in beat, str(result)
+
+
+def look_at_processes() -> None:
+    heart = heartbeat.Heartbeat(process_group.start())
+    mine = heart.look()
+    assert mine["pid"] == os.getpid()
+    assert not heart.has_died(mine)
+    other = subprocess.Popen(["sleep", "60"])
+    beat = mine | {"pid": other.pid}
+    assert not heart.has_died(beat)
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    assert heart.has_died(beat), "nobody has asked for its exit code yet"
+    other.wait()
+    assert heart.has_died(beat)
+    for elsewhere in (mine["processes"] + "1", ""):
+        assert not heart.has_died(beat | {"processes": elsewhere}), "another machine or container has other numbers"
+    process_group.finish()
+
+
+def test_end_of_a_process_is_seen_on_its_own_machine() -> None:
+    result = runner.spawn(look_at_processes, [()])
+    assert result.ok, str(result)

@@ -1,0 +1,280 @@
+"""One checkpoint serves any strategy: what one layout saves, another holds bit for bit, and trains on as if alone.
+
+A plain `pytest` takes one training through all kinds of layouts; `-m layouts` goes from each kind to each, and
+tests/layouts_table.py from each layout to each.
+"""
+
+import ast
+import functools
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from common import keymap
+from common.workloads import gpt
+
+from tests.harness import mutants, runner, segments
+from tests.harness.runner import Layout
+from tests.recipes.test_equivalence import BATCH, FLAGS, RATES, STEPS, Curve, plain_gpt_loop
+
+STOP, MORE = 5, 5  # steps until the checkpoint, and after it
+TOLERANCE = 1e-9
+SIZES = (("num_layers", 5),)  # of which four stages get unequal numbers
+
+# Every way to deal out a model, each on two numbers of ranks; nn.DataParallel knows one process only.
+KINDS: dict[str, tuple[Layout, ...]] = {
+    "dp": (Layout("dp_gpt", 1, (), 1),),
+    "ddp": (Layout("ddp_gpt", 2, (), 2), Layout("ddp_gpt", 3, (), 3)),
+    "fsdp": (Layout("fsdp_gpt", 2, (), 2), Layout("fsdp_gpt", 3, (), 3)),
+    "hsdp": (
+        Layout("fsdp_gpt", 4, ("--dp-replicate", "2"), 4),
+        Layout("fsdp_gpt", 2, ("--dp-replicate", "2"), 2),
+    ),
+    "tp": (Layout("tensor_gpt", 2, ("--tp", "2"), 1), Layout("tensor_gpt", 4, ("--tp", "4"), 1)),
+    "tp x fsdp": (Layout("tensor_gpt", 4, ("--tp", "2"), 2), Layout("tensor_gpt", 3, ("--tp", "1"), 3)),
+    "pp": (
+        Layout("pipeline_gpt", 2, ("--pp", "2", "--schedule", "InterleavedZeroBubble"), 1),
+        Layout("pipeline_gpt", 4, ("--pp", "4", "--schedule", "1F1B"), 1),
+    ),
+    "pp x dp": (
+        Layout("pipeline_gpt", 4, ("--pp", "2", "--schedule", "Interleaved1F1B"), 2),
+        Layout("pipeline_gpt", 2, ("--pp", "1", "--schedule", "GPipe"), 2),
+    ),
+    "cp": (
+        Layout("context_gpt", 2, ("--cp", "2", "--cp-kind", "ring"), 1),
+        Layout("context_gpt", 4, ("--cp", "2", "--cp-kind", "ulysses"), 2),
+    ),
+    "accelerate": (Layout("accelerate_gpt", 2, (), 2), Layout("accelerate_gpt", 3, (), 3)),
+    "diloco": (Layout("diloco_gpt", 2, runner.AS_ONE, 2), Layout("diloco_gpt", 3, runner.AS_ONE, 3)),
+}
+LAYOUTS = [layout for kind in KINDS.values() for layout in kind]
+# With a tied embedding, one of each kind: in the first pipeline one rank has both its ends, in the others two have.
+TIED = [KINDS[kind][i] for kind, i in zip(KINDS, (0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0), strict=True)] + [KINDS["pp"][1]]
+
+
+@pytest.fixture(scope="module")
+def dp_gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe that is not there, as strategies can be exchanged: ddp_gpt with the strategy of dp_resnet."""
+    strategy = ast.parse(runner.sections(runner.source("dp_resnet"))[3]).body
+    changes = {node.name: ast.unparse(node) for node in strategy if isinstance(node, ast.FunctionDef)}
+    changes["parallelize"] += "\n" + changes.pop("in_dtype")  # which it calls, and ddp_gpt lacks
+    imports = {"import contextlib": "import contextlib; from common import UserError"}
+    made = mutants.mutate("ddp_gpt", tmp_path_factory.mktemp("recipes"), changes | {"": imports})
+    folder = made.parent.rename(made.parent.with_name("dp_gpt"))
+    assert "nn.DataParallel(model)" in (folder / "train.py").read_text()
+    return folder / "train.py"
+
+
+Make = Callable[..., segments.Segment]
+
+
+@pytest.fixture(scope="module")
+def segment(dp_gpt: Path, small_text: Path) -> Make:
+    """Makes one segment of a training: with a layout, to a folder."""
+
+    def make(layout: Layout, out: Path, *more: str, tied: bool = False, mutant: Path | None = None) -> segments.Segment:
+        recipe = dp_gpt if layout.recipe == "dp_gpt" else runner.ROOT / "recipes" / layout.recipe / "train.py"
+        sizes = (*runner.SMALL["gpt"], "--num-layers", str(dict(SIZES)["num_layers"]), *("--tied" for _ in range(tied)))
+        rate = ("--lr", str(2 * RATES["gpt"]), "--dtype", "float64")
+        where = ("--data", str(small_text), "--out", str(out), "--name", "run")
+        how = (*layout.flags, *layout.micro_batches(BATCH), *where, *more)
+        return segments.Segment(mutant or recipe, layout.size, (*FLAGS, *sizes, *rate, *how), out / "notes")
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain(small_text: Path) -> Callable[[bool], Curve]:
+    """What the plain loop leaves, whose embedding is tied or not."""
+    return functools.cache(lambda tied: plain_gpt_loop(str(small_text), torch.float64, SIZES, tied))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A training that one layout has begun: where, and the digests of what it held when it saved."""
+
+    run: Path
+    held: dict[str, set[str]]
+
+
+Begin = Callable[..., Source]
+
+
+@pytest.fixture(scope="module")
+def begin(segment: Make, tmp_path_factory: pytest.TempPathFactory) -> Begin:
+    """Begins a training with a layout, once, in processes of its own."""
+
+    @functools.cache
+    def make(layout: Layout, tied: bool = False, *flags: str, mutant: Path | None = None) -> Source:
+        out = tmp_path_factory.mktemp(str(layout))
+        first = segment(layout, out, "--stop-after", str(STOP), *flags, tied=tied, mutant=mutant)
+        result = segments.run([first])
+        assert result.ok, str(result)
+        return Source(out / "run", segments.held(first.notes, "end"))
+
+    return make
+
+
+def names(tied: bool) -> set[str]:
+    """What a checkpoint must hold: every tensor of the plain model, and of its optimizer."""
+    with torch.device("meta"):
+        shape = {"num_layers": 3, "num_heads": 4, "width": 40, "mlp_width": 44} | dict(SIZES)
+        weights = list(keymap.model_tensors(gpt.GPT(gpt.Shape(256, **shape, tied=tied))))
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    return {*weights, *(f"{keymap.OPTIMIZER}{name}.{key}" for name in weights for key in keys)}
+
+
+def changed(before: dict[str, set[str]], after: dict[str, set[str]], tied: bool) -> list[str]:
+    """Tensors that are not, bit for bit and on every rank that holds them, what they were on every rank."""
+    every = sorted(names(tied) | before.keys() | after.keys())
+    return [name for name in every if len(before.get(name, ())) != 1 or before[name] != after.get(name)]
+
+
+def worst(out: Path, wanted: Curve, first: int, last: int) -> float:
+    """Largest relative difference of a segment's losses and norms, steps `first` to `last`, from the plain ones."""
+    found = 0.0
+    for tag, values in (("train/loss", wanted.losses), ("train/grad_norm", wanted.norms)):
+        curve = runner.records(out / "run", tag)
+        assert list(curve) == list(range(first, last + 1)), "every step is recorded once"
+        found = max(found, *(abs(curve[step] / values[step - 1] - 1) for step in curve))
+    return found
+
+
+def note(source: Layout, target: Layout, tied: bool, differing: int, difference: float) -> None:
+    """For tests/layouts_table.py."""
+    if "LAYOUTS_RECORD" in os.environ:
+        row = {"source": str(source), "target": str(target), "tied": tied, "changed": differing, "worst": difference}
+        with Path(os.environ["LAYOUTS_RECORD"]).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def sources(target: Layout, tied: bool) -> list[Layout]:
+    """Whose checkpoints this one goes on with: one of every second kind, and the kind's other layout with the rest.
+
+    tests/layouts_table.py wants all of them, which takes four times as long, or all with these kinds at one end.
+    """
+    every, at = (TIED, TIED.index(target)) if tied else (LAYOUTS, LAYOUTS.index(target))
+    if "LAYOUTS_RECORD" in os.environ:
+        asked = [layout for kind in os.environ["LAYOUTS_KINDS"].split(",") for layout in KINDS[kind]]
+        return every if target in asked else [layout for layout in every if layout in asked]
+    if tied:
+        return every[at % 2 :: 2]
+    (own,) = (kind for kind in KINDS.values() if target in kind)
+    return [kind[at // 2 % len(kind)] for i, kind in enumerate(KINDS.values()) if len(own) == 1 or (i + at) % 2]
+
+
+def test_each_kind_follows_each() -> None:
+    """Although each layout goes on with half of them."""
+    kind_of = {layout: name for name, kind in KINDS.items() for layout in kind}
+    pairs = {(kind_of[source], kind_of[target]) for target in LAYOUTS for source in sources(target, tied=False)}
+    assert pairs == {(first, second) for first in KINDS for second in KINDS}
+
+
+MATRIX = [(target, False) for target in LAYOUTS] + [(target, True) for target in TIED]
+
+
+@pytest.mark.layouts
+@pytest.mark.parametrize(("target", "tied"), [pytest.param(*one, id=f"{one[0]}{'-tied' * one[1]}") for one in MATRIX])
+def test_any_to_any(target: Layout, tied: bool, begin: Begin, segment: Make, plain: Callable, tmp_path: Path) -> None:
+    """What each layout has begun goes on with this one, all in a row in the same processes."""
+    begun = {layout: begin(layout, tied) for layout in sources(target, tied)}
+    rows = {
+        layout: segment(
+            target, tmp_path / str(layout), "--resume", str(one.run), "--stop-after", str(STOP + MORE), tied=tied
+        )
+        for layout, one in begun.items()
+    }
+    result = segments.run(list(rows.values()))
+    assert result.ok, str(result)
+    faults = []
+    for layout, one in rows.items():
+        differing = changed(begun[layout].held, segments.held(one.notes, "begin"), tied)
+        difference = worst(tmp_path / str(layout), plain(tied), STOP + 1, STOP + MORE)
+        note(layout, target, tied, len(differing), difference)
+        if differing or not difference < TOLERANCE:
+            faults.append(f"{layout} -> {target}: {difference:.0e} apart, changed: {differing[:5]}")
+    assert not faults, "\n".join(faults)
+
+
+FIRST, LAST = ([kind[i] for kind in KINDS.values()] for i in (0, -1))  # together all layouts
+
+
+@pytest.mark.parametrize(
+    ("path", "tied"),
+    [
+        pytest.param([*FIRST, FIRST[0]], False, id="each-kind"),
+        pytest.param([*LAST, LAST[0]], False, id="each-kind-otherwise", marks=pytest.mark.layouts),
+        pytest.param([*TIED, TIED[0]], True, id="tied", marks=pytest.mark.layouts),
+    ],
+)
+def test_one_training_through_layouts(
+    path: list[Layout], tied: bool, segment: Make, plain: Callable, tmp_path: Path
+) -> None:
+    """Handed on from layout to layout, a step or two each: each is continued, and continues another."""
+    assert len(path) <= STEPS
+    stops = [STEPS * (i + 1) // len(path) for i in range(len(path))]
+    way: list[segments.Segment] = []
+    for i, (layout, stop) in enumerate(zip(path, stops, strict=True)):
+        before = ("--resume", str(tmp_path / str(i - 1) / "run")) if i else ()
+        way.append(segment(layout, tmp_path / str(i), "--stop-after", str(stop), *before, tied=tied))
+    result = segments.run(way)
+    assert result.ok, str(result)
+    for i, (layout, stop) in enumerate(zip(path, stops, strict=True)):
+        assert worst(tmp_path / str(i), plain(tied), stops[i - 1] + 1 if i else 1, stop) < TOLERANCE, str(layout)
+        if i:
+            end, start = segments.held(way[i - 1].notes, "end"), segments.held(way[i].notes, "begin")
+            assert not changed(end, start, tied), f"{path[i - 1]} -> {layout}"
+            assert changed(start, segments.held(way[i].notes, "end"), tied), "a step changes something"
+
+
+DDP, FSDP, PP = KINDS["ddp"][0], KINDS["fsdp"][0], Layout("pipeline_gpt", 2, ("--pp", "2"), 1)
+NORM = "stage.norm if is_last else None"
+LOAD = "start.restore(found.path, args.init, model, optimizer)"
+FRESH = "from common import keymap; keymap.create_state(optimizer)"
+SWAPPED = f"""{FRESH}; checkpoint.load(
+    found.path,
+    {{name.translate(str.maketrans("01", "10")): t for name, t in keymap.tensors(model, optimizer).items()}},
+)"""
+WEIGHTS_ONLY = f"{FRESH}; checkpoint.load(found.path, keymap.model_tensors(model))"
+FROM_0 = "stage.blocks = nn.ModuleDict({str(j): b for j, b in enumerate(stage.blocks.values())})"
+# Who continues, with which defect; ddp_gpt has begun without one.
+MUTANTS: dict[str, tuple[Layout, mutants.Changes]] = {
+    "two layers are swapped": (FSDP, {"main": {LOAD: SWAPPED}}),
+    "the optimizer's state is not loaded": (FSDP, {"main": {LOAD: WEIGHTS_ONLY}}),
+    "a stage counts its layers from its own 0": (
+        PP,
+        {"parallelize": {f"stage.norm = {NORM}": f"stage.norm = {NORM}; {FROM_0}"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutant_fails(mutant: str, begin: Begin, segment: Make, plain: Callable, tmp_path: Path) -> None:
+    """Each of these defects is seen in the bits, and in what comes of them."""
+    layout, defect = MUTANTS[mutant]
+    path = mutants.mutate(layout.recipe, tmp_path, defect)
+    last = STOP + MORE
+    # What compares the replicas in a run would see the third as well.
+    how = ("--resume", str(begin(DDP).run), "--stop-after", str(last), "--check-every", "0")
+    one = segment(layout, tmp_path, *how, mutant=path)
+    result = segments.run([one])
+    assert result.ok, str(result)
+    assert changed(begin(DDP).held, segments.held(one.notes, "begin"), False)
+    assert worst(tmp_path, plain(False), STOP + 1, last) > 1e-6
+
+
+def test_drifted_copy_is_seen(begin: Begin, segment: Make, plain: Callable, tmp_path: Path) -> None:
+    """A checkpoint has one embedding. Here the two copies of a tied one have drifted apart before it was saved."""
+    defect = {"forward_backward": {"if model.tied_group: ...": "if False: ..."}}
+    path = mutants.mutate("pipeline_gpt", tmp_path, defect)
+    begun = begin(PP, True, "--check-every", "0", mutant=path)
+    last = STOP + MORE
+    one = segment(DDP, tmp_path, "--resume", str(begun.run), "--stop-after", str(last), tied=True)
+    result = segments.run([one])
+    assert result.ok, str(result)
+    assert "embed.weight" in changed(begun.held, segments.held(one.notes, "begin"), True)
+    assert worst(tmp_path, plain(True), STOP + 1, last) > 1e-6

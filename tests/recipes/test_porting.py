@@ -1,0 +1,269 @@
+"""Every example of docs/porting.md trains: like its script, on any number of ranks, and resumed to the bit."""
+
+import ast
+import functools
+import re
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from common import seed
+from common.run import cli
+from common.train import data, initial, sampler, schedule
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.harness import runner, short_resnet  # noqa: F401 (adds the small model)
+from tests.harness.states import same_tensors
+
+EXAMPLE = re.compile(r"<!-- example (.+?) -->\n```python\n(.*?)```", re.DOTALL)
+WAS = re.compile(r"^(.*?) +# was: (.+)\n$")
+EXAMPLES = EXAMPLE.findall((runner.ROOT / "docs" / "porting.md").read_text())
+PORTS = list(
+    dict.fromkeys(
+        (name, recipe)
+        for name, _, recipes in (title.partition(": ") for title, _ in EXAMPLES)
+        for recipe in recipes.split()
+    )
+)
+# The others are slow.
+IN_DEFAULT_RUN = {("stream", "ddp_resnet"), ("llama", "fsdp_gpt"), ("optimizer", "fsdp_gpt"), ("average", "ddp_resnet")}
+BUILDS_ON = {"stream": "curves"}  # examples that change another one
+IMAGES = ("--global-batch-size", "8", "--lr", "0.01", "--sync-bn")
+TEXT = ("--global-batch-size", "8", *runner.SMALL["gpt"])
+FLAGS = {
+    "curves": ("--global-batch-size", "32", "--lr", "3e-3", "--lr-reference-batch", "32", "--warmup-steps", "0"),
+    "stream": ("--global-batch-size", "32", "--lr", "3e-3", "--lr-reference-batch", "32", "--warmup-steps", "0"),
+    "vit": ("--global-batch-size", "8", "--lr", "0.01"),
+    "segmentation": IMAGES,
+    "timm": IMAGES,
+    "bert": ("--global-batch-size", "8"),
+    "lora": TEXT,
+    "gan": ("--global-batch-size", "8", "--lr", "1e-3"),
+    "detection": ("--global-batch-size", "8", "--lr", "0.01"),
+    "llama": (*TEXT, "--tied"),
+    "optimizer": TEXT,
+    "average": (),
+}
+
+
+def flags_for(name: str, recipe: str) -> list[str]:
+    small = runner.small(recipe) if name == "average" else ()
+    return [
+        *FLAGS[name],
+        *small,
+        *(("--sync-bn",) if name == "average" and runner.has_flag(recipe, "--sync-bn") else ()),
+    ]
+
+
+def port(name: str, recipe: str, folder: Path) -> Path:
+    """Do to a copy of a recipe what the page says; returns its train.py."""
+    text = runner.source(recipe)
+    names = [one for one in (BUILDS_ON.get(name), name) if one]
+    if "curves" in names:
+        text = insert(text, script().partition("def main()")[0])
+    for one in names:
+        for title, block in EXAMPLES:
+            mine, _, recipes = title.partition(": ")
+            if mine == one and recipe in recipes.split():
+                text = insert(text, block)
+    path = folder / recipe / "train.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    return path
+
+
+def insert(text: str, block: str) -> str:
+    """Insert a block of the page into a train.py.
+
+    Indented lines up to one that ends in "# was: ..." take the place of that one. A function takes the place of its
+    namesake, and anything else comes before section 2.
+    """
+    lines = block.splitlines(keepends=True)
+    if any(map(WAS.match, lines)):
+        taken: list[str] = []
+        for line in lines:
+            if not line.startswith(" "):
+                continue
+            found = WAS.match(line)
+            taken.append(f"{found[1]}\n" if found else line)
+            if found:
+                (old,) = (one for one in text.splitlines(keepends=True) if found[2] in one)
+                assert depth(old) == depth(taken[0]) == depth(taken[-1]), old
+                text = text.replace(old, "".join(taken))
+                taken = []
+        assert not taken, "the last line says what it replaces"
+        block = "".join(line for line in lines if not line.startswith(" "))
+    added = ""
+    for node in ast.parse(block).body:
+        there = [one for one in ast.parse(text).body if getattr(one, "name", "") == getattr(node, "name", None)]
+        if there:
+            text = text.replace(ast.get_source_segment(text, there[0]) or "", ast.get_source_segment(block, node) or "")
+        else:
+            decorated = getattr(node, "decorator_list", [])
+            begin = decorated[0].lineno if decorated else node.lineno
+            added += "\n".join(block.splitlines()[begin - 1 : node.end_lineno]) + "\n\n\n"
+    return text.replace("# --- 2 Workload", f"{added}# --- 2 Workload", 1)
+
+
+def depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def script() -> str:
+    return dict(EXAMPLES)["script"]
+
+
+class Order:
+    """The order of the samples in a recipe, epoch after epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(sampler.permutation(960, 0, self.epoch).tolist())
+
+    def __len__(self) -> int:
+        return 960
+
+
+def losses_of_script() -> list[float]:
+    """What the script prints, in float64, with a recipe's initial weights and order of samples."""
+    text = script()
+    for old, new in {
+        "torch.manual_seed(0)": "seed.everything(0, seed.INIT)",
+        "shuffle=True": "sampler=Order()",
+        "FillGaps().to(device)": "FillGaps().double()",
+        "tensor.to(device)": "tensor.double() if tensor.is_floating_point() else tensor",
+    }.items():
+        assert old in text
+        text = text.replace(old, new)
+    printed: list[float] = []
+    names: dict[str, Any] = {"__name__": "__main__", "print": printed.append, "Order": Order, "seed": seed}
+    exec(compile(text, "script", "exec"), names)
+    return printed
+
+
+def train(path: Path, size: int, run: Path, *flags: str) -> None:
+    where = ["--out", str(run.parent), "--name", run.name, "--log-every", "1"]
+    result = runner.run_recipe(path, size, *where, *flags, target=runner.run_unmeasured)
+    assert result.ok, str(result)
+
+
+@pytest.mark.parametrize("recipe", [recipe for name, recipe in PORTS if name == "curves"])
+def test_same_as_the_script(recipe: str, tmp_path: Path) -> None:
+    with seed.kept():
+        losses = np.array(losses_of_script()).reshape(2, 33)
+    path = port("curves", recipe, tmp_path)
+    for size in (1, 2):
+        run = tmp_path / str(size)
+        train(path, size, run, *FLAGS["curves"], "--max-steps", "60", "--eval-every", "30", "--dtype", "float64")
+        assert [*runner.records(run, "train/loss").values()] == pytest.approx(losses[:, :30].ravel(), rel=1e-9)
+        assert [*runner.records(run, "val/loss").values()] == pytest.approx(losses[:, 30:].mean(1), rel=1e-9)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pictures in colour, of two classes."""
+    folder = tmp_path_factory.mktemp("photos")
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 32, 32, 3), dtype=np.uint8)
+    for i, one in enumerate(pixels):
+        place = folder / ("train" if i < 24 else "val") / ("cat" if i % 2 else "dog")
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(one).save(place / f"{i}.png")
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers for it
+@pytest.mark.parametrize(
+    ("name", "recipe"), [pytest.param(*one, marks=[pytest.mark.slow] * (one not in IN_DEFAULT_RUN)) for one in PORTS]
+)
+def test_port(name: str, recipe: str, photos: Path, small_text: Path, tmp_path: Path) -> None:
+    """On 2 ranks it resumes to the bit; in float64, on 1 it is the same."""
+    path = port(name, recipe, tmp_path)
+    flags = ["--max-steps", "6", "--save-every", "3", "--eval-every", "3", *flags_for(name, recipe)]
+    flags += ["--data", str(photos)] if name in ("vit", "timm") else []
+    flags += ["--data", str(small_text)] if runner.has_flag(recipe, "--tokenizer") else []
+    train(path, 2, tmp_path / "whole", *flags, "--dtype", "float32")
+    for stop in ("3", "0"):
+        train(path, 2, tmp_path / "parts", *flags, "--dtype", "float32", "--stop-after", stop)
+    last = "checkpoints/step_00000006"
+    assert same_tensors(tmp_path / "whole" / last, tmp_path / "parts" / last)
+    for size in (1, 2):
+        train(path, size, tmp_path / str(size), *flags, "--dtype", "float64")
+    wanted = losses_of_plain_loop(path, [*flags, "--dtype", "float64"])
+    for size in (1, 2):
+        found = runner.records(tmp_path / str(size), "train/loss")
+        assert [*found.values()] == pytest.approx(wanted, rel=1e-9), size
+    assert wanted[5] != wanted[0]
+
+
+def losses_of_plain_loop(path: Path, flags: list[str]) -> list[float]:
+    """Losses of a loop in one process around section 2 of a port, in float64: nothing else of the recipe."""
+    port = runpy.run_path(str(path))
+    args = cli.parse(port["Args"], flags)
+    with seed.kept():
+        train, _ = port["make_data"](args)
+        model = initial.materialize(port["make_model"](args, train), args.seed, torch.device("cpu"), torch.float64)
+        optimizer = port["make_optimizer"](args, model)
+        rates = torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            functools.partial(schedule.warmup_cosine, warmup_steps=args.warmup_steps, max_steps=args.max_steps),
+        )
+        losses = []
+        for step in range(args.max_steps):
+            indices = step * args.global_batch_size + np.arange(args.global_batch_size)
+            epoch = 0
+            if len(train):  # no stream
+                epoch, first = divmod(indices[0], len(train))
+                indices = sampler.permutation(len(train), args.seed, epoch)[first : first + args.global_batch_size]
+            batch = data.Batch(*train.read(np.full_like(indices, epoch), indices), args.global_batch_size, True)
+            sums = port["forward"](args, model, batch)
+            loss = sums["loss"] / sums["count"]
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
+            optimizer.step()
+            rates.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def test_mutant_that_returns_a_mean(tmp_path: Path) -> None:
+    path = port("curves", "ddp_resnet", tmp_path)
+    path.write_text(path.read_text().replace("errors.sum()", "errors.mean()"))
+    result = runner.run_recipe(path, 2, "--out", str(tmp_path), *FLAGS["curves"])
+    assert not result.ok
+    assert "error: forward returns a mean loss" in str(result)
+    assert "Traceback" not in str(result)
+
+
+def test_model_that_counts_its_forward_passes_resumes_exactly(tmp_path: Path) -> None:
+    """The check at the start is a forward pass as well: it must not count in what is resumed."""
+    path = port("curves", "ddp_resnet", tmp_path)
+    text = path.read_text().replace("        super().__init__()\n", COUNTS, 1)
+    path.write_text(
+        text.replace("        return self.layers(", "        self.calls += 1\n        return self.layers(", 1)
+    )
+    flags = [*FLAGS["curves"], "--max-steps", "4", "--save-every", "2", "--eval-every", "4", "--dtype", "float32"]
+    train(path, 2, tmp_path / "whole", *flags)
+    for stop in ("2", "0"):
+        train(path, 2, tmp_path / "parts", *flags, "--stop-after", stop, "--eval-every", "100")
+    check, steps, evaluation = 2, 2, 3  # passes of the check, of two steps, and of an evaluation, as at each stop
+    assert calls_in(tmp_path / "whole", 2) == check + steps
+    assert calls_in(tmp_path / "parts", 4) == check + 2 * (steps + evaluation)
+
+
+COUNTS = """        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+"""
+
+
+def calls_in(run: Path, step: int) -> int:
+    files = (run / "checkpoints" / f"step_{step:08d}").glob("*.safetensors")
+    return next(int(found["calls"]) for found in map(load_file, files) if "calls" in found)

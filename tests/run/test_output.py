@@ -1,0 +1,96 @@
+"""A process whose output cannot be written ends as it would have, and keeps what it can."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from common.run import output
+
+from tests.harness import runner
+
+PRINTS = """
+import sys
+from pathlib import Path
+from common import output
+output.protect()
+output.spare = Path(sys.argv[1])
+for line in ("first", "second \N{SNOWMAN}"):
+    print(line)
+print("to stderr", file=sys.stderr)
+sys.exit(7)
+"""
+
+
+def run(spare: Path, stdout: int | None, shell: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PRINTS, str(spare)]
+    if shell:
+        command = ["bash", "-c", f'exec "$@" {shell}', "bash", *command]
+    return subprocess.run(
+        command,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(runner.ROOT)} | environ,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_reader_that_has_left(tmp_path: Path) -> None:
+    reader, pipe = os.pipe()
+    os.close(reader)
+    spare = tmp_path / "logs" / "rank_00000.log"
+    result = run(spare, pipe)
+    os.close(pipe)
+    assert result.returncode == 7, "not 120, which is the interpreter's for a flush that fails"
+    warning = f"warning: the output cannot be written (Broken pipe), which ends no training; what follows is in {spare}"
+    assert result.stderr.splitlines() == [warning, "to stderr"], "once"
+    assert spare.read_text().splitlines() == [warning, "first", "second \N{SNOWMAN}"]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_reader_that_pauses(blocking: bool, tmp_path: Path) -> None:
+    """As `less` and Ctrl-S do; and another program may have made the terminal non-blocking."""
+    reader, pipe = os.pipe()
+    os.set_blocking(pipe, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe, bytes(4096))
+    os.set_blocking(pipe, blocking)
+    result = run(tmp_path / "log", pipe)
+    assert result.returncode == 7
+    assert "cannot be written (nobody reads it)" in result.stderr
+    assert "first\n" in (tmp_path / "log").read_text()
+    os.close(pipe)
+    os.close(reader)
+
+
+def test_no_output_at_all(tmp_path: Path) -> None:
+    result = run(tmp_path / "log", None, ">&- 2>&-")
+    assert (result.returncode, result.stderr) == (7, "")
+
+
+def test_characters_that_a_terminal_lacks(tmp_path: Path) -> None:
+    result = run(tmp_path / "log", subprocess.PIPE, PYTHONIOENCODING="ascii")
+    assert result.returncode == 7
+    assert result.stdout.splitlines() == ["first", r"second \u2603"]
+
+
+def write_log(log: str, other: str) -> None:
+    output.redirect(Path(log) / "x.log")
+    print("printed")
+    output.redirect(Path(other))
+
+
+def test_log_that_cannot_be_opened(tmp_path: Path) -> None:
+    """The rank prints where it has printed so far."""
+    (tmp_path / "file").touch()
+    result = runner.spawn(write_log, [(str(tmp_path / "file"), str(tmp_path / "logs" / "good.log"))])
+    assert result.ok
+    first, second = result.outputs[0].splitlines()
+    assert first.startswith(f"warning: {tmp_path}/file/x.log cannot be opened, so this rank prints to the terminal: ")
+    assert second == "printed"
+    assert (tmp_path / "logs" / "good.log").read_text().startswith("--- 2")

@@ -1,0 +1,149 @@
+"""When to leave, without a launcher; tests/faults/test_stop.py interrupts whole trainings."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from common import ranks
+from common.protect import diagnose, watch
+from common.run import process_group, stop
+
+from tests.harness import fake_ranks, runner
+
+
+def wait_for_the_clock(slurm_s: float, deadline_s: float, due_s: float) -> None:
+    world = process_group.start()
+    began = time.monotonic()
+    os.environ["SLURM_JOB_END_TIME"] = str(time.time() + slurm_s)
+    stopping = stop.Stop(world, deadline_s / 60, first_step=7, last_step=10_000)
+    assert stopping._deadline == pytest.approx(began + due_s, abs=0.1)
+    leaves = due_s < 60
+    assert not stopping.after(8)
+    while not stopping.reason and time.monotonic() < began + (10 if leaves else 2 * stop.POLL_S):
+        time.sleep(0.01)
+    assert stopping.reason == ("--deadline, or Slurm's time limit, on rank 0" if leaves else "")
+    assert stopping.after(9) == leaves, "the first step that nobody can have passed"
+    if leaves:
+        assert time.monotonic() > began + due_s - 0.1, "not before the time"
+    assert any(thread.name == "stop" for thread in threading.enumerate())
+    process_group.finish()
+    assert not any(thread.name == "stop" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    ("slurm_s", "deadline_s", "due_s"),
+    [(1, 0, 0.9), (1, 3600, 0.9), (7200, 0.9, 0.9), (7200, 0, 7200 - stop.END_MARGIN_S)],
+    ids=["a tenth before a short job ends", "before --deadline", "after --deadline", "both are far"],
+)
+def test_leaves_in_time_for_the_end_of_the_job(slurm_s: float, deadline_s: float, due_s: float) -> None:
+    result = runner.spawn(wait_for_the_clock, [(slurm_s, deadline_s, due_s)], timeout_s=30)
+    assert result.ok, str(result)
+
+
+def stop_in_the_last_save() -> None:
+    stopping = stop.Stop(process_group.start(), 0, first_step=0, last_step=8)
+    assert not stopping.after(8)
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not stopping.reason:
+        time.sleep(0.01)
+    assert stopping.after(8), "and there is no step 9 to wait for"
+
+
+def test_signal_after_the_last_step() -> None:
+    result = runner.spawn(stop_in_the_last_save, [()], timeout_s=30)
+    assert result.ok, str(result)
+    assert "SIGTERM on rank 0: saving and stopping after step 8;" in result.outputs[0]
+
+
+def hear_late(saved: str) -> None:
+    """Rank 0 is told at once, rank 1 when its machine's turn comes, and both are still saving."""
+    world = process_group.start()
+    stopping = stop.Stop(world, 0, 0, 10_000)
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    step = 1
+    while not stopping.after(step):
+        step += 1
+        time.sleep(0.1)
+    time.sleep(stop.SAME_SIGNAL_S + 0.5)
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(4 * stop.POLL_S)
+    Path(f"{saved}-{world.rank}").touch()
+    process_group.finish()
+
+
+def test_first_signal_of_a_rank_is_not_its_second(tmp_path: Path) -> None:
+    """The machines of a job are drained some seconds apart: what is being saved is not thrown away."""
+    result = runner.spawn(hear_late, [(str(tmp_path / "saved"),)] * 2, timeout_s=30)
+    assert result.ok, str(result)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def close_twice() -> None:
+    stopping = stop.Stop(process_group.start(), 0, 0, 10_000)
+    before = time.monotonic()
+    stopping.close()
+    assert not stopping._thread.is_alive()
+    assert time.monotonic() < before + 5 * stop.POLL_S
+    stopping.close()
+    assert not stopping.after(1)
+    process_group.finish()
+
+
+def test_close_ends_the_thread() -> None:
+    """A thread that still asks the store for news ends badly when the interpreter shuts down."""
+    result = runner.spawn(close_twice, [()], timeout_s=30)
+    assert result.ok, str(result)
+
+
+def agree_with_the_dead() -> None:
+    """Rank 1 never answers; rank 0 stops waiting for it once somebody has been blamed."""
+    world = process_group.start()
+    stopping = stop.Stop(world, 0, 0, 10_000)
+    watch.alive._closing.set()  # it would end this process
+    watch.alive._threads[0].join()
+    if world.rank == 1:
+        stopping.close()
+    ranks.gather("closed")
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stopping.reason:
+            time.sleep(0.01)
+        time.sleep(2 * stop.POLL_S)
+        stopping._closing.set()
+        stopping._thread.join(2 * stop.POLL_S)
+        assert stopping._thread.is_alive(), "it waits for rank 1's answer"
+        world.store.set(diagnose.FINDING, "rank 1 is dead")
+        stopping._thread.join(5 * stop.POLL_S)
+        assert not stopping._thread.is_alive()
+    ranks.gather("done")
+    os._exit(0)
+
+
+def test_a_dead_rank_is_not_waited_for() -> None:
+    result = runner.spawn(agree_with_the_dead, [()] * 2, timeout_s=30)
+    assert result.ok, str(result)
+
+
+@pytest.mark.parametrize("at_once", [512, 1], ids=["", "mutant: one by one"])
+def test_reads_of_a_rank_do_not_grow_with_their_number(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that ends in 30 s has no time for a million questions to one store."""
+    monkeypatch.setattr(stop, "AT_ONCE", at_once)
+    most = {}
+    for size in (8, 24):
+        found, _ = fake_ranks.agree(size)
+        assert {one._target for one in found} == {107}, "the first step that no rank can have passed"
+        assert all(one._agreed.is_set() for one in found)
+        assert [one.counted.values for one in found] == [size, *[1] * (size - 1)]
+        most[size] = max(one.counted.requests["multi_get"] for one in found)
+    assert (most[24] == most[8] == 1) == (at_once == 512)
+
+
+def test_number_of_ranks_sets_the_pace() -> None:
+    """The store of 16,384 ranks answers no more questions a second than that of 2,000."""
+    assert stop.poll_s(16) == stop.POLL_S
+    assert 16_384 / stop.poll_s(16_384) == pytest.approx(2_000 / stop.POLL_S)

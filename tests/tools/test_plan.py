@@ -1,0 +1,307 @@
+"""The planner: what it counts, says and refuses. Its figures against real ranks are in benchmarks/plan.py."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from common import UserError
+from tools.plan import counter, fit, hardware, known, own_runs, predict, published, repeat, sweep, transformer
+from tools.plan.count import Case, NotCountedError, count, to_work
+from tools.plan.work import Traffic, Work
+
+from tests.harness import mutants
+from tools import about
+
+H100 = hardware.table()["h100-ib"]
+GPT = ("--num-layers", "2", "--width", "64", "--num-heads", "4", "--seq-len", "64")
+
+
+def plan(*words: str) -> tuple[int, str, str]:
+    """Exit code and output of the command."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tools.plan", *words],
+        cwd=about.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def in_order(step: dict[str, Any]) -> dict[str, Any]:
+    """What `repeat` knows of a step, in an order of its own."""
+    kept = {name: step[name] for name in ("elementwise_bytes", "kernels")}
+    traffic = sorted([sorted(one.items()) for one in step["traffic"]])
+    return kept | {"traffic": traffic, "products": sorted(map(list, step["products"]))}
+
+
+def counted(recipe: str, size: int, flags: str, **more: Any) -> dict[str, Any]:
+    case = {"folder": f"recipes/{recipe}", "size": size, "flags": [*GPT, *flags.split()], "only_step": True}
+    found: dict[str, Any] = json.loads(counter.in_child(case | more))
+    assert "error" not in found, found
+    return found
+
+
+STEPS = [
+    ("fsdp_gpt", 4, "--micro-batch-size 1 --global-batch-size 24"),
+    ("pipeline_gpt", 4, "--pp 2 --micro-batch-size 1 --global-batch-size 32"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "size", "flags"), STEPS, ids=[one[0] for one in STEPS])
+def test_many_micro_batches_are_known_from_few(recipe: str, size: int, flags: str) -> None:
+    whole = counted(recipe, size, flags)
+    first, second = (counted(recipe, size, flags, few=which) for which in (0, 1))
+    assert first["counted"] < second["counted"] < whole["counted"] == whole["micro_batches"]
+    more = repeat.more(first, second)
+    assert in_order(more["step"]) == in_order(whole["step"])
+    assert more["idle"] == pytest.approx(whole["idle"], abs=1e-12)
+    assert more["samples"] == whole["samples"]
+    for kind, size_bytes in whole["memory"].items():
+        assert more["memory"][kind] == pytest.approx(size_bytes, rel=0.02), kind
+    one_less = repeat.more(first, second | {"counted": second["counted"] + 1})  # a mutant
+    assert in_order(one_less["step"]) != in_order(whole["step"])
+
+
+@pytest.fixture(scope="module")
+def answer() -> dict[str, Any]:
+    code, out, err = plan("recipes/fsdp_gpt", "--world-size", "1024", *GPT, "--global-batch-size", "1024", "--json")
+    assert not code, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_answer_as_json(answer: dict[str, Any]) -> None:
+    found = answer["prediction"]
+    parts = ("products_s", "memory_s", "launch_s", "bubble_s", "exposed_s")
+    assert sum(found[part] for part in parts) == pytest.approx(found["step_s"])
+    (rank,) = answer["ranks"]
+    gathers = [one for one in rank["traffic"] if one["kind"] == "all-gather"]
+    assert [(one["axis"], one["ranks"], one["machines"]) for one in gathers] == [("dp_shard", 1024, 128)]
+    assert rank["memory"]["optimizer"] == pytest.approx(2 * rank["memory"]["parameters"], rel=0.2)
+    assert answer["fits"]
+    assert "(gpt on h100: no row whose GPUs wait for launches)" in answer["error"]  # it is tiny
+
+
+def test_answer_for_people() -> None:
+    code, out, err = plan("ddp_gpt", "--world-size", "2", *GPT)
+    assert (code, err) == (0, "")
+    names = [line.split()[0] for line in out.splitlines() if not line.startswith(" ")]
+    assert names == ["plan", "memory", "step", "sends", "rates", "saves", "error"]
+    assert "it fits" in out
+    assert "during the backward pass" in out
+
+
+@pytest.mark.slow
+def test_sweep_of_layouts() -> None:
+    code, out, err = plan("ddp_gpt", "--sweep", "--world-size", "2", *GPT, "--global-batch-size", "2")
+    assert not code, err
+    rows = [line for line in out.splitlines() if "launch/torchrun.sh" in line]
+    assert {re.findall(r"recipes/(\w+)", row)[0] for row in rows} >= {"ddp_gpt", "fsdp_gpt", "tensor_gpt"}
+    assert "fastest that fits" in out
+
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "no recipe": ([], "which recipe"),
+    "no such recipe": (["recipes/none"], "recipes/none has no train.py"),
+    "hardware": (["ddp_gpt", "--hardware", "h1000"], "h1000 is not known: use v100-ib, "),
+    "hardware file": (["ddp_gpt", "--hardware", "none.toml"], "none.toml"),
+    "ranks": (["ddp_gpt", "--world-size", "-3"], "--world-size -3 must be between"),
+    "layout": (["tensor_gpt", "--world-size", "8", "--tp", "3"], "tensor_gpt on 8 ranks: .*--tp"),
+    "batch": (["ddp_gpt", "--world-size", "7", "--global-batch-size", "16"], "does not divide by 7"),
+    "flag": (["ddp_gpt", "--world-size", "2", "--no-such-flag", "1"], "no-such-flag"),
+    "runs": (["--fit", "none.csv"], "--fit none.csv: No such file"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_is_one_sentence(name: str) -> None:
+    words, message = WRONG[name]
+    code, out, err = plan(*words)
+    assert code == 2
+    assert re.search(message, err), err
+    assert "Traceback" not in err
+    assert not out
+
+
+READS_VALUES = {"forward": {"losses.sum()": "losses.sum() * torch.tensor(losses.detach().numpy().sum())"}}
+
+
+def test_model_that_cannot_be_traced(tmp_path: Path) -> None:
+    path = mutants.mutate("ddp_gpt", tmp_path, READS_VALUES)
+    with pytest.raises(NotCountedError, match=r"cannot be planned: on tensors without data, its step ends with") as got:
+        count(Case(path.parent, 2, GPT), H100)
+    assert "\n" not in str(got.value)
+
+
+def test_copied_recipe_with_a_model_of_its_own(tmp_path: Path) -> None:
+    """A mutant of the model has more work: what runs is counted, not what the recipe once was."""
+    twice = {"forward": {"losses.sum()": "(losses + model(batch.inputs, batch.targets)).sum()"}}
+    path = mutants.mutate("ddp_gpt", tmp_path, twice)
+    flags = (*GPT, "--dtype", "bfloat16")
+    (plain,), (double,) = (
+        count(Case(folder, 2, flags), H100) for folder in (about.ROOT / "recipes/ddp_gpt", path.parent)
+    )
+    assert sum(double.flops.values()) == pytest.approx(2 * sum(plain.flops.values()), rel=0.01)
+    assert double.traffic == plain.traffic
+
+
+# --- formulas ----------------------------------------------------------------------------------------------------
+
+
+def work(**changes: Any) -> Work:
+    base = Work(8, 8, {"bfloat16": 1e12}, 1e9, 1e10, 1000, (), {"parameters": 1e9}, 1e9, 8e12)
+    return dataclasses.replace(base, **changes)
+
+
+def test_more_work_takes_longer() -> None:
+    base = predict.predict([work()], H100).step_s
+    sent = (Traffic("all-reduce", "dp", 8, 1, 10, 1e9),)
+    for changes in ({"flops": {"bfloat16": 2e12}}, {"elementwise_bytes": 3e10}, {"traffic": sent}, {"idle": 0.2}):
+        assert predict.predict([work(**changes)], H100).step_s > 1.01 * base, changes
+
+
+def test_slower_network_is_felt_between_machines_only() -> None:
+    slow = dataclasses.replace(H100, network_bandwidth=H100.network_bandwidth / 10)
+    for machines, ratio in ((1, 1.0), (8, 10.0)):
+        one = Traffic("all-gather", "dp", 8, machines, 1, 1e9)
+        assert predict.seconds(one, slow) / predict.seconds(one, H100) == pytest.approx(ratio, rel=0.05)
+
+
+def test_gloo_scatters_by_an_all_reduce() -> None:
+    scattered, reduced = (Traffic(kind, "dp", 2, 1, 1, 1e9) for kind in ("reduce-scatter", "all-reduce"))
+    cpu = dataclasses.replace(H100, name="cpu", gpu="", launch_s=1e-6)
+    assert predict.seconds(scattered, cpu) == predict.seconds(reduced, cpu)
+    assert predict.seconds(scattered, H100) < 0.6 * predict.seconds(reduced, H100)
+
+
+def test_hidden_traffic_is_exposed_beyond_its_window() -> None:
+    few, many = (work(traffic=(Traffic("all-gather", "dp", 8, 1, 64, size, "step"),)) for size in (1e6, 1e12))
+    assert predict.of_rank(few, H100)["exposed_s"] < 0.05 * predict.of_rank(few, H100)["step_s"]
+    assert predict.of_rank(many, H100)["exposed_s"] > 0.9 * predict.of_rank(many, H100)["step_s"]
+
+
+def test_interval_of_saves_loses_least() -> None:
+    save, mtbf, recovery = 30.0, 3600.0, 60.0
+    best = predict.best_interval(save, mtbf)
+    least = predict.lost_share(save, best, recovery, mtbf)
+    for other in (best / 2, best * 2):
+        assert predict.lost_share(save, other, recovery, mtbf) > least
+
+
+# --- measurements ------------------------------------------------------------------------------------------------
+
+
+def test_every_published_row_is_predicted_or_refused_for_a_reason() -> None:
+    rows = published.raw()
+    predicted = {one.name for one in published.gpts()} | {one.name for one in published.resnets()}
+    for line in rows:
+        by_curve = line["metric"] == "efficiency"  # docs/plan.md, curves
+        assert (line["name"] in predicted) + bool(line["refuse"]) + by_curve == 1, line["name"]
+        assert line["source"], line["name"]
+
+
+def test_a_fifth_of_the_steps_predicts_the_rest() -> None:
+    """docs/plan.md has ten splits; a split whose fit is not used must err more."""
+    formula, near = published.split(0)
+    assert formula.count == near.count == 1440 - 1440 // 5
+    assert formula.mean < 0.085
+    assert near.mean < 0.06
+    assert near.regret < 0.03
+    steps = published.vtrain()
+    blind = published.judged(steps, lambda one: fit.predicted_s(one.measured, hardware.Reach()))
+    assert blind.mean > 2 * formula.mean
+
+
+def test_fit_finds_what_made_the_steps() -> None:
+    true = hardware.Reach(0.5, 0.4, 0.7, 0.6, 0.9, 2.0, 1.0)
+    shapes = [transformer.Shape(w, n, 16, 16, 4 * w, False, 50_304, 1024, True) for w in (512, 2048) for n in (4, 24)]
+    layouts = [transformer.Layout(dp=8, micro_batch=b, global_batch=8 * b) for b in (1, 8)]
+    layouts += [transformer.Layout(dp=2, tp=4, micro_batch=b, global_batch=4 * b) for b in (1, 8)]
+    works = [transformer.work(shape, layout) for shape in shapes for layout in layouts]
+    some = [fit.Measured((one,), H100, 1.0) for one in works]
+    some = [dataclasses.replace(one, step_s=fit.predicted_s(one, true)) for one in some]
+    found = fit.fit(some, hardware.Reach(), prior=1e-6)
+    for one in some:
+        assert fit.predicted_s(one, found) == pytest.approx(one.step_s, rel=0.05)
+
+
+def test_error_beyond_what_was_tested_is_a_range() -> None:
+    like = r"rows like yours \(gpt on h100\): mean \d+%, worst \d+% of \d+$"
+    assert re.match(like, known.sentence("gpt", H100, 64, 1.0, launch_s=0.1))
+    assert not re.match(like, known.sentence("gpt", H100, 64, 1.0, launch_s=0.9))
+    for workload, machine, size in (
+        ("gpt", H100, 10**6),
+        ("mlp", H100, 8),
+        ("gpt", hardware.table()["rtx4090-pcie"], 8),
+    ):
+        said = known.sentence(workload, machine, size, 1.0)
+        assert re.match(r"outside of what was tested \(.*\): a step between .* and .*, if it errs like the worst", said)
+
+
+def test_own_runs_are_fitted(tmp_path: Path) -> None:
+    case = Case(about.ROOT / "recipes/ddp_gpt", 2, GPT)
+    took = 3 * predict.predict(count(case, H100), H100).step_s
+    file = tmp_path / "runs.csv"
+    file.write_text(f"recipe,flags,world_size,step_s\nddp_gpt,{' '.join(GPT)},2,{took}\n")
+    text = own_runs.fitted(file, H100)
+    worst = re.search(r"mean (\d+)%, worst (\d+)%", text)
+    assert worst
+    assert int(worst[2]) < 67  # and without the fit
+    assert "launch = " in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("recipe,flags\nddp_gpt,\n", "line 2: 'world_size' is missing"),
+        ("recipe,flags,world_size,step_s\nddp_gpt,,two,1\n", "line 2: .*two"),
+        ("recipe,flags,world_size,step_s\nddp_gpt,,2,-1\n", "line 2: needs .*step_s above 0"),
+        ("recipe,flags,world_size,step_s\n", "has no runs"),
+    ],
+)
+def test_wrong_runs_name_the_line(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "runs.csv"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message):
+        own_runs.read(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace("memory_gib", "memory_gb"), "does not know memory_gb"),
+        (lambda text: text.replace("peak_16bit = ", "peak_16bit = -"), "peak_16bit = -.* must be a number above 0"),
+        (lambda text: "x = 1\n" + text, "is outside of a machine"),
+        (lambda text: text + "[", "give a file like"),
+    ],
+)
+def test_wrong_hardware_names_the_field(change: Callable[[str], str], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    hardware.save(dataclasses.replace(H100, name="mine"), file, "a machine")
+    assert hardware.find(str(file)) == dataclasses.replace(H100, name="mine")
+    file.write_text(change(file.read_text()))
+    with pytest.raises(UserError, match=message):
+        hardware.find(str(file))
+
+
+def test_sweep_grows_the_batch_with_the_ranks() -> None:
+    sizes = list(sweep.sizes(Case(about.ROOT / "recipes/tensor_gpt", 8, ("--tp", "4", "--global-batch-size", "64"))))
+    assert [one.size for one in sizes] == [2**i for i in range(17)]
+    assert [sweep.value(one.flags, sweep.BATCH, 0) for one in sizes[-2:]] == [2**13, 2**14]
+
+
+def test_traffic_of_a_message_is_counted_once() -> None:
+    step = {"products": [], "elementwise_bytes": 1, "kernels": 1, "traffic": []}
+    one = {"kind": "send", "axis": "pp", "ranks": 2, "machines": 1, "calls": 1, "bytes": 8, "hidden": "no"}
+    step["traffic"] = [one, one | {"kind": "receive"}]
+    found = {"step": step, "samples": 1, "memory": {}, "state_bytes": 1, "sample_flops": 1, "micro_batches": 1}
+    found |= {"idle": 0.0, "units": {}, "tf32": False}
+    assert len(to_work(found, Case(Path("x"), 2), H100).traffic) == 1

@@ -1,0 +1,94 @@
+"""float16 trains like float32 under every strategy, because its loss scale keeps small gradients and then leaves."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from common import precision
+from common.train import guard
+from torch import nn
+
+from tests.conftest import each_recipe
+from tests.harness import runner
+from tests.harness.states import same_tensors
+from tests.train.test_guard import OPTIMIZERS, make_plan
+
+CPU = torch.device("cpu")
+STEPS = 4
+LAST = f"checkpoints/step_{STEPS:08d}"
+
+
+@pytest.mark.parametrize("recipe", each_recipe(runner.SUPERVISED))
+def test_like_float32_and_resumes_exactly(recipe: str, small_text: Path, tmp_path: Path) -> None:
+    layout = runner.layout(recipe, 2)
+    flags = ["--data", str(small_text)] if runner.workload(recipe) == "gpt" else []
+    flags += [*runner.small(recipe), *layout.strategy, *layout.micro_batches(8)]
+    flags += ["--global-batch-size", "8", "--max-steps", str(STEPS), "--eval-every", "100", "--log-every", "1"]
+
+    def train(name: str, *more: str) -> Path:
+        place = ("--out", str(tmp_path), "--name", name)
+        result = runner.run_recipe(recipe, layout.size, *flags, *place, *more, target=runner.run_unmeasured)
+        assert result.ok, str(result)
+        return tmp_path / name
+
+    half, single = (runner.records(train(dtype, "--dtype", dtype), "train/loss") for dtype in ("float16", "float32"))
+    assert half == pytest.approx(single, rel=0.01)
+    assert half != pytest.approx(single, rel=1e-7)
+    train("parts", "--dtype", "float16", "--stop-after", "2")
+    train("parts", "--dtype", "float16")
+    parts, whole = (tmp_path / name / LAST for name in ("parts", "float16"))
+    assert same_tensors(parts, whole)
+    scales = [json.loads((path / "MANIFEST.json").read_text())["loss_scale"] for path in (parts, whole)]
+    assert scales[0] == scales[1]
+    assert 1 < scales[0][0] <= precision.FIRST_SCALE
+    assert scales[0][1] > 0
+
+
+def gradient(scale: precision.LossScale) -> torch.Tensor:
+    """Of a weight, where the gradient of the activations is below what float16 can hold."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 1, bias=False))
+    with precision.autocast(CPU, torch.float16):
+        loss = model(torch.ones(4, 8)).float().sum() * 1e-8
+    (loss * scale.value).backward()
+    scale.unscale(model.parameters())
+    weight = model[0].weight
+    assert weight.grad is not None
+    return weight.grad
+
+
+def test_small_gradients_are_kept() -> None:
+    scaled = gradient(precision.LossScale(torch.float16, CPU))
+    assert scaled.abs().min() > 0
+    assert not gradient(precision.LossScale(torch.float16, CPU, [1.0, 0])).any()
+
+
+def test_lowered_and_raised(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update that is skipped to lower the scale is no fault, until the scale is 1."""
+    monkeypatch.setattr(precision, "GROWTH_STEPS", 3)
+    scale = precision.LossScale(torch.float16, CPU, [4.0, 0])
+    model = nn.Linear(2, 2)
+    finite = guard.FiniteGuard(model, OPTIMIZERS["SGD"](model), make_plan(), most=1, scale=scale)
+
+    def step(number: int, norm: float) -> float:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        finite.skip_if_not_finite(torch.tensor(norm))
+        finite.restore_if_skipped(number)
+        return float(finite.loss_scale)
+
+    assert [step(number, float("inf")) for number in (1, 2)] == [2.0, 1.0]
+    assert finite.report() == 0
+    assert "skipped 2 updates to lower float16's loss scale to 1" in capsys.readouterr().out
+    assert [step(number, 1.0) for number in (3, 4, 5, 6, 7)] == [1.0, 1.0, 2.0, 2.0, 2.0]
+    assert scale.state() == [2.0, 2.0]
+    assert [step(number, float("nan")) for number in (8, 9, 10)] == [1.0, 1.0, 1.0]
+    with pytest.raises(guard.BadStateError, match="not finite in steps 9 to 10"):
+        finite.report()
+
+
+def test_other_types_have_none() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        scale = precision.LossScale(dtype, CPU, [8.0, 1])
+        assert (scale.value, scale.state()) == (1, [])

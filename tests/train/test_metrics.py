@@ -1,0 +1,121 @@
+"""Means over all samples of all ranks, from one collective."""
+
+import contextlib
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from common import UserError
+from common.train import metrics
+
+from tests.harness import runner
+
+# Unequal counts, none on one rank, and a count that float32 cannot hold. The mean of means would differ in each.
+PARTS = [
+    [{"loss": 1.0, "top1": 1, "count": 1}, {"loss": 30.0, "top1": 0, "count": 3}],
+    [{"loss": 6.0, "top1": 2, "count": 4}, {"loss": 0.0, "top1": 0, "count": 0}],
+    [{"loss": 0.0, "top1": 2**24, "count": 2**24}, {"loss": 2.0**24 + 1, "top1": 0, "count": 1}],
+]
+MEANS = [
+    {"loss": 31 / 4, "top1": 1 / 4},
+    {"loss": 6 / 4, "top1": 2 / 4},
+    {"loss": 1.0, "top1": 2**24 / (2**24 + 1)},
+]
+
+
+def means_of_two_ranks() -> None:
+    dist.init_process_group("gloo")
+    calls = []
+    reduce = dist.all_reduce
+
+    def count(tensor: torch.Tensor) -> None:
+        calls.append(tensor.dtype)
+        reduce(tensor)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("another collective")
+
+    dist.all_reduce = count
+    dist.all_gather = dist.all_gather_object = dist.broadcast = dist.reduce = dist.all_gather_into_tensor = refuse
+    for parts, wanted in zip(PARTS, MEANS, strict=True):
+        mine = parts[dist.get_rank()]
+        sums = {"loss": torch.tensor(mine["loss"], dtype=torch.float64)}
+        sums |= {key: torch.tensor(int(mine[key])) for key in ("top1", "count")}
+        assert metrics.means(sums) == wanted
+    assert calls == [torch.float64] * len(PARTS)
+
+
+def test_means_are_global() -> None:
+    result = runner.spawn(means_of_two_ranks, [(), ()])
+    assert result.ok, str(result)
+
+
+def test_add_takes_in_new_keys_and_changes_nothing() -> None:
+    first = {"loss": torch.tensor(1.5), "count": torch.tensor(2)}
+    total = metrics.add({}, first)
+    total = metrics.add(total, {"loss": torch.tensor(2.5), "count": torch.tensor(3)})
+    assert {key: value.item() for key, value in total.items()} == {"loss": 4.0, "count": 5}
+    assert {key: value.item() for key, value in first.items()} == {"loss": 1.5, "count": 2}
+
+
+def sums_of(loss: float, count: float = 1) -> metrics.Sums:
+    return {"loss": torch.tensor(loss), "count": torch.tensor(count)}
+
+
+@pytest.mark.parametrize("sums", [torch.tensor(1.0), {"loss": torch.ones(2)}, {"loss": 1.0}], ids=repr)
+def test_what_are_no_sums_are_refused(sums: Any) -> None:
+    with pytest.raises(UserError, match=r"forward (returned a Tensor, not|must return tensors without dimensions)"):
+        metrics.add({}, sums)
+
+
+TWINS = {  # sums of a sample, of the same sample twice, and the message
+    "a mean": (sums_of(2.3), sums_of(2.3, 2), "forward returns a mean loss"),
+    "a mean in bfloat16": (sums_of(2.3), sums_of(2.31, 2), "forward returns a mean loss"),
+    "no count": ({"loss": torch.tensor(2.3)}, {"loss": torch.tensor(4.6)}, 'forward returns no "count"'),
+    "no loss": ({"count": torch.tensor(1)}, {"count": torch.tensor(2)}, 'forward returns no "loss"'),
+    "a constant count": (sums_of(2.3), sums_of(4.6), '"count" is 1 for one sample and 1 for two'),
+    "sums": (sums_of(2.3), sums_of(4.6, 2), ""),
+    "sums of 7 tokens a sample": (sums_of(2.3, 7), sums_of(4.6, 14), ""),
+    "negative sums": (sums_of(-2.3), sums_of(-4.6, 2), ""),
+    "a masked sample": (sums_of(0.0, 0), sums_of(0.0, 0), ""),
+    "a loss that is not finite": (sums_of(math.inf), sums_of(math.inf, 2), ""),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("case", TWINS)
+def test_twins(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    once, twice, message = TWINS[case]
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        metrics.check_sums(once, twice)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("group")
+def test_loss_over_pairs_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    """As contrastive losses are: that is for the adopter to know."""
+    metrics.check_sums(sums_of(2.0), sums_of(7.0, 2))
+    assert "note: the same sample twice has 3.5 times the loss of one" in capsys.readouterr().out
+    metrics.check_sums()
+
+
+RECORDS = [
+    {"step": 10, "train/loss": 1 / 3},
+    {"step": 20, "val/loss": 0.7, "val/top1": 0.6},
+    {"step": 30, "val/loss": 0.5, "val/top1": 0.8},
+    {"step": 40, "val/loss": 0.6, "val/top1": 0.8},
+]
+
+
+def test_best_is_the_lowest_loss_and_the_highest_of_others() -> None:
+    assert metrics.best(RECORDS) == {"val/loss": (0.5, 30), "val/top1": (0.8, 30)}  # the first of equals
+    assert metrics.best(RECORDS[:1]) == {}
+
+
+@pytest.mark.parametrize("losses", [[math.nan, 0.5], [0.5, math.nan]], ids=str)
+def test_best_is_a_number_if_there_is_one(losses: list[float]) -> None:
+    """An evaluation that overflowed is not the best for ever."""
+    found = metrics.best({"step": i, "val/loss": loss} for i, loss in enumerate(losses))
+    assert found == {"val/loss": (0.5, losses.index(0.5))}
