@@ -1,4 +1,4 @@
-"""Overhead of Accelerate: `uv run python -m benchmarks.accelerate` writes docs/accelerate.md.
+"""Overhead of Accelerate: `uv run python -m benchmarks.accelerate` writes docs/measured/accelerate.md.
 
 recipes/ddp_gpt and recipes/accelerate_gpt by turns, each through launch/torchrun.sh: seconds from the command to the
 end of the first step, and steps per second of the training itself, with the recipes' own model and with one so small
@@ -65,7 +65,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=100, help="of the default model; ten times as many of the tiny one"
     )
-    parser.add_argument("--out", type=Path, default=runner.ROOT / "docs" / "accelerate.md")
+    parser.add_argument("--out", type=Path, default=runner.ROOT / "docs" / "measured" / "accelerate.md")
     args = parser.parse_args()
     first: dict[str, list[float]] = {recipe: [] for recipe in RECIPES}
     rates: dict[str, dict[str, list[float]]] = {size: {recipe: [] for recipe in RECIPES} for size in SIZES}

@@ -1,8 +1,8 @@
 """All-reduce by hand and by gloo, over bytes, ranks and links: `uv run python -m benchmarks.allreduce` (root).
 
-It writes docs/allreduce.md. Machines are network namespaces on a switch, with one process each; the ways are the
-functions of recipes/allreduce_resnet, and their bytes are counted on each machine's interface. `--worker FILE` is what
-runs on a machine.
+It writes docs/measured/allreduce.md. Machines are network namespaces on a switch, with one process each; the ways are
+the functions of recipes/allreduce_resnet, and their bytes are counted on each machine's interface. `--worker FILE`
+runs on each machine.
 """
 
 import argparse
@@ -235,7 +235,7 @@ def main() -> None:
         folder = Path(name)
         free = {n: measure(n, "", MB, folder / f"free-{n}") for n in RANKS}
         links = {rate: measure(4, word, SLOW_MB, folder / word) for rate, word in RATES.items()}
-        draw(folder, "1 Gbit/s", ROOT / "docs/allreduce.png")
+        draw(folder, "1 Gbit/s", ROOT / "docs/measured/allreduce.png")
         for turn in range(args.rounds):
             for rate, word in RATES.items():
                 for sync in syncs:
@@ -263,7 +263,7 @@ def main() -> None:
         shown.append(f"| {label} | {' | '.join(cells)} |")
     command = f"uv run python -m benchmarks.allreduce --rounds {args.rounds}"
     pages.write(
-        ROOT / "docs/allreduce.md",
+        ROOT / "docs/measured/allreduce.md",
         measured=pages.measured(command, "gloo", began=began),
         times="\n".join(times),
         links="\n".join(bytes_rows),

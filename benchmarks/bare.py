@@ -14,7 +14,8 @@ from common.train import data, guard
 from tests.harness import runner
 from torch import nn
 
-# One has one process; the step of the others is more than forward, backward and update (docs/ppo.md has syncbn_ppo's).
+# One has one process; the step of the others is more than forward, backward and update (syncbn_ppo: see
+# docs/measured/ppo.md).
 OTHERS = ("dp_resnet", "diloco_gpt", "syncbn_ppo", "cellfree_mimo")
 RECIPES = tuple(recipe for recipe in runner.RECIPES if recipe not in OTHERS)
 PLAIN = (

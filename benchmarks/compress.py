@@ -1,7 +1,8 @@
-"""Gradient compression, cost and benefit: `uv run python -m benchmarks.compress` (root) writes docs/compress.md.
+"""Gradient compression, cost and benefit: `uv run python -m benchmarks.compress` (root).
 
-Two machines, network namespaces on a switch, with one process each, on links that are shaped to 1 Gbit/s and to 100
-Mbit/s; bytes are counted on the interface of machine 0. Accuracy is that of a whole training of the digits.
+It writes docs/measured/compress.md. Two machines, network namespaces on a switch, with one process each, on links that
+are shaped to 1 Gbit/s and to 100 Mbit/s; bytes are counted on the interface of machine 0. Accuracy is that of a whole
+training of the digits.
 """
 
 import argparse
@@ -106,7 +107,7 @@ def main() -> None:
     head = f"| | MB sent by a machine in a step | a step at {' | a step at '.join(RATES)} | accuracy, % |"
     rule = f"|---|---|{'---|' * len(RATES)}---|"
     pages.write(
-        ROOT / "docs/compress.md",
+        ROOT / "docs/measured/compress.md",
         measured=pages.measured(f"uv run python -m benchmarks.compress --rounds {rounds}", "gloo"),
         table="\n".join([head, rule, *lines]),
     )

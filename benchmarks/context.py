@@ -1,8 +1,9 @@
 """Long sequences over ranks, beside one process: `uv run python -m benchmarks.context`.
 
-It writes docs/context.md: time and memory of a step of recipes/context_gpt, for each kind and several lengths; and a
-sequence that one process cannot hold under a limit of memory. Each rank has one thread. One process is ddp_gpt, which
-sends nothing. Time and memory are taken in different steps, because the profiler that sees allocations takes time.
+It writes docs/measured/context.md: time and memory of a step of recipes/context_gpt, for each kind and several lengths;
+and a sequence that one process cannot hold under a limit of memory. Each rank has one thread. One process is ddp_gpt,
+which sends nothing. Time and memory are taken in different steps, because the profiler that sees allocations takes
+time.
 """
 
 import argparse
@@ -159,7 +160,7 @@ def main() -> None:
     chosen = [f" --lengths {' '.join(map(str, args.lengths))}"] if args.lengths != [1024, 4096, 16384] else []
     chosen += [f" --ranks {args.ranks}"] if args.ranks != 4 else []
     pages.write(
-        runner.ROOT / "docs/context.md",
+        runner.ROOT / "docs/measured/context.md",
         measured=pages.measured(
             f"uv run python -m benchmarks.context{''.join(chosen)}",
             "gloo, float32, one thread a rank",

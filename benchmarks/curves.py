@@ -1,4 +1,4 @@
-"""Draw the loss of every recipe in one picture: `uv run python -m benchmarks.curves` writes docs/curves.png.
+"""Draw the loss of every recipe in one picture: `uv run python -m benchmarks.curves` writes docs/measured/curves.png.
 
 Every recipe trains from the same seed with the same global batch, in float64: images on 1 to 4 processes, text on 1 and
 2, in every way that tests/harness/runner.py lists. The lower panels show what is left between the curves.
@@ -104,7 +104,7 @@ def main() -> None:
         f"float64; {cpu_name()}, {os.cpu_count()} cores, gloo, torch {torch.__version__}, {datetime.date.today()}",
         fontsize=9,
     )
-    figure.savefig(ROOT / "docs/curves.png", dpi=150)
+    figure.savefig(ROOT / "docs/measured/curves.png", dpi=150)
     for name, curves in found.items():
         (_, baseline), *others = curves.items()
         worst = max(abs(a - b) / b for _, values in others for a, b in zip(values, baseline, strict=True))

@@ -1,4 +1,4 @@
-"""Reading: the first command fills docs/data.md, each of the others prints a Markdown table.
+"""Reading: the first command fills docs/measured/data.md, each of the others prints a Markdown table.
 
     uv run python -m benchmarks.data photos         # JPEGs beside torchvision, evaluations, what models consume
     uv run python -m benchmarks.data                # whole batches of 32x32 in memory, against per-sample PIL
@@ -26,7 +26,7 @@ import PIL
 import torch
 from common import seed
 from common.train import data, initial, sampler
-from common.workloads import augment, image_folder, images
+from common.workloads import augment, image_decode, image_folder, images
 from PIL import Image
 from tests.harness import module, pages
 from tests.harness.runner import ROOT
@@ -173,7 +173,7 @@ def open_image_folder(root: Path) -> Iterator[torch.Tensor]:
 
 
 def measure_photos() -> None:
-    """Fill docs/data.md."""
+    """Fill docs/measured/data.md."""
     import torchvision
 
     began = time.monotonic()
@@ -190,7 +190,7 @@ def measure_photos() -> None:
         evaluated = evaluations({"digits, in memory": digits, f"{len(validation)} photos": validation})
     fed = feeding()
     pages.write(
-        ROOT / "docs" / "data.md",
+        ROOT / "docs" / "measured" / "data.md",
         measured=pages.measured("uv run python -m benchmarks.data photos", versions, began=began),
         photos=photos + f"\n\n{mean_bytes / 1000:.0f} kB a file.",
         parts=parts,
@@ -273,7 +273,7 @@ def against_torchvision(train: images.Images, root: Path) -> str:
         return None
 
     def pillow_alone(epoch: int) -> int:
-        with mock.patch.object(images, "_plain_jpeg", nothing):
+        with mock.patch.object(image_decode, "_plain_jpeg", nothing):
             return brigade(0)(epoch)
 
     arms: dict[str, Callable[[int], int]] = {}

@@ -1,8 +1,8 @@
 """Loss, bytes and time of replicas that train apart: `uv run python -m benchmarks.diloco` (root).
 
-It writes docs/diloco.md and docs/diloco.png. Losses are those of whole trainings with two processes and some seeds.
+It writes docs/measured/diloco.md and its plot. Losses are those of whole trainings with two processes and some seeds.
 Bytes and times are measured between two machines, network namespaces on a switch, on links of 100 and 10 Mbit/s. Each
-setting is kept in docs/diloco.json as soon as it is measured; with --only, those of the others stay.
+setting is kept in docs/measured/diloco.json as soon as it is measured; with --only, those of the others stay.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from matplotlib import pyplot as plt
 from tests.harness import machines, mutants, pages, runner
 from tests.harness.runner import ROOT
 
-JSON = ROOT / "docs" / "diloco.json"
+JSON = ROOT / "docs" / "measured" / "diloco.json"
 RATES = {"100 Mbit/s": "100mbit", "10 Mbit/s": "10mbit"}
 SLOW = "10 Mbit/s"
 BATCH = 32
@@ -187,16 +187,16 @@ def rows(known: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def page(known: dict[str, dict[str, Any]]) -> None:
-    """Write docs/diloco.md and its plot."""
+    """Write docs/measured/diloco.md and its plot."""
     words = f"GPT of 2 layers, width 64, {steps(known[FIRST]):,} steps of {BATCH} sequences of 64 bytes"
     words += f", {len(known[FIRST]['curves'])} seeds"
     head = "| | loss | over the seeds | off, % | MB a step | MB in all | of ddp_gpt's | "
     head += " | ".join(f"ms a step at {rate}" for rate in RATES) + f" | near ddp_gpt's loss at {SLOW} after |"
     table = "\n".join([head, f"|---|---|---|---|---|---|---|{'---|' * len(RATES)}---|", *rows(known)])
     sent = {name: steps(one) * one["mb"] for name, one in known.items()}
-    draw({name: final(one) for name, one in known.items()}, sent, words, ROOT / "docs/diloco.png")
+    draw({name: final(one) for name, one in known.items()}, sent, words, ROOT / "docs/measured/diloco.png")
     measured = dict.fromkeys(one["measured"] for one in known.values())
-    pages.write(ROOT / "docs/diloco.md", measured="\n\n".join(measured), table=f"{table}\n\n{PLOT}")
+    pages.write(ROOT / "docs/measured/diloco.md", measured="\n\n".join(measured), table=f"{table}\n\n{PLOT}")
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""Each recipe's loop beside the same strategy bare: `uv run python -m benchmarks.duel` writes docs/performance.md.
+"""Each recipe's loop beside the same strategy bare: `uv run python -m benchmarks.duel`.
 
-Three arms take turns in one run of a recipe, 10 steps each: its own loop, and twice a short loop of plain torch over a
-second model under the same strategy. So all have the same process, caches and neighbours. The second bare arm is the
-noise floor: it differs from the first by chance alone. The models are tiny, because what the loop costs beside the
-training is the same for each model. Names of recipes as arguments: measure these alone; the rows of
-the others stay.
+It writes docs/measured/performance.md. Three arms take turns in one run of a recipe, 10 steps each: its own
+loop, and twice a short loop of plain torch over a second model under the same strategy. So all have the same process,
+caches and neighbours. The second bare arm is the noise floor: it differs from the first by chance alone. The models are
+tiny, because the loop costs the same beside the training of any model. Names of recipes as arguments: measure these
+alone; the rows of the others stay.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from tests.harness.runner import ROOT
 
 ROUNDS = 40
 ARMS = ("recipe", "bare", "bare again")
-JSON = ROOT / "docs" / "performance.json"
+JSON = ROOT / "docs" / "measured" / "performance.json"
 HEAD = """\
 | recipe | bare, ms a step | the loop adds, ms | that is | bare against itself | steps/s, bare | with the loop | less |
 |---|---|---|---|---|---|---|---|"""
@@ -148,7 +148,7 @@ def write(known: dict[str, Any]) -> None:
     """Fill the page with what is known, and draw it."""
     costs = {recipe: Cost.of(known[recipe]["seconds a step"]) for recipe in bare.RECIPES if recipe in known}
     pages.write(
-        ROOT / "docs" / "performance.md",
+        ROOT / "docs" / "measured" / "performance.md",
         measured="\n\n".join(dict.fromkeys(known[recipe]["measured"] for recipe in costs)),
         loop="\n".join([HEAD, *(row(recipe, cost) for recipe, cost in costs.items())]),
     )
@@ -157,7 +157,8 @@ def write(known: dict[str, Any]) -> None:
         "noise: bare loop against itself": {recipe: middle_half(cost.noise_ms) for recipe, cost in costs.items()},
     }
     unit = "processor time of a step, ms, both ranks together: median and middle half of the rounds"
-    plots.dots(ROOT / "docs" / "performance.png", panels, unit, reference=0.0, form="+.1f", own="what Brigade")
+    plot = ROOT / "docs" / "measured" / "performance.png"
+    plots.dots(plot, panels, unit, reference=0.0, form="+.1f", own="what Brigade")
 
 
 def main() -> None:

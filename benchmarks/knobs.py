@@ -1,4 +1,4 @@
-"""What each flag gains and costs: `uv run python -m benchmarks.knobs [resnet|gpt]` fills docs/knobs.md.
+"""What each flag gains and costs: `uv run python -m benchmarks.knobs [resnet|gpt]` fills docs/measured/knobs.md.
 
 Each round trains with the defaults and then with one flag after the other, from the command to its end, in the other
 order each second time; a flag is compared with the defaults of its own round. The defaults run twice, and their
@@ -37,7 +37,7 @@ BOTH = (
 KNOBS = {"resnet": (*BOTH, ("--sync-bn",)), "gpt": (*BOTH, ("--recompute", "full"), ("--tied",))}
 SAME = {"resnet": ("--max-grad-norm", "0"), "gpt": ("--max-grad-norm", "1")}  # measured as "the defaults again"
 AGAIN, ONE = "the defaults again", "one process of two threads"
-JSON = ROOT / "docs" / "knobs.json"
+JSON = ROOT / "docs" / "measured" / "knobs.json"
 HEAD = """\
 | flag | processor time of a step | wall time of a step | first step, s | peak of a rank, MiB | {} after {} steps |
 |---|---|---|---|---|---|"""
@@ -113,7 +113,7 @@ def write(known: dict[str, Any]) -> None:
     texts = {key: f"{one['measured']}\n\n{table(key.split(',')[0], one['runs'])}" for key, one in known.items()}
     missing = "Not measured yet."
     pages.write(
-        ROOT / "docs" / "knobs.md",
+        ROOT / "docs" / "measured" / "knobs.md",
         resnet_half=texts.get("resnet, bfloat16", missing),
         resnet_plain=texts.get("resnet, float32", missing),
         gpt_half=texts.get("gpt, bfloat16", missing),

@@ -1,6 +1,6 @@
 """Every language-model recipe as it stands, on two processes: `uv run python -m benchmarks.language`.
 
-Writes docs/language.md: how long each takes, and when it is better than a bigram model of the same bytes.
+Writes docs/measured/language.md: how long each takes, and when it is better than a bigram model of the same bytes.
 """
 
 import os
@@ -55,7 +55,7 @@ def main() -> None:
             print(rows[-1], flush=True)
     head = "| recipe | seconds in all | of which training | val/loss at the end | better than the bigram from step |"
     pages.write(
-        runner.ROOT / "docs/language.md",
+        runner.ROOT / "docs/measured/language.md",
         measured=pages.measured("uv run python -m benchmarks.language", "two processes", "gloo"),
         bigram=f"A bigram model of the same bytes has a validation loss of **{wanted:.3f}** nats a byte.",
         recipes="\n".join([head, "|---|---|---|---|---|", *rows]),

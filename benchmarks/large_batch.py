@@ -1,4 +1,4 @@
-"""Accuracy against batch size: `uv run python -m benchmarks.large_batch` writes docs/large_batch.png and .md.
+"""Accuracy against batch size: `uv run python -m benchmarks.large_batch` writes docs/measured/large_batch.png and .md.
 
 The shape of figure 1 and table 2 of Goyal et al. 2017 (https://arxiv.org/abs/1706.02677) on the built-in digits:
 recipes/multinode_resnet, the same number of epochs at every batch size, with the learning rate scaled to the
@@ -75,7 +75,7 @@ def main() -> None:
     axes.set_xlabel(f"samples per step (--global-batch-size)\n{what}\n{where}", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, title="learning rate")
-    figure.savefig(ROOT / "docs/large_batch.png", dpi=150)
+    figure.savefig(ROOT / "docs/measured/large_batch.png", dpi=150)
 
     lines = [f"| {batch} | {EPOCHS * SAMPLES // batch} | " for batch in BATCHES]
     table = "\n".join(
@@ -84,7 +84,7 @@ def main() -> None:
     )
     head = f"| batch | steps | {' | '.join(HOW)} |\n|---|---|{'---|' * len(HOW)}"
     pages.write(
-        ROOT / "docs/large_batch.md",
+        ROOT / "docs/measured/large_batch.md",
         measured=pages.measured(f"uv run python -m benchmarks.large_batch --seeds {len(seeds)}", what),
         accuracy=f"{head}\n{table}",
     )

@@ -1,8 +1,8 @@
-"""Peak memory of recipes beside the same strategy bare: `uv run python -m benchmarks.memory`, for docs/performance.md.
+"""Peak memory of recipes beside the same strategy bare: `uv run python -m benchmarks.memory`.
 
-Each arm is a run of its own, because what an allocator keeps after one would hide the other. A rank's peak is the
-largest part of it that ever was in memory, program and libraries included (proc(5), VmHWM). Names of recipes as
-arguments: measure these alone; the rows of the others stay.
+It writes a part of docs/measured/performance.md. Each arm is a run of its own, because memory that an allocator
+keeps after one would hide the other. A rank's peak is the largest part of it that ever was in memory, program and
+libraries included (proc(5), VmHWM). Names of recipes as arguments: measure these alone; the rows of the others stay.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from tests.harness import pages, runner
 from tests.harness.runner import ROOT
 
 ROUNDS = 3
-JSON = ROOT / "docs" / "memory.json"
+JSON = ROOT / "docs" / "measured" / "memory.json"
 # Models whose parameters, gradients and optimizer state take more than the libraries do.
 SIZES = {
     "resnet": ("--model", "resnet18", "--image-size", "32"),
@@ -106,7 +106,7 @@ def main() -> None:
         JSON.write_text(json.dumps(known) + "\n")
         found = {name: known[name] for name in bare.RECIPES if name in known}
         pages.write(
-            ROOT / "docs" / "performance.md",
+            ROOT / "docs" / "measured" / "performance.md",
             measured_memory="\n\n".join(dict.fromkeys(one["measured"] for one in found.values())),
             memory="\n".join([HEAD, *(row(name, one["MiB"]) for name, one in found.items())]),
         )

@@ -1,8 +1,8 @@
-"""Spectral efficiency and speed of recipes/cellfree_mimo: `uv run python -m benchmarks.mimo` writes docs/mimo.md.
+"""Spectral efficiency and speed of recipes/cellfree_mimo: `uv run python -m benchmarks.mimo`.
 
-Two runs of 200 drops in the two networks of the paper, drawn in docs/mimo.png; a run that is complete in --out is not
-repeated. Then the bytes of the all-reduces, counted in the ranks. Last, the time of a coherence block on one and two
-ranks, by turns.
+It writes docs/measured/mimo.md and its plot. Two runs of 200 drops in the two networks of the paper; a run that is
+complete in --out is not repeated. Then the bytes of the all-reduces, counted in the ranks. Last, the time of a
+coherence block on one and two ranks, by turns.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def draw(found: dict[str, np.ndarray], series: tuple[str, ...]) -> None:
     for row in rows:
         row[0].set_ylabel("CDF")
     figure.legend(*rows[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(LEVELS))
-    figure.savefig(ROOT / "docs" / "mimo.png", dpi=110)
+    figure.savefig(ROOT / "docs" / "measured" / "mimo.png", dpi=110)
 
 
 def counted(path: str, argv: list[str], file: str) -> None:
@@ -230,7 +230,7 @@ def main() -> None:
         sent = fronthaul(Path(folder))
         fast = speed(args.repeats, args.drops, Path(folder))
     pages.write(
-        ROOT / "docs" / "mimo.md",
+        ROOT / "docs" / "measured" / "mimo.md",
         measured=f"`uv run python -m benchmarks.mimo --repeats {args.repeats} --drops {args.drops}`,\n"
         f"{datetime.date.today()}, {cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}, float32.\n"
         f"{DROPS} drops of {USERS} users; {' and '.join(blocks)} coherence blocks a drop.",

@@ -1,4 +1,4 @@
-"""Brigade beside other loops: `uv run --group bench python -m benchmarks.peers` fills docs/peers.md.
+"""Brigade beside other loops: `uv run --group bench python -m benchmarks.peers` fills docs/measured/peers.md.
 
 Each round runs every loop once, from the command to its end, in another order: Brigade's recipe with its defaults, and
 the same model, data, batch and rates in the loops of benchmarks/peer_loops.py, whose defaults are those of the library.
@@ -27,7 +27,7 @@ OWN = {"Brigade, bfloat16": (), "Brigade, float32": ("--dtype", "float32")}  # f
 SIZE, WARM = 2, 10  # ranks; steps that are not counted
 JUDGE_EVERY = 5  # steps
 TITLES = {"resnet": "ResNet-18, 8 x 8 pixels", "resnet32": "ResNet-18, 32 x 32 pixels", "gpt": "a GPT"}  # of panels
-JSON = ROOT / "docs" / "peers.json"
+JSON = ROOT / "docs" / "measured" / "peers.json"
 HEAD = """\
 | | processor s / step | of bare DDP's | ms / step | first step, s |{} whole command, s | peak of a rank, MiB | {} |
 |---|---|---|---|---|---|---|---|"""
@@ -170,7 +170,7 @@ def write(known: dict[str, Any]) -> None:
     texts = {key: f"{one['measured']}\n\n{table(key.split(',')[0], one['runs'])}" for key, one in known.items()}
     missing = "Not measured yet."
     pages.write(
-        ROOT / "docs" / "peers.md",
+        ROOT / "docs" / "measured" / "peers.md",
         resnet=texts.get("resnet", missing),
         resnet_plain=texts.get("resnet, float32", missing),
         resnet32=texts.get("resnet32", missing),
@@ -185,7 +185,7 @@ def write(known: dict[str, Any]) -> None:
             each = {loop: ratios(runs, loop) for loop in runs}
             panels[title] = {loop: (min(all_), statistics.median(all_), max(all_)) for loop, all_ in each.items()}
     unit = "processor time of a step / bare DDP's in the same round: lower is better (median and range)"
-    plots.dots(ROOT / "docs" / "peers.png", panels, unit, reference=1.0, form=".2f", own="Brigade")
+    plots.dots(ROOT / "docs" / "measured" / "peers.png", panels, unit, reference=1.0, form=".2f", own="Brigade")
 
 
 if __name__ == "__main__":

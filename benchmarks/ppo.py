@@ -1,4 +1,6 @@
-"""Return and speed of recipes/syncbn_ppo: `uv run python -m benchmarks.ppo` fills docs/ppo.md and draws docs/ppo.png.
+"""Return and speed of recipes/syncbn_ppo: `uv run python -m benchmarks.ppo`.
+
+It fills docs/measured/ppo.md and draws its plot.
 
 `command`: what people get, the recipe's own command, with ten seeds, by the clock. `returns`: a picture, greedy return
 against environment steps on CartPole-v1, with SyncBatchNorm, with a plain BatchNorm on each rank (the recipe with that
@@ -259,7 +261,7 @@ def draw(curves: dict[str, list[dict[int, float]]], what: str) -> None:
     axes.set_xlabel(f"environment steps\n{what}", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
-    figure.savefig(ROOT / "docs/ppo.png", dpi=150)
+    figure.savefig(ROOT / "docs/measured/ppo.png", dpi=150)
 
 
 def command_text(_: argparse.Namespace, folder: Path) -> str:
@@ -337,7 +339,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help=f"command has {COMMAND_SEEDS}")
     parser.add_argument("--updates", type=int, default=120)
     args = parser.parse_args()
-    page = ROOT / "docs/ppo.md"
+    page = ROOT / "docs/measured/ppo.md"
     for part in args.parts:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:

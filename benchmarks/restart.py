@@ -1,4 +1,4 @@
-"""From SIGKILL to the next step: `uv run python -m benchmarks.restart` fills a part of docs/survival.md.
+"""From SIGKILL to the next step: `uv run python -m benchmarks.restart` fills a part of docs/measured/survival.md.
 
 The launcher trains with MAX_RESTARTS=1 on two ranks and saves every five steps. A rank is killed after step 12; the
 others find out, all ranks are started again, and the run resumes at the newest checkpoint.
@@ -64,7 +64,7 @@ def main() -> None:
         values = [run[name] for run in runs]
         rows.append(f"| {name} | {statistics.median(values):.1f} | {min(values):.1f} to {max(values):.1f} |")
     pages.write(
-        ROOT / "docs" / "survival.md",
+        ROOT / "docs" / "measured" / "survival.md",
         restart_measured=pages.measured(
             "uv run python -m benchmarks.restart", f"2 ranks on gloo, {TIMES} runs", began=began
         ),

@@ -1,4 +1,4 @@
-"""Time and memory of a save beside torch's own: `uv run python -m benchmarks.saves` writes docs/survival.md.
+"""Time and memory of a save beside torch's own: `uv run python -m benchmarks.saves` writes docs/measured/survival.md.
 
 The state of a training with Adam on 2 ranks (gloo, one thread each), the same on both, as under DDP. By turns in one
 run, each after a `sync` of the whole machine: a plain save and one in the background, torch.save by rank 0 and
@@ -194,7 +194,7 @@ def main() -> None:
     print(f"{saves}\n\n{reads}")
     if "--print" not in sys.argv:
         pages.write(
-            ROOT / "docs" / "survival.md",
+            ROOT / "docs" / "measured" / "survival.md",
             saves_measured=pages.measured("uv run python -m benchmarks.saves", "2 ranks on gloo", began=began),
             saves=saves,
             reads=reads,

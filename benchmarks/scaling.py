@@ -1,4 +1,4 @@
-"""The same training on 1, 2 and 4 processes: `uv run python -m benchmarks.scaling` fills docs/scaling.md.
+"""The same training on 1, 2 and 4 processes: `uv run python -m benchmarks.scaling` fills docs/measured/scaling.md.
 
 Three arms take turns: a recipe with its defaults in float32, the bare DDP loop of benchmarks/peer_loops.py, and that
 loop without DDP, in which each process trains its part of the batch alone. The last is what the machine can do: it has
@@ -89,7 +89,7 @@ def main() -> None:
         tables[workload] = "\n".join([HEAD.format(unit), *(row(workload, size, rounds) for size in SIZES)])
         print(tables[workload], flush=True)
     pages.write(
-        ROOT / "docs" / "scaling.md",
+        ROOT / "docs" / "measured" / "scaling.md",
         measured=pages.measured(
             "uv run python -m benchmarks.scaling",
             f"float32, gloo, processes of one thread, {rounds} rounds of {STEPS} steps",

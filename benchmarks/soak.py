@@ -1,4 +1,4 @@
-"""Training under fire: `uv run python -m benchmarks.soak --minutes 10` writes docs/soak.md.
+"""Training under fire: `uv run python -m benchmarks.soak --minutes 10` writes docs/measured/soak.md.
 
 One run without faults, then the same training with a random fault about every 20 s: a rank killed or frozen, the
 launcher asked to stop, killed alone, or killed with its ranks (a power cut), a bit flipped in the newest checkpoint.
@@ -204,7 +204,7 @@ def main() -> None:
     print(table)
     command = f"uv run python -m benchmarks.soak --minutes {flags.minutes:g}"
     where = pages.measured(command, RECIPE, f"{RANKS} processes", f"{steps} steps", "a checkpoint every 5 steps")
-    pages.write(ROOT / "docs" / "soak.md", measured=where, result=table)
+    pages.write(ROOT / "docs" / "measured" / "soak.md", measured=where, result=table)
     sys.exit(not equal)
 
 

@@ -1,7 +1,8 @@
-"""What an agreement to stop asks of its store: `uv run python -m benchmarks.stop_scale` fills docs/performance.md.
+"""What an agreement to stop asks of its store: `uv run python -m benchmarks.stop_scale`.
 
-Up to 64 ranks are threads with a connection each to a real TCPStore. What they ask is counted, and what the store
-answers in a second is measured; more ranks than that are computed from both, and the table says so.
+It fills a part of docs/measured/performance.md. Up to 64 ranks are threads with a connection each to a real TCPStore.
+Their requests are counted, and the store's answers in a second are measured; more ranks than that are computed from
+both, and the table says so.
 """
 
 import statistics
@@ -57,7 +58,7 @@ def main() -> None:
         f"{1e6 * each_s:.0f} microseconds of one processor, for store and client together: the least that it can take."
     )
     pages.write(
-        ROOT / "docs" / "performance.md",
+        ROOT / "docs" / "measured" / "performance.md",
         measured_stop=pages.measured("uv run python -m benchmarks.stop_scale", "threads of one process"),
         stop="\n".join([HEAD, *lines, "", text]),
     )

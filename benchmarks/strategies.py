@@ -1,10 +1,11 @@
 """What each strategy holds, sends and waits for, beside theory: `uv run python -m benchmarks.strategies`.
 
-It writes docs/strategies.md and docs/schedules.png. Every GPT recipe runs as it stands, in real ranks, over its
-layouts of 2 and 4 ranks: benchmarks/probes.py looks into them, benchmarks/schedules.py times the pipelines.
+It writes docs/measured/strategies.md, its plot and its rows. Every GPT recipe runs as it stands, in real ranks, over
+its layouts of 2 and 4 ranks: tests/harness/probes.py looks into them, benchmarks/schedules.py times the pipelines.
 """
 
 import collections
+import csv
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +24,8 @@ from tests.harness.theory import (
     WIDTH,
     P,
     gpt_layouts,
-    sent_tables,
+    sent_file,
+    sent_table,
     share,
     title,
     traffic,
@@ -118,14 +120,16 @@ def main() -> None:
             sent += sent_rows(layout, found)
             alone = max(alone, *(len(one["alone"]) for one in found))
             print(held[-1], flush=True)
-        slept = schedules.asleep(NAMES, Path(folder), ROOT / "docs/schedules.png")
+        slept = schedules.asleep(NAMES, Path(folder), ROOT / "docs/measured/schedules.png")
         computed = schedules.computing(NAMES, Path(folder))
+    with (ROOT / "docs/measured/strategies.csv").open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(sent_file(sent))
     pages.write(
-        ROOT / "docs/strategies.md",
+        ROOT / "docs/measured/strategies.md",
         measured=pages.measured("uv run python -m benchmarks.strategies", "gloo, float32", began=started),
         symbols=symbols(),
         held="\n".join([HELD_HEAD, *held]),
-        sent=sent_tables(sent),
+        sent=sent_table(sent),
         alone=f"Calls in groups of one rank, made by a single pipeline: {alone}.",
         sleeping=f"1 unit is {schedules.UNIT_S:g} s, m is {schedules.MICRO_BATCHES}; the shortest of "
         f"{len(schedules.STEPS)} steps.\n\n{SLEPT_HEAD}\n{slept}",

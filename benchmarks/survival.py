@@ -1,4 +1,4 @@
-"""Overhead of fault tolerance: `uv run python -m benchmarks.survival` writes docs/survival.md.
+"""Overhead of fault tolerance: `uv run python -m benchmarks.survival` writes docs/measured/survival.md.
 
 On 2 ranks (gloo, one thread each) with a ResNet-18 under DDP: the calls that a recipe makes per step, timed one
 by one, and the processor time of the threads beside the training. `benchmarks.saves` measures saves.
@@ -87,7 +87,7 @@ def main() -> None:
         calls = Path(folder, "rows").read_text()
     print(calls)
     pages.write(
-        ROOT / "docs" / "survival.md",
+        ROOT / "docs" / "measured" / "survival.md",
         measured=pages.measured("uv run python -m benchmarks.survival", "2 ranks on gloo"),
         calls=f"| per step | microseconds |\n|---|---|\n{calls}",
     )

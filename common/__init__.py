@@ -9,3 +9,17 @@ class UserError(ValueError):
     """
 
     everywhere = False
+
+
+class BadStateError(UserError):
+    """State or updates that must not be kept; raised on all ranks.
+
+    Attributes:
+        step: the step that computed it, or after which it was found.
+    """
+
+    everywhere = True
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step

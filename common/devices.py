@@ -11,10 +11,6 @@ import torch
 
 from common import ranks
 
-frees: list[str] = []  # flags that free activations, most first, with what they are now; `cli.parse` sets it
-# References to the model and its optimizer that do not keep them alive, once both are there; `guard` sets it.
-owners: tuple[Callable[[], Any], ...] = ()
-
 
 def configure(matmul_precision: str, deterministic: bool) -> None:
     """Choose how the devices of this process compute; call it before the first one does.
@@ -51,8 +47,14 @@ def notes(device: torch.device, compiled: bool) -> Iterator[str]:
         )
 
 
-def explain_out_of_memory(error: BaseException | None) -> None:
-    """Add to an error of a device without memory, which may be the cause of another one, what holds it and frees it."""
+def explain_out_of_memory(error: BaseException | None, frees: list[str], owners: tuple[Callable[[], Any], ...]) -> None:
+    """Add to an error of a device without memory, which may be the cause of another one, what holds it and frees it.
+
+    Args:
+        error: any error.
+        frees: flags that free activations, most first, with what they are now.
+        owners: return the model and its optimizer; empty before both are there.
+    """
     while error and not _out_of_memory(error):
         error = error.__cause__
     if error is None:
@@ -63,7 +65,8 @@ def explain_out_of_memory(error: BaseException | None) -> None:
     with contextlib.suppress(Exception):  # an odd tensor of a user's own must not hide the error
         if not isinstance(error, torch.OutOfMemoryError):  # whose message says what was asked for, and what is left
             left = f" ({_asked_and_free(str(error))})"
-        if held := _held():
+        if owners:
+            held = _held(*(owner() for owner in owners))
             holds = f" It holds, in GiB: {', '.join(f'{kind} {size / 2**30:.2f}' for kind, size in held.items())}."
             *states, rest = held.values()
             if sum(states) > rest:  # the flags free activations alone
@@ -82,15 +85,12 @@ def _asked_and_free(message: str) -> str:
     return f"{wanted}{free:.1f} of {total:.1f} GiB of this machine's memory are free"
 
 
-def _held() -> dict[str, int]:
-    """Bytes of this rank's memory by what holds them, the rest last; {} before there is an optimizer.
+def _held(model: Any, optimizer: Any) -> dict[str, int]:
+    """Bytes of this rank's memory by what holds them, the rest last.
 
     Counted by storage: views, tied weights and gradients in a bucket share one, and FSDP empties that of a parameter
     which it has gathered and freed.
     """
-    if not owners:
-        return {}
-    model, optimizer = (owner() for owner in owners)
     in_groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     from torch.distributed.tensor import DTensor  # slow to import, and the launcher imports this module
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from common import UserError, ranks
 
@@ -107,7 +106,7 @@ def _state(
 ) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
     """Each value of an optimizer's state: its canonical name, the dict that holds it and its key there, a tensor."""
     for name, parameter in model.named_parameters():
-        split = isinstance(parameter, DTensor) and not all(one.is_replicate() for one in parameter.placements)
+        split = not all(one.is_replicate() for one in getattr(parameter, "placements", ()))
         state = optimizer.state.get(parameter, {})
         for key, value in state.items():
             if value is None:
@@ -119,7 +118,7 @@ def _state(
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} in {full}, which no "
                     "checkpoint can hold: use an optimizer whose state is tensors and numbers"
                 )
-            if split and tensor.ndim and not isinstance(tensor, DTensor):
+            if split and tensor.ndim and not hasattr(tensor, "placements"):
                 raise UserError(
                     f"{type(optimizer).__name__} keeps {full} as a plain tensor, although each rank has "
                     "its own part of the parameter: use an optimizer that works on DTensors"
@@ -190,6 +189,16 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
+
+
+def part_of(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """What of a whole tensor this rank holds, if it holds one of the same shape as `like`: a DTensor, or all of it."""
+    whole = whole.to(like.device, like.dtype)
+    if not hasattr(like, "placements"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor  # slow to import
+
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def differences(

@@ -5,6 +5,7 @@ XXH3 of 128 bits, of which a core computes ten times as many as of SHA-256 (`ben
 that ranks and threads share the verification of a large file. Format 1 has one SHA-256 for each file.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -49,6 +50,24 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file in one rename: after a kill, or without room, either the old or the new one is there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = path.with_suffix(".tmp")
+    partial.unlink(missing_ok=True)  # of a process that was killed; or a link, which "x" would not follow either
+    try:
+        with partial.open("x") as file:
+            file.write(text)
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def write_blocks(file: BinaryIO, contents: Iterable[memoryview]) -> list[str]:

@@ -155,8 +155,13 @@ stage() {
   fi
   exec {lock}>&-
 }
+asks_help=
+for word in "$@"; do
+  [[ $word != -h && $word != --help ]] || asks_help=1
+done
+
 unset STAGED_DATA
-if [[ -n ${STAGE_DIR-} && -z $dry_run && " $* " != *" --help "* ]]; then
+if [[ -n ${STAGE_DIR-} && -z $dry_run$asks_help ]]; then
   data=
   for ((i = 1; i <= $#; i++)); do
     next=$((i + 1))
@@ -189,6 +194,35 @@ export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-FATAL} # the launcher explains
 if ((gpus > 0)) && [[ -z ${PYTORCH_CUDA_ALLOC_CONF-} ]]; then # the older name of the same variable
   # Blocks of GPU memory that can grow: sizes that change do not leave gaps that nothing fits into.
   export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+fi
+
+# A flag is in doubt if no field of that name stands in the recipe's folder or in common/.
+in_doubt() {
+  local shared=$root/common fields word name
+  grep -q 'cli\.parse(' "$recipe/train.py" || return 1 # it need not know ONLY_CHECK_FLAGS, and would train
+  [[ ! -d $recipe/common ]] || shared=$recipe/common
+  fields=$(grep -rhoE --include='*.py' '^    [a-z][a-z0-9_]*: ' "$recipe"/*.py "$shared") || return 1
+  for word in "$@"; do
+    [[ $word == --* ]] || continue
+    name=${word#--} && name=${name%%=*} && name=${name//-/_}
+    [[ $name == config || $fields == *"    $name: "* || $fields == *"    ${name#no_}: "* ]] || return 0
+  done
+  return 1
+}
+
+# One process, which is no rank of another job, answers --help, and refuses a wrong flag before torchrun is imported. A
+# flag that is not in doubt costs nothing. Several machines meet first: another one may have the right flags.
+alone=(env -u RANK -u WORLD_SIZE -u LOCAL_RANK "$python" "$recipe/train.py" "$@")
+if [[ -z $dry_run && ! -f $recipe/around.py ]]; then
+  [[ -z $asks_help ]] || exec "${alone[@]}"
+  if [[ $nodes == 1 ]] && in_doubt "$@"; then
+    code=0
+    refusal=$(ONLY_CHECK_FLAGS=1 "${alone[@]}" 2>&1 >/dev/null) || code=$?
+    if [[ $code == 2 ]]; then # otherwise the ranks show what is wrong
+      printf '%s\n' "$refusal" >&2
+      exit 2
+    fi
+  fi
 fi
 
 # Whether each rank can run on the processors beside its GPU. torch calls numactl for it, and ends the run where it

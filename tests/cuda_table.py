@@ -1,7 +1,7 @@
 """What a step launches, copies, casts, sends and holds on CUDA, without a GPU: `uv run python -m tests.cuda_table`.
 
-It writes the figures of docs/gpu-counts.md: each recipe at 8 and 64 ranks, counted by tools/plan/counter.py, and
-an estimate of two steps on 8 H100. tests/recipes/test_cuda_path.py compares what it counts with the
+It writes the figures of docs/measured/gpu-counts.md: each recipe at 8 and 64 ranks, counted by tools/plan/counter.py,
+and an estimate of two steps on 8 H100. tests/recipes/test_cuda_path.py compares its counts with the
 page, so whoever changes a figure writes the page again. `--json FILE` also writes all counts.
 
 The estimate, in seconds, of a rank's step:
@@ -39,7 +39,7 @@ import torch
 from tests.harness import pages, runner, theory
 from tests.harness.runner import ROOT
 
-PAGE = ROOT / "docs" / "gpu-counts.md"
+PAGE = ROOT / "docs" / "measured" / "gpu-counts.md"
 COMMAND = "uv run python -m tests.cuda_table"
 NOT_RUN = {
     "cellfree_mimo": "it trains nothing: there is no backward pass and no update to count",

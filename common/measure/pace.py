@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
+from common import ranks
+
 SLOW = 0.1  # what the others lose of their time by one slow rank, if it is worth a line
 
 
@@ -23,6 +25,7 @@ class Pace:
     Attributes:
         worked_s: seconds that it has worked.
         took_s: seconds by the clock.
+        slow: at the last comparison, what of the training the other ranks waited for one, and its name.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,6 +35,7 @@ class Pace:
             device: what computes. The work of a GPU is no thread's, and not counted.
         """
         self.worked_s = self.took_s = 0.0
+        self.slow = (0.0, "")
         self._began = (0.0, 0.0)
         self._on_cpu = device.type == "cpu"
         # On Linux; elsewhere, where others take its processor, it seems to wait. It stays open: opening takes longest.
@@ -49,6 +53,15 @@ class Pace:
         worked_s, at = self._began
         self.worked_s += self._worked_s() - worked_s
         self.took_s += time.perf_counter() - at
+
+    def compare(self, name: str) -> None:
+        """Report a rank that has worked longer than the others (all ranks); `name` is this one's."""
+        everyone = ranks.gather([self.worked_s, self.took_s, name])
+        rank, share = slow_rank([(worked_s, took_s) for worked_s, took_s, _ in everyone])
+        slow = everyone[rank][2] if share else ""
+        if slow and slow != self.slow[1]:
+            ranks.print0(f"note: {slow} works longer than the others: they wait for it in {share:.0%} of the training")
+        self.slow = (share, slow)
 
     def _worked_s(self) -> float:
         """Seconds of this thread on a processor, and ready to run without one (proc(5), schedstat's second number)."""

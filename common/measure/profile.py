@@ -1,6 +1,5 @@
 """A few steps under torch.profiler: a trace of each rank, one of all ranks, and a table that adds up to the step."""
 
-import contextlib
 import ctypes
 import gc
 import gzip
@@ -11,7 +10,6 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
-from common import UserError, private_api, ranks
+from common import UserError, bounds, private_api, ranks
 from common.measure import timeline
 
 SKIPPED = 5  # first steps, which allocate and compile; torch.profiler warms up in the last of them
@@ -37,18 +35,13 @@ LINES = {
     "beside": "checkpoint, checks, log",
     "idle": "GPU idle, nothing sent",
 }
-_running: list[Any] = []  # torch's profiler, which has room for one in a process
 
 
-def mark(name: str) -> AbstractContextManager[Any]:
-    """Mark what happens inside in a profile, if there is one."""
-    return torch.profiler.record_function(name) if _running else contextlib.nullcontext()
+@dataclass(frozen=True)
+class ProfileArgs:
+    """Flags of profiles."""
 
-
-def close() -> None:
-    """End the profiler, if it runs."""
-    while _running:
-        _running.pop().stop()
+    profile: bounds.NonNegativeInt = 0  # steps to profile, after the first 5: where their time goes; 0 for none
 
 
 @dataclass(frozen=True)
@@ -58,14 +51,12 @@ class Found:
     Attributes:
         parts: seconds a step by part of `timeline.PARTS`, the mean of the ranks, which add up to "step"; and "hidden".
         lines: the table for the terminal.
-        folder: has the trace of each rank, and of all together.
         slowest: the rank that the others waited for longest, as rank and host; "" if nobody waited.
         slowest_s: the seconds a step that they waited for it, their mean, less what it waited for them.
     """
 
     parts: Mapping[str, float]
     lines: list[str]
-    folder: Path = Path()
     slowest: str = ""
     slowest_s: float = 0.0
 
@@ -92,6 +83,7 @@ class Profile:
         self._folder = folder / "profile" / f"step_{self._first:08d}"
         self._began: list[float] = []  # of each step, and the end of the last one
         self._offset_s = 0.0
+        self._profiler: Any = None  # torch's, while it runs
         if steps and self._last > last_step:
             short = (
                 f"--profile {steps} needs {SKIPPED + steps} steps, because the first {SKIPPED} are not typical, and "
@@ -109,8 +101,8 @@ class Profile:
         if step == self._first:
             self._synchronize()
         self._began.append(time.perf_counter())
-        if _running:
-            _running[0].step()
+        if self._profiler:
+            self._profiler.step()
         elif step == self._first - 1:
             self._offset_s = clock_offset_s()
             if self._device.type == "cpu":
@@ -118,8 +110,8 @@ class Profile:
             on_gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
             schedule = torch.profiler.schedule(wait=0, warmup=1, active=self._last - step, repeat=1)
             kinds = [ProfilerActivity.CPU, *on_gpu]
-            _running.append(torch.profiler.profile(activities=kinds, record_shapes=True, schedule=schedule))
-            _running[0].start()
+            self._profiler = torch.profiler.profile(activities=kinds, record_shapes=True, schedule=schedule)
+            self._profiler.start()
 
     def end(self, step: int, host: str) -> Found | None:
         """A step has ended (all ranks); what the profile shows, if it was the last one to profile.
@@ -128,18 +120,24 @@ class Profile:
             step: the step.
             host: this rank's name and machine.
         """
-        if not _running or step < self._last:
+        if not self._profiler or step < self._last:
             return None
         found = self._read(host)
         _give_back()
         return found
 
+    def close(self) -> None:
+        """End the profiler, if it runs: a request to stop may have come before its last step."""
+        if self._profiler:
+            self._profiler.stop()
+            self._profiler = None
+
     def _read(self, host: str) -> Found | None:
         """What the profile shows (all ranks)."""
         self._synchronize()
         self._began.append(time.perf_counter())
-        ended = _running[0]
-        close()
+        ended = self._profiler
+        self.close()
         base_us = 0.0
         mine = None
         problem = ""
@@ -173,7 +171,9 @@ class Profile:
                 self._merge(shifts)
             except (OSError, ValueError) as error:
                 ranks.print0(f"warning: the ranks' traces were not merged: {error}")
-        return replace(found, lines=[head, *found.lines], folder=self._folder)
+        path = f"{self._folder}/merged.json.gz"
+        tail = f"         {path} shows each operator: open it at https://ui.perfetto.dev"
+        return replace(found, lines=[head, *found.lines, tail])
 
     def _synchronize(self) -> None:
         """Let no kernel of one step count for another."""

@@ -14,16 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from common.marks import BESIDE, EVALUATED, EVALUATES, READS
+
 Interval = tuple[float, float]
 Event = Mapping[str, Any]
 COMPUTE = ("forward", "backward", "optimizer")
 PARTS = ("data", *COMPUTE, "exposed", "slower", "evaluation", "beside", "idle")
-# Marks of common/session.py, and of torch's DataLoader.
-BESIDE = "brigade: beside the training"
-EVALUATES = "brigade: an evaluation is due"
-EVALUATED = "brigade: evaluated"
-READS = "brigade: reads"
-DATA = ("enumerate(DataLoader)", READS)
+DATA = ("enumerate(DataLoader)", READS)  # torch's DataLoader has a mark of its own
 SENDS = ("gloo:", "nccl:", "ncclDevKernel", "ncclKernel")
 WAITS = ("c10d::", "_c10d_functional::", "c10d_functional::")  # operators that start what is sent, or wait for it
 BACKWARD = "autograd::engine::evaluate_function"

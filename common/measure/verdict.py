@@ -1,12 +1,14 @@
 """The largest part of the time that could be less, in one sentence, with the flag that changes it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from common import bounds
+from common.measure import profile
+from common.run import cli, log
+
 LEAST_S = 2.0  # of a run: a shorter part is not worth a sentence
-# By part of `timeline.PARTS`, flags that make it shorter, with what they are now; `cli.parse` sets it.
-shortens: dict[str, list[str]] = {}
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,10 @@ def sentence(parts: Iterable[Part]) -> str:
     return f"verdict  {worst.share:.0%} {worst.what}: {worst.remedy}" if worst else ""
 
 
-def remedy(part: str, *others: str) -> str:
+def remedy(args: Any, part: str, *others: str) -> str:
     """The recipe's flags that make a part shorter, then other means, in words."""
-    return ", or ".join([*shortens.get(part, []), *(one for one in others if one)])
+    flags = [flag for flag, note in cli.noted(args, bounds.Shortens) if note.part == part]
+    return ", or ".join([*flags, *(one for one in others if one)])
 
 
 def data(args: Any, share: float, whole: str) -> list[Part]:
@@ -51,50 +54,45 @@ def slow(share: float, whole: str, rank: str) -> Part:
     return Part(share, 0.1, f"of {whole} the others wait for {rank}", look)
 
 
-def of_profile(args: Any, parts: Mapping[str, float], slowest: str, slowest_s: float) -> str:
+def of_profile(args: Any, found: profile.Found) -> str:
     """The verdict on profiled steps.
 
     Args:
         args: the recipe's flags.
-        parts: seconds a step by part of `timeline.PARTS`, and "step".
-        slowest: the rank that the others waited for longest.
-        slowest_s: seconds a step that they waited for it, less what it waited for them.
+        found: where the time of a step went.
     """
-    share = {part: took / parts["step"] for part, took in parts.items()}
+    step_s = found.parts["step"]
+    share = {part: took / step_s for part, took in found.parts.items()}
     step = "the step"
     batch = "a larger --global-batch-size" if "global_batch_size" in vars(args) else ""
-    found = [
+    parts = [
         *data(args, share["data"], step),
-        Part(share["exposed"], 0.2, f"of {step} only sends", remedy("exposed", batch, "a faster network")),
-        Part(share["idle"], 0.2, f"of {step} the GPU waits for Python", remedy("idle", "--compile")),
+        Part(share["exposed"], 0.2, f"of {step} only sends", remedy(args, "exposed", batch, "a faster network")),
+        Part(share["idle"], 0.2, f"of {step} the GPU waits for Python", remedy(args, "idle", "--compile")),
         _beside(share["beside"], step),
     ]
-    if slowest_s > 0.1 * parts["step"]:
-        found.append(slow(slowest_s / parts["step"], step, slowest))
+    if found.slowest_s > 0.1 * step_s:
+        parts.append(slow(found.slowest_s / step_s, step, found.slowest))
     else:
-        each = remedy("slower", "give the ranks equal work")
-        found.append(Part(share["slower"], 0.25, f"of {step} ranks wait for each other", each))
-    return sentence(found)
+        each = remedy(args, "slower", "give the ranks equal work")
+        parts.append(Part(share["slower"], 0.25, f"of {step} ranks wait for each other", each))
+    return sentence(parts)
 
 
-def of_run(
-    args: Any, *, took_s: float, trained_s: float, data_share: float, saved_s: float, slow_share: float, slow_rank: str
-) -> str:
+def of_run(args: Any, spent: log.Spent, saved_s: float, slow_share: float, slow_rank: str) -> str:
     """The verdict on a run.
 
     Args:
         args: the recipe's flags.
-        took_s: seconds from its first step on.
-        trained_s: what of it was training.
-        data_share: what of the training waited for data.
+        spent: its seconds.
         saved_s: seconds of checkpoints.
         slow_share: what of the training the other ranks waited for one.
         slow_rank: that one.
     """
     training = "the training's time"
-    found = [_beside(saved_s / took_s, "the run's time")] if saved_s > LEAST_S else []
-    found += data(args, data_share, training) if data_share * trained_s > LEAST_S else []
-    found += [slow(slow_share, training, slow_rank)] if slow_share * trained_s > LEAST_S else []
+    found = [_beside(saved_s / spent.took_s, "the run's time")] if saved_s > LEAST_S else []
+    found += data(args, spent.data_share, training) if spent.data_share * spent.trained_s > LEAST_S else []
+    found += [slow(slow_share, training, slow_rank)] if slow_share * spent.trained_s > LEAST_S else []
     return sentence(found)
 
 

@@ -8,18 +8,12 @@ from types import FrameType
 from typing import Any
 
 from common import private_api
+from common.run.process_group import NCCL_ADVICE, SAVING
 
 # (phase, file, function), where "" stands for any function of the file: the first entry found on the main thread's
 # stack names the phase. Recipes may name their functions freely, so these are functions that recipes call.
 PHASES = (("save", "common/state/saver.py", ""), ("data", "common/train/data.py", "__next__"), *private_api.FRAMES)
 Beat = dict[str, Any]
-# Where NCCL works on some machines only, it is mostly one of these ways between GPUs.
-NCCL_ADVICE = (
-    "if it never ends, NCCL cannot send: start with NCCL_DEBUG=INFO to see which way it tries, and without that way: "
-    "NCCL_P2P_DISABLE=1 (GPU to GPU in a machine), NCCL_IB_DISABLE=1 (InfiniBand), NCCL_SOCKET_IFNAME (interface)\n"
-)
-FINDING = "watch/finding"  # in the store: which rank is to blame, once that is known
-SAVING = "checkpoint"  # name of the process group that writes checkpoints beside the training
 
 
 def phase_and_stack(frames: Iterable[tuple[FrameType, int]], noted: str = "") -> tuple[str, str]:

@@ -14,6 +14,7 @@ from types import FrameType
 from common import private_api
 from common.protect import diagnose
 from common.run import process_group
+from common.run.process import World
 from common.train import data
 
 BEAT_S = 0.25
@@ -32,7 +33,7 @@ class Heartbeat:
         saving_s: seconds since the main thread entered a save; 0 outside of one.
     """
 
-    def __init__(self, world: process_group.World) -> None:
+    def __init__(self, world: World) -> None:
         """Begin (main thread)."""
         self._world = world
         self._main = threading.get_ident()

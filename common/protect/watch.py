@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,24 +30,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common import UserError, private_api, ranks
+from common import UserError, bounds, private_api, ranks
 from common.protect import diagnose
 from common.protect.heartbeat import BEAT_S, DEAD_S, Heartbeat
 from common.run import exits, process_group
+from common.run.process import World
 
 DECIDERS = 8  # the first ranks to compare heartbeats: a thousand ranks must not all read a thousand heartbeats
 STORE_HOST = "its host (rank 0 or the launcher)"
 FAREWELL_TAG = 0x0FA2E  # of the message that a rank sends to the one before it when its training is done
-alive: "Watch | None" = None  # this process's, from process_group.start on
+
+
+@dataclass(frozen=True)
+class WatchArgs:
+    """Flags of the watch over the ranks."""
+
+    hang_timeout: bounds.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
 
 
 class Watch:
     """Watches this rank's main thread and, through the store, the other ranks."""
 
-    def __init__(self, world: process_group.World) -> None:
+    def __init__(self, world: World) -> None:
         """Begin to name the ranks that die, and those that raise (main thread, all ranks)."""
-        global alive  # noqa: PLW0603 (the session begins the training on it)
-        alive = self
         self._world = world
         self._heart = Heartbeat(world)
         self._logs: Path | None = None
@@ -67,8 +73,7 @@ class Watch:
         self._threads = [threading.Thread(target=target, name=target.__name__, daemon=True) for target in targets]
         for thread in self._threads:
             thread.start()
-        exits.report = self.report
-        process_group.background.callback(self.close)
+        world.process.background.callback(self.close)
         atexit.register(self._report_early_exit)
 
     def begin(self, path: Path, first_step: int, hang_timeout_s: float) -> None:
@@ -83,7 +88,7 @@ class Watch:
         self._outlook = exits.outlook(path, self._world.size)
         self._heart.begin(path, first_step, hang_timeout_s)
         self._heart.tick()  # the first step may already keep the interpreter's lock
-        process_group.background.callback(self.close)  # again: now before what has begun since `start`
+        self._world.process.background.callback(self.close)  # again: now before what has begun since `start`
 
     def step(self, step: int) -> None:
         """Note that `step` begins."""
@@ -264,11 +269,11 @@ class Watch:
         return beats, {*range(len(now))} - moved
 
     def _finding(self) -> str:
-        return self._store.peek(diagnose.FINDING)
+        return self._store.peek(process_group.FINDING)
 
     def _publish_finding(self, finding: str) -> str:
         """Publish a finding unless there is one already; returns the one that counts."""
-        return self._store.compare_set(diagnose.FINDING, "", finding).decode()
+        return self._store.compare_set(process_group.FINDING, "", finding).decode()
 
     def _exit(self, finding: str, store_answers: bool = True) -> None:
         """Print the finding and end this process, whatever its main thread waits for."""

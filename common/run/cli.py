@@ -1,73 +1,32 @@
 """Dataclass to command line, and back from a run's config.json; an error is printed once, by rank 0."""
 
 import argparse
+import ast
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
 import itertools
 import math
 import os
+import re
 import sys
+import textwrap
+import tokenize
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from common import UserError, devices, manifest, ranks
-from common.measure import verdict
+from common import UserError, bounds, manifest, ranks
 from common.run import exits
 
 Args = TypeVar("Args")
 Note = TypeVar("Note")
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Range that a flag's number must be in: `rate: Annotated[float, Bounds(0, 1)] = 0.5`."""
-
-    least: float = -math.inf
-    most: float = math.inf
-
-    def __str__(self) -> str:
-        """The range in words, for a message."""
-        if self.most == math.inf:
-            return f"at least {self.least}"
-        return f"at most {self.most}" if self.least == -math.inf else f"between {self.least} and {self.most}"
-
-
-@dataclass(frozen=True)
-class Frees:
-    """The value of a flag that takes less memory, for the message when none is left."""
-
-    value: str
-
-
-@dataclass(frozen=True)
-class Shortens:
-    """The value of a flag that makes a part of the step shorter, for the verdict on a profile.
-
-    Attributes:
-        part: of `timeline.PARTS`.
-        value: of the flag.
-    """
-
-    part: str
-    value: str
-
-
-MOST = 2**31 - 1  # of steps, samples and sizes: a product of two of them still has 64 bits
-PositiveInt = Annotated[int, Bounds(1, MOST)]
-NonNegativeInt = Annotated[int, Bounds(0, MOST)]
-NonNegativeFloat = Annotated[float, Bounds(0)]
-Smaller = Annotated[int, Bounds(0, MOST), Frees("smaller, where 0 is the largest")]
-AtLeastOne = Annotated[float, Bounds(1)]
-Fraction = Annotated[float, Bounds(0, 1)]
-Timeout = Annotated[float, Bounds(1)]  # seconds
-Seed = Annotated[int, Bounds(0, 2**64 - 1)]  # the bits that common/seed.py mixes
+Remedy = TypeVar("Remedy", bounds.Frees, bounds.Shortens)
 # These flags belong to one run, so --config does not copy them: the name would continue that other run, and the rest
 # would stop this one early.
 OF_ONE_RUN = ("name", "stop_after", "deadline")
@@ -98,25 +57,15 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
             exits.let_rank0_exit()
             print(printed.getvalue(), file=sys.stderr, flush=True)  # only this rank's flags are wrong
         raise
-    devices.frees = [
-        f"--{name.replace('_', '-')} {frees.value} (now {getattr(args, name)})"
-        for name, frees in _annotated(args_type, Frees)
-        if getattr(args, name) != frees.value
-    ]
-    verdict.shortens = {}
-    for name, shortens in _annotated(args_type, Shortens):
-        if getattr(args, name) != shortens.value:
-            flag = f"--{name.replace('_', '-')} {shortens.value} (now {getattr(args, name)})"
-            verdict.shortens.setdefault(shortens.part, []).append(flag)
-    for name, bounds in _annotated(args_type, Bounds):
+    for name, range_of in _annotated(args_type, bounds.Bounds):
         value = getattr(args, name)
         for number in value if isinstance(value, tuple | list) else (value,):
-            if number is None or (bounds.least <= number <= bounds.most and abs(number) != math.inf):
+            if number is None or (range_of.least <= number <= range_of.most and abs(number) != math.inf):
                 continue
             shown = f"{number:g}" if isinstance(number, float) else str(number)
             shown = shown if len(shown) <= 30 else f"{shown[:10]}... ({len(shown)} digits)"
             finite = " a finite number" if abs(number) == math.inf else ""
-            raise UserError(f"--{name.replace('_', '-')} {shown} is out of range: it must be{finite} {bounds}")
+            raise UserError(f"--{name.replace('_', '-')} {shown} is out of range: it must be{finite} {range_of}")
     if os.environ.get("ONLY_CHECK_FLAGS"):  # launch/slurm.sh, before it submits a job
         print("ONLY_CHECK_FLAGS is set: the flags can be used, and nothing is trained")
         raise SystemExit(0)
@@ -137,6 +86,18 @@ def check_divides(flag: str, divisor: int, numbers: Mapping[str, int]) -> None:
     for name, number in numbers.items():
         if number % divisor:
             raise UserError(f"{flag} {divisor} must divide {name} ({number})")
+
+
+def noted(args: Any, kind: type[Remedy]) -> Iterator[tuple[str, Remedy]]:
+    """Flags with such an annotation that have another value than it names, with what they are now; and the annotation.
+
+    Args:
+        args: a recipe's flags.
+        kind: `bounds.Frees` or `bounds.Shortens`.
+    """
+    for name, note in _annotated(type(args), kind):
+        if getattr(args, name) != note.value:
+            yield f"--{name.replace('_', '-')} {note.value} (now {getattr(args, name)})", note
 
 
 def _annotated(args_type: type, kind: type[Note]) -> Iterator[tuple[str, Note]]:
@@ -160,6 +121,8 @@ def _parse(args_type: type[Args], argv: list[str] | None) -> Args:
         if choices and after.startswith("--"):  # tyro would not tell which values there are
             raise UserError(f"{flag} needs a value: {', '.join(choices)}")
     description = f"{args_type.__doc__} --config PATH takes flags from a run's config.json; others override them."
+    if {"-h", "--help"} & {*flags}:
+        args_type = grouped(args_type)
     try:
         args = tyro.cli(args_type, args=flags, description=description, config=(tyro.conf.OmitArgPrefixes,))
     except SystemExit as refusal:
@@ -172,6 +135,42 @@ def _parse(args_type: type[Args], argv: list[str] | None) -> Args:
             f"--epochs has no effect because --max-steps is {max_steps}: add --max-steps 0 to train for --epochs"
         )
     return args
+
+
+def grouped(args_type: Any) -> Any:
+    """The same flags in groups, for --help: the recipe's own first, each group under the comment line above it."""
+    hints = typing.get_type_hints(args_type, include_extras=True)
+    defaults = {field.name: field.default for field in dataclasses.fields(args_type)}
+    groups: dict[str, list[Any]] = {}
+    classes: list[Any] = [one for one in args_type.__mro__ if dataclasses.is_dataclass(one)]
+    for kind in classes:
+        title = (kind.__doc__ or kind.__name__).splitlines()[0].rstrip(".")
+        for name, heading, text in _fields_in_source(kind):
+            if name in defaults:  # not one that a class above it has again
+                shown: Any = Annotated[hints[name], tyro.conf.arg(help=text)]
+                field = (name, shown, dataclasses.field(default=defaults.pop(name)))
+                groups.setdefault(heading or title, []).append(field)
+    kinds = {re.sub(r"\W+", "_", title).strip("_"): fields for title, fields in groups.items()}
+    made = {key: dataclasses.make_dataclass(key, fields, frozen=True) for key, fields in kinds.items()}
+    members = [(key, group, dataclasses.field(default_factory=group)) for key, group in made.items()]
+    return dataclasses.make_dataclass(args_type.__name__, members)
+
+
+def _fields_in_source(kind: type) -> Iterator[tuple[str, str, str]]:
+    """Name, comment line above its group, and comment of each field that a dataclass has itself."""
+    source = textwrap.dedent(inspect.getsource(kind))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    comments = {token.start: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    lines = source.splitlines()
+    for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+        if isinstance(node, ast.AnnAssign):
+            above = [
+                text
+                for (row, column), text in comments.items()
+                if row < node.lineno and not lines[row - 1][:column].strip()
+            ]
+            beside = [text for (row, _), text in comments.items() if node.lineno <= row <= (node.end_lineno or 0)]
+            yield ast.unparse(node.target), above[-1] if above else "", " ".join(beside)
 
 
 def _read_config(args_type: Any, path: Path) -> list[str]:

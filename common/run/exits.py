@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from common import UserError, devices, ranks
+from common import UserError, ranks
 from common.run import output, process_group, run_dir
+from common.run.process import Process, Rewind, World
 
 USAGE_ERROR = 2  # exit code of every refusal
 PEER_FAILED = 3  # exit code of a rank that stops because another one failed
@@ -28,50 +29,45 @@ REFUSED = "exits/refused"
 HELD_BACK = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-class Rewind(Exception):  # noqa: N818 (a request, not an error)
-    """All ranks begin again from the newest checkpoint: raised by all of them after the same collective."""
+def entry(main: Callable[[Process], None]) -> Callable[[], None]:
+    """Decorate a recipe's main: a refusal is printed once and exits with 2; a crash reaches torchrun's summary.
 
-
-# Publishes to the other ranks why this one raises; `watch` sets it when the ranks have joined each other.
-report: Callable[[BaseException], None] | None = None
-
-
-def entry(main: Callable[[], None]) -> Callable[[], None]:
-    """Decorate a recipe's main: a refusal is printed once and exits with 2; a crash reaches torchrun's summary."""
+    Main gets this process, and is called again where all ranks begin again.
+    """
 
     @functools.wraps(main)
     def wrapped() -> None:
-        global report  # noqa: PLW0603 (a leaf that `watch` fills in)
-        output.protect()
+        process = Process(output=output.protect())
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         try:
             while True:
-                with contextlib.suppress(Rewind):
-                    return main()
-                report = None
-                process_group.finish(begins_again=True)
+                try:
+                    return main(process)
+                except Rewind as rewind:
+                    process.carried = rewind.carried
+                process_group.finish(process, begins_again=True)
                 gc.collect()  # now that no traceback holds it: two models may not fit
                 torch.cuda.empty_cache()  # without a GPU, nothing
         except SystemExit:
             raise
         except BaseException as error:
-            devices.explain_out_of_memory(error)
+            process.explain(error)
             if isinstance(error, UserError) and _is_rank0():
                 # Printed before anything else: once another rank has exited, the launcher kills this one.
                 print(f"error: {error}", file=sys.stderr)
                 sys.stdout.flush()
                 sys.stderr.flush()
-            if report:
-                report(error)
+            if process.watch:
+                process.watch.report(error)
             _end_workers()
             if not isinstance(error, UserError):
                 raise
             if not _is_rank0():
                 # Rank 0 has nearly always printed the same error, and this rank is killed while it waits.
-                let_rank0_exit()
+                let_rank0_exit(process.world)
                 raise
-            if process_group.joined:
-                _let_others_arrive(process_group.joined)
+            if process.world:
+                _let_others_arrive(process.world)
             # An orderly exit would wait for ranks that may be stuck in a collective.
             os._exit(USAGE_ERROR)
 
@@ -92,16 +88,16 @@ def _end_workers() -> None:
         worker.kill()
 
 
-def let_rank0_exit() -> None:
+def let_rank0_exit(world: World | None = None) -> None:
     """Wait for the launcher to kill this rank, as it does once rank 0 has printed the refusal and exited."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_BACK)
-    if process_group.joined:
+    if world:
         with contextlib.suppress(dist.DistError):  # rank 0, which may host the store, has exited already
-            process_group.joined.store.add(REFUSED, 1)
+            world.store.add(REFUSED, 1)
     time.sleep(GRACE_S)
 
 
-def _let_others_arrive(world: process_group.World) -> None:
+def _let_others_arrive(world: World) -> None:
     """Wait until the other ranks have found the same error: one still joining a group would print torch's own."""
     end = time.monotonic() + JOIN_S
     while world.store.add(REFUSED, 0) < dist.get_world_size() - 1 and time.monotonic() < end:

@@ -8,18 +8,34 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from tqdm import tqdm
 
-from common import devices, ranks
-from common.measure import profile, verdict
-from common.run import output, process_group, run_dir
+from common import devices, manifest, ranks
+from common.run import output, run_dir
+from common.run.process import World
 from common.train import flops, metrics, sampler
 
 STOPPED = "stopped.json"  # in the run's folder: the run was asked to stop, saved this step, and can be queued again
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a run.
+
+    Attributes:
+        took_s: from its first step on.
+        trained_s: of them, in training.
+        data_share: the share of the training that waited for data.
+    """
+
+    took_s: float
+    trained_s: float
+    data_share: float
 
 
 class Run:
@@ -35,7 +51,7 @@ class Run:
         path: Path,
         recipe: str,
         args: Any,
-        world: process_group.World,
+        world: World,
         plan: sampler.Plan,
         dtype: torch.dtype,
         sample: flops.Sample,
@@ -75,14 +91,13 @@ class Run:
         # Seconds of waiting for data, and of training, after the first line, which includes the start of the workers.
         self._steady_wait_s = 0.0
         self._steady_s = 0.0
-        self._args = args
         self._records: TextIO | None = None  # metrics.jsonl and TensorBoard's events, opened when there is room
         self._events: Any = None
         log = path / "logs" / f"rank_{world.rank:05d}.log"
         if world.rank != 0:
             output.redirect(log)
             return
-        output.spare = log
+        world.process.output.spare = log
         threading.excepthook = _show_unless_events
         try:
             (path / STOPPED).unlink(missing_ok=True)
@@ -169,47 +184,47 @@ class Run:
         """Count time towards the rate of training again."""
         self._since = time.perf_counter()
 
-    def log_profile(self, step: int, found: profile.Found) -> None:
-        """Record a profile of the steps before, and print its table and its verdict."""
-        step_s = found.parts["step"]
+    def log_profile(self, step: int, parts: Mapping[str, float], lines: list[str], verdict: str) -> None:
+        """Record a profile of the steps before, and print its table and its verdict.
+
+        Args:
+            step: steps done.
+            parts: seconds a step by part, and "step".
+            lines: the table.
+            verdict: one line; "" for none.
+        """
+        step_s = parts["step"]
         rate = self._plan.division.global_batch_size / step_s
         devices_used = self._world.size * len(self._devices)
-        lines = list(found.lines)
+        rates = []
         if self._sample.flops:
             each = rate * self._sample.flops / devices_used
             mfu = f", {rate * self._ideal_s / devices_used:.1%} MFU" if self._ideal_s else ""
-            lines.append(f"         {each / 1e12:,.3f} TFLOP/s a device{mfu}")
-        lines.append(f"         {found.folder}/merged.json.gz shows each operator: open it at https://ui.perfetto.dev")
-        lines.append(verdict.of_profile(self._args, found.parts, found.slowest, found.slowest_s))
-        text = "\n".join(filter(None, lines))
+            rates.append(f"         {each / 1e12:,.3f} TFLOP/s a device{mfu}")
+        text = "\n".join(filter(None, [*lines, *rates, verdict]))
         ranks.print0(text)
-        self._record(step, "profile", {f"{part}_s": value for part, value in found.parts.items()})
+        self._record(step, "profile", {f"{part}_s": value for part, value in parts.items()})
         if self._world.rank == 0:
             self._add_events(step, lambda events: events.add_text("profile", f"```\n{text}\n```", step))
 
-    def finish(
-        self,
-        stopped: str = "",
-        no_better: str = "",
-        saved_s: float = 0.0,
-        slow_share: float = 0.0,
-        slow_rank: str = "",
-    ) -> None:
+    def spent(self) -> Spent:
+        """Where the time from the first step until now went."""
+        share = self._steady_wait_s / self._steady_s if self._steady_s else 0.0
+        return Spent(time.perf_counter() - self._began, self._trained_s, share)
+
+    def finish(self, stopped: str = "", no_better: str = "", verdict: str = "") -> None:
         """Print the result, where the files are, and the command that continues the run.
 
         Args:
             stopped: why the run was stopped before its last step; "" if it was not.
             no_better: why --patience ended it; "" if it did not. Then Slurm must not start it again, even if a signal
                 came in the same step.
-            saved_s: seconds of its checkpoints.
-            slow_share: what of the training the other ranks waited for one.
-            slow_rank: that one.
+            verdict: a line on the largest part of the time that could be less; "" for none.
         """
         self.close()
         if self._world.rank != 0:
             return
-        took_s = time.perf_counter() - self._began
-        took = f"{took_s:.1f} s"
+        took = f"{self.spent().took_s:.1f} s"
         if self._trained_s:
             rate = (self._plan.position(self._rated_step) - self._plan.start) / self._trained_s
             took += f", of which {self._trained_s:.1f} s training at {rate:,.0f} samples/s"
@@ -218,23 +233,14 @@ class Run:
         if stopped and not no_better:
             facts = {"step": self._shown_step, "of": self._plan.max_steps, "reason": stopped}
             try:
-                run_dir.replace(self.path / STOPPED, json.dumps(facts))
+                manifest.replace(self.path / STOPPED, json.dumps(facts))
             except OSError as error:
                 ranks.print0(f"warning: without {STOPPED}, launch/slurm.sh does not requeue the job: {error}")
         complete = self._shown_step >= self._plan.max_steps
         verb = "done    " if complete else "reached "
         ranks.print0(f"{verb} step {self._shown_step} of {self._plan.max_steps} in {took}")
-        line = verdict.of_run(
-            self._args,
-            took_s=took_s,
-            trained_s=self._trained_s,
-            data_share=self._steady_wait_s / self._steady_s if self._steady_s else 0.0,
-            saved_s=saved_s,
-            slow_share=slow_share,
-            slow_rank=slow_rank,
-        )
-        if line:
-            ranks.print0(line)
+        if verdict:
+            ranks.print0(verdict)
         for tag, (value, step) in metrics.best(run_dir.records(self.path)).items():
             ranks.print0(f"best     {tag} {value:.4f} at step {step}")
         ranks.print0(f"files    {self.path}")

@@ -11,14 +11,42 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE_S = 5.0  # with a reader that has stopped reading
-spare: Path | None = None  # gets what cannot be printed; rank 0's log sets it
-_warned = False
+
+
+class Output:
+    """The two streams of a process.
+
+    Attributes:
+        spare: a file that gets what cannot be printed; None while there is none.
+    """
+
+    def __init__(self) -> None:
+        self.spare: Path | None = None
+        self._warned = False  # once for both streams
+
+    def keep(self, content: bytes, reason: str) -> None:
+        """Write to the spare file what could not be printed."""
+        if not self._warned:
+            self._warned = True
+            where = f"; what follows is in {self.spare}" if self.spare else ""
+            warning = f"warning: the output cannot be written ({reason}), which ends no training{where}\n".encode()
+            content = warning + content
+            with contextlib.suppress(OSError):
+                os.write(2, warning)  # not through sys.stderr, whose write this may be
+        with contextlib.suppress(OSError):
+            if self.spare:
+                self.spare.parent.mkdir(exist_ok=True)
+                with self.spare.open("ab") as file:
+                    file.write(content)
 
 
 class _Lasting(io.FileIO):
     """A file descriptor to which every write succeeds: whoever prints could do nothing about an error."""
 
-    _patience_s = PATIENCE_S
+    def __init__(self, number: int, output: Output) -> None:
+        super().__init__(number, "w", closefd=False)
+        self.output = output
+        self._patience_s = PATIENCE_S
 
     def write(self, content: Any, /) -> int:
         """Write bytes, or keep them in the spare log."""
@@ -33,35 +61,24 @@ class _Lasting(io.FileIO):
             reason = "nobody reads it"
         except OSError as error:
             reason = error.strerror or str(error)
-        _keep(bytes(content), reason)
+        self.output.keep(bytes(content), reason)
         return len(content)
 
 
-def _keep(content: bytes, reason: str) -> None:
-    global _warned  # noqa: PLW0603 (one warning for both streams)
-    if not _warned:
-        _warned = True
-        where = f"; what follows is in {spare}" if spare else ""
-        warning = f"warning: the output cannot be written ({reason}), which ends no training{where}\n".encode()
-        content = warning + content
-        with contextlib.suppress(OSError):
-            os.write(2, warning)  # not through sys.stderr, whose write this may be
-    with contextlib.suppress(OSError):
-        if spare:
-            spare.parent.mkdir(exist_ok=True)
-            with spare.open("ab") as file:
-                file.write(content)
-
-
-def protect() -> None:
+def protect() -> Output:
     """Let no write to sys.stdout and sys.stderr raise an OSError, nor the flush at the interpreter's exit."""
+    protected = Output()
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
+        raw = getattr(getattr(stream, "buffer", None), "raw", None)
         if stream is None:  # the process was started without it
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
-        elif stream is getattr(sys, f"__{name}__"):  # neither a notebook's, nor protected already
-            buffer = io.BufferedWriter(_Lasting(number, "w", closefd=False))
+        elif isinstance(raw, _Lasting):  # protected already
+            raw.output = protected
+        elif stream is getattr(sys, f"__{name}__"):  # and no notebook's
+            buffer = io.BufferedWriter(_Lasting(number, protected))
             setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=True))
+    return protected
 
 
 def redirect(log: Path) -> None:

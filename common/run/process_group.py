@@ -8,8 +8,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import UserError, precision, private_api, ranks, seal
-from common.protect import diagnose, health
+from common.run.process import Process, World
 
 # Ranks may reach a collective minutes apart (a cold disk, a compile); a rank that takes longer is assumed dead.
 TIMEOUT_S = 600
@@ -26,54 +25,30 @@ TIMEOUT_S = 600
 MARGIN_S = 60
 MOST_TIMEOUT_S = 1e8  # three years: a timedelta, and C++ in nanoseconds, have an end
 ADVICE_S = 60.0  # NCCL makes its connections in its first collective, in seconds at most
-# What runs beside the training, ended before interpreter shutdown: a thread inside C++ would abort the process.
-background = contextlib.ExitStack()
-atexit.register(background.close)
+FINDING = "watch/finding"  # in the store: which rank is to blame, once that is known
+SAVING = "checkpoint"  # name of the process group that writes checkpoints beside the training
+# Where NCCL works on some machines only, it is mostly one of these ways between GPUs.
+NCCL_ADVICE = (
+    "if it never ends, NCCL cannot send: start with NCCL_DEBUG=INFO to see which way it tries, and without that way: "
+    "NCCL_P2P_DISABLE=1 (GPU to GPU in a machine), NCCL_IB_DISABLE=1 (InfiniBand), NCCL_SOCKET_IFNAME (interface)\n"
+)
 
 
-@dataclass(frozen=True)
-class World:
-    """This process's place in the run, its device and its backend."""
-
-    rank: int
-    size: int
-    local_size: int
-    host: str
-    device: torch.device
-    backend: str
-    store: seal.SealedStore  # small values that any rank can set and read, and nobody else
-    parent: int = field(default_factory=os.getppid)  # process that started this one
-
-    def __str__(self) -> str:
-        """One line for the terminal: how many processes, on which hosts and devices."""
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        hosts = ranks.env_int("GROUP_WORLD_SIZE", default=max(1, self.size // self.local_size))
-        where = self.host if hosts == 1 else f"{hosts} hosts (first: {self.host})"
-        threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)} each"
-        setup = f"{name}, {threads}, backend {self.backend}, torch {torch.__version__}"
-        return f"{self.size} process{'es' * (self.size > 1)} on {where}: {setup}"
-
-
-joined: World | None = None  # set from `start` to `finish`
-_met: tuple[dist.Store, int, int, str]  # the ranks' store, this rank, their number, and RUN_KEY
-again = 0  # how often these processes have begun again, with what they had then
-
-
-def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: Mapping[str, Any]) -> World:
-    """Pick this rank's device, join the process group, and check that the ranks can train together (all ranks).
+def start(backend: str = "auto", dtype: str = "auto", process: Process | None = None) -> World:
+    """Pick this rank's device, join the process group, and check that the ranks' devices fit (all ranks).
 
     Without a launcher, this process is a group of one, so that a recipe makes the same calls everywhere.
 
     Args:
-        backend: auto (NCCL on GPUs, gloo on CPU), gloo, nccl or mpi.
+        backend: auto (NCCL on GPUs, gloo on CPU), gloo or nccl.
         dtype: the type to compute in, see `precision.compute_dtype`; "auto" must mean the same on all ranks.
-        recipe: the train.py that runs, to be compared with all of common/; "" for no comparison.
-        **same: see `ranks.check_same`.
+        process: this one, which a main that `exits.entry` decorates gets.
 
     Raises:
-        UserError: the backend or a GPU is missing, there are more processes than GPUs, the ranks differ, or a device
-            computes wrongly.
+        UserError: the backend or a GPU is missing, there are more processes than GPUs, or the ranks differ.
     """
+    process = process or Process()
+    atexit.register(process.background.close)
     local_size = ranks.env_int("LOCAL_WORLD_SIZE", default=1)
     device = _pick_device(ranks.env_int("LOCAL_RANK", default=0), local_size)
     backend = _pick_backend(backend, device)
@@ -88,11 +63,10 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
     options: dict[str, Any] = {"backend": backend, "timeout": timedelta(seconds=TIMEOUT_S)}
     if backend == "cpu:gloo,cuda:nccl":
         options["device_id"] = device  # else collectives have to guess this rank's device
-    global _met, joined  # noqa: PLW0603 (`exits` needs `joined` for an error anywhere in the process)
-    if not again:
-        _met = (*_rendezvous(), os.environ.pop("RUN_KEY", ""))
-    met, rank, size, run_key = _met
-    store = dist.PrefixStore(f"start {again}", met) if again else met  # without what is there of an earlier start
+    process.met = process.met or (*_rendezvous(), os.environ.pop("RUN_KEY", ""))
+    met, rank, size, run_key = process.met
+    # Without the values that an earlier start has left there.
+    store = dist.PrefixStore(f"start {process.starts}", met) if process.starts else met
     _check_only_gpu(store, rank, size, local_size, device)
     dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors then name parameters, such as one without a gradient
     dist.init_process_group(**options, store=store, rank=rank, world_size=size)
@@ -100,9 +74,9 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
     # those who come to the store after the ranks have joined do not know this key.
     start_key = seal.derive(run_key, ranks.from_rank0(lambda: secrets.token_hex(16)))
     sealed = seal.SealedStore(store, start_key)
-    background.enter_context(private_api.sealed_objects(start_key))
-    world = World(rank, size, local_size, socket.gethostname(), device, backend, sealed)
-    joined = world
+    process.background.enter_context(private_api.sealed_objects(start_key))
+    world = World(rank, size, local_size, socket.gethostname(), device, backend, sealed, process)
+    process.world = world
     # First, because ranks with another backend would wait in `_check_devices` and the barrier for ever.
     ranks.check_same(picked=picked)
     if device.type == "cuda" and backend == "gloo" and size > 1:
@@ -113,12 +87,6 @@ def start(backend: str = "auto", dtype: str = "auto", recipe: str = "", **same: 
     with _advise(device):
         _check_devices(world)
         dist.barrier()  # all ranks have joined: from here on, a refusal of one cannot keep another from joining
-    code = ranks.code_digests(recipe) if recipe else {}
-    ranks.check_same(**same, code=code, version=ranks.versions())
-    health.check(device)
-    from common.protect import watch  # which imports this module
-
-    watch.Watch(world)  # from here on, a rank that dies is named
     return world
 
 
@@ -229,7 +197,7 @@ def _pick_backend(backend: str, device: torch.device) -> str:
 @contextlib.contextmanager
 def _advise(device: torch.device) -> Iterator[None]:
     """Say what may be wrong if the GPUs' first collective does not end: nobody watches yet."""
-    text = f"note: the first collective of the GPUs has taken {ADVICE_S:g} s so far; {diagnose.NCCL_ADVICE.strip()}"
+    text = f"note: the first collective of the GPUs has taken {ADVICE_S:g} s so far; {NCCL_ADVICE.strip()}"
     timer = threading.Timer(ADVICE_S, ranks.print0, [text])
     timer.daemon = True
     if device.type == "cuda":
@@ -266,17 +234,18 @@ def set_timeout(mesh: DeviceMesh, hang_timeout_s: float) -> None:
         private_api.set_timeout(timeout, group)
 
 
-def finish(begins_again: bool = False) -> None:
+def finish(process: Process, begins_again: bool = False) -> None:
     """End the process group once every rank has finished (all ranks). Not for error paths: it can block.
 
     Args:
-        begins_again: these processes will `start` once more, and meet in the same store.
+        process: this one.
+        begins_again: it will `start` once more, and meet the others in the same store.
     """
-    global joined, again  # noqa: PLW0603
     dist.barrier()
-    background.close()
+    process.background.close()
     dist.destroy_process_group()
-    joined = None
-    again = again + 1 if begins_again else 0
+    process.world = None
+    process.watch = None
     if begins_again:
+        process.starts += 1
         private_api.forget_meshes()

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import errno
 import fcntl
 import io
 import json
@@ -13,68 +12,20 @@ import shlex
 import socket
 import stat
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from common import UserError, manifest, ranks
-from common.run import process_group
+from common import UserError, manifest, places, ranks
+from common.run.process import Process, World
 
 SHARED_S = 10.0  # how long NFS may take to show another machine's file
-FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk without room or inodes, and a quota
-_locks: list[TextIO] = []
 
 
-def choose(out: str, name: str) -> Path:
-    """Choose this run's folder, `<out>/<name>`; the default name is date and time (all ranks). Creates nothing.
-
-    Raises:
-        UserError: the folder could not be created or written to, or every user can write to it.
-    """
-
-    def choose() -> str:
-        try:
-            path = (Path(out).expanduser() / (name or datetime.now().strftime("%Y%m%d-%H%M%S"))).resolve()
-            existing = next(parent for parent in (path, *path.parents) if parent.exists())
-            refuse_open(path)
-        except (OSError, RuntimeError) as error:  # a name that is too long, or ~user of an unknown user
-            raise UserError(f"--out {out}, --name {name}: {error}") from error
-        try:
-            with tempfile.TemporaryFile(dir=existing):
-                return str(path)
-        except OSError as error:
-            if existing == path and error.errno in FULL:  # a run survives that, also if it starts again
-                return str(path)
-            raise UserError(f"--out {out}: {existing} cannot be written to ({error.strerror})") from error
-
-    return Path(ranks.from_rank0(choose))
-
-
-def refuse_open(folder: Path) -> None:
-    """Refuse a folder in which every user can replace files, unless TRUST_OPEN_FOLDERS=1.
-
-    Raises:
-        UserError: it is one.
-        OSError: it cannot be looked at.
-    """
-    try:
-        mode = folder.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    is_open = stat.S_ISDIR(mode) and mode & stat.S_IWOTH and not mode & stat.S_ISVTX
-    if is_open and os.environ.get("TRUST_OPEN_FOLDERS") != "1":
-        raise UserError(
-            f"{folder} is writable by every user, so its checkpoints are not trusted: chmod o-w {folder}; where that "
-            "changes nothing (SMB, FUSE, WSL) and no other user has access, set TRUST_OPEN_FOLDERS=1"
-        )
-
-
-def claim(path: Path) -> None:
+def claim(path: Path, process: Process) -> None:
     """Create the run's folder and keep every other job out of it until this process ends (all ranks).
 
     What this process creates from here on is not writable by every user, whatever the umask was.
@@ -88,7 +39,7 @@ def claim(path: Path) -> None:
     def lock() -> str:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            refuse_open(path)
+            places.refuse_open(path)
             file = _append_to(path / "lock")
         except OSError as error:
             raise UserError(f"--out {path.parent}: {error}") from error
@@ -106,7 +57,7 @@ def claim(path: Path) -> None:
             sys.stderr.write(f"warning: {path} cannot be locked, so another job could write to it: {error}\n")
         job = f", Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
         mine = f"process {os.getpid()} on {socket.gethostname()}{job}"
-        _locks.append(file)  # closing it would release the lock
+        process.locks.append(file)  # closing it would release the lock
         place = os.environ.get("RUN_DIR_FILE", "")  # launch/slurm.sh reads the folder's path from it
         try:
             if place:
@@ -115,7 +66,7 @@ def claim(path: Path) -> None:
             os.ftruncate(file.fileno(), 0)
             os.write(file.fileno(), mine.encode())
         except OSError as error:
-            if place != str(path) or error.errno not in FULL or not (path / "checkpoints").is_dir():
+            if place != str(path) or error.errno not in places.FULL or not (path / "checkpoints").is_dir():
                 raise UserError(f"{place} cannot be written to ({error.strerror})") from error
             return os.pread(file.fileno(), 4096, 0).decode()  # it resumes; the others compare what is there
         return mine
@@ -142,7 +93,7 @@ def _wait_for(file: Path, content: str) -> bool:
     return False
 
 
-def write_config(path: Path, recipe: str, args: Any, world: process_group.World, mfu_is_of: str = "") -> list[str]:
+def write_config(path: Path, recipe: str, args: Any, world: World, mfu_is_of: str = "") -> list[str]:
     """Write config.json and a copy of train.py (rank 0).
 
     Args:
@@ -177,8 +128,8 @@ def write_config(path: Path, recipe: str, args: Any, world: process_group.World,
         lines = [f"changed: --{key.replace('_', '-')} is {flags[key]}, was {before.get(key)}" for key in changed]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         lines = [f"warning: {file} of an earlier start could not be read and is replaced: {error!r}"]
-    replace(file, json.dumps(config, indent=1))
-    replace(path / "train.py", Path(recipe).read_text())
+    manifest.replace(file, json.dumps(config, indent=1))
+    manifest.replace(path / "train.py", Path(recipe).read_text())
     return lines
 
 
@@ -255,21 +206,3 @@ def _parse(file: Path) -> Iterator[tuple[int, dict[str, float], int]]:
                 whole = False
             if line.endswith(b"\n"):
                 yield number, record if whole else {}, end
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a file in one rename: after a kill, or without room, either the old or the new one is there.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    partial = path.with_suffix(".tmp")
-    partial.unlink(missing_ok=True)  # of a process that was killed; or a link, which "x" would not follow either
-    try:
-        with partial.open("x") as file:
-            file.write(text)
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise

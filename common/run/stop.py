@@ -16,8 +16,8 @@ import time
 import torch.distributed as dist
 
 from common import ranks
-from common.protect import diagnose
 from common.run import process_group
+from common.run.process import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 POLL_S = 0.2
@@ -39,9 +39,6 @@ def poll_s(size: int) -> float:
     return max(POLL_S, POLL_RANK_S * size)
 
 
-latest: "Stop | None" = None  # this process's
-
-
 class Stop:
     """Waits for a reason to stop; `after` returns whether the step to stop at is reached.
 
@@ -49,7 +46,7 @@ class Stop:
         reason: why the ranks stop, and which rank noticed; "" while there is no reason.
     """
 
-    def __init__(self, world: process_group.World, deadline_min: float, first_step: int, last_step: int) -> None:
+    def __init__(self, world: World, deadline_min: float, first_step: int, last_step: int) -> None:
         """Take over the signals (main thread, before any loader worker is forked; all ranks).
 
         Args:
@@ -76,14 +73,13 @@ class Stop:
         # Python writes a signal's number to this socket at once, whichever thread receives the signal.
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
-        global latest  # noqa: PLW0603
-        if process_group.again and latest:  # a request to stop must outlive it
-            self._deadline = latest._deadline
-            self._earlier = latest.reason
-            self._signals = latest._signals
-            self._wakeup = latest._wakeup
-            self._signalled_at = latest._signalled_at
-        latest = self
+        if world.process.carried:  # a request to stop outlives a rewind
+            before = world.process.carried.stop
+            self._deadline = before._deadline
+            self._earlier = before.reason
+            self._signals = before._signals
+            self._wakeup = before._wakeup
+            self._signalled_at = before._signalled_at
         signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
         for number in taken_over():
             signal.signal(number, lambda *_: None)
@@ -94,7 +90,7 @@ class Stop:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stop", daemon=True)
         self._thread.start()
-        process_group.background.callback(self.close)
+        world.process.background.callback(self.close)
         dist.barrier()  # from here on, a signal to any rank stops all of them
 
     def after(self, step: int) -> bool:
@@ -174,7 +170,7 @@ class Stop:
     def _wait_for(self, names: list[str]) -> list[str]:
         """These values of the store, once all are there; none if a rank has died, which never answers."""
         while not all(values := self._store.peek_all(names)):
-            if self._store.peek(diagnose.FINDING):
+            if self._store.peek(process_group.FINDING):
                 return []  # `watch` ends this process
             time.sleep(self._poll_s / 4)
         return values

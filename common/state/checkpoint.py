@@ -12,17 +12,17 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from common import UserError, keymap, manifest, ranks
+from common import UserError, keymap, manifest, places, ranks
 from common.ranks import Answer
-from common.run import run_dir
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 BEST = "best"  # the file that names the best checkpoint, if a run keeps it
 ADVICE = " (use the flags that it was trained with, or another checkpoint)"
@@ -70,8 +70,8 @@ class Found:
     newest: int = -1
 
 
-def find(run_dir: Path, resume: str, model: nn.Module | None = None, **fingerprint: Any) -> Found:
-    """Choose the checkpoint to start from; every rank gets the same one (all ranks take part).
+def find(out: str, name: str, resume: str, model: nn.Module | None = None, **fingerprint: Any) -> Found:
+    """Choose the run's folder, and the checkpoint to start from; every rank gets the same ones (all ranks take part).
 
     1. A run that has checkpoints continues from its newest undamaged one, even if `resume` is given, so that the same
        command can be run again.
@@ -79,16 +79,18 @@ def find(run_dir: Path, resume: str, model: nn.Module | None = None, **fingerpri
     3. Without `resume`, it starts from scratch.
 
     Args:
-        run_dir: this run's folder.
+        out: folder that holds the runs.
+        name: of this run.
         resume: the flag; "" for none.
         model: the plain model, with or without weights, which the checkpoint must fit.
         **fingerprint: facts that give a position in the data its meaning, such as the seed. They must be the same on
             all ranks; rank 0 prints a note if the checkpoint was written with others.
 
     Raises:
-        UserError: all checkpoints are damaged or cannot be read, `resume` names no checkpoint, the checkpoint is of
-            another model, or the fingerprint differs between ranks.
+        UserError: the folder cannot be used, all checkpoints are damaged or cannot be read, `resume` names no
+            checkpoint, the checkpoint is of another model, or the fingerprint differs between ranks.
     """
+    run_dir = places.choose(out, name)
     ranks.check_same(data=fingerprint, version=ranks.versions())  # now with those of the data's packages
     newest = _newest(run_dir)
     if newest < 0 and not resume:
@@ -194,15 +196,18 @@ def _refuse_open_folder(path: Path) -> None:
     except (OSError, RuntimeError):  # a link to itself, which counts as damaged
         return
     for place in (path, *path.parents[:2]):  # the checkpoint, checkpoints/ and the run's folder
-        run_dir.refuse_open(place)  # a broken link, or one to a device, counts as damaged
+        places.refuse_open(place)  # a broken link, or one to a device, counts as damaged
 
 
-def tensors_in(path: Path) -> dict[str, TensorStorageMetadata]:
+def tensors_in(path: Path) -> "dict[str, TensorStorageMetadata]":
     """Type and shape of every tensor of a checkpoint, by name.
 
     Raises:
         UserError: the files are not what torch.distributed.checkpoint writes, though their digests are right.
     """
+    import torch.distributed.checkpoint as dcp  # here, because it takes as long as all other imports of a refused flag
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     try:
         metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     except OSError:
@@ -235,6 +240,8 @@ def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     Raises:
         UserError: the checkpoint lacks a tensor, as that of another optimizer does, or has it in another shape.
     """
+    import torch.distributed.checkpoint as dcp
+
     saved = {name: tuple(entry.size) for name, entry in tensors_in(path).items()}
     weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(keymap.NO_WEIGHTS)}
     if len(weights) < len(tensors) and not any(name.startswith(keymap.OPTIMIZER) for name in saved):

@@ -21,19 +21,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import UserError, devices, manifest, ranks
-from common.protect.diagnose import SAVING
-from common.run import process_group, run_dir
-from common.state import checkpoint, shards
-from common.train import guard
+from common import BadStateError, UserError, manifest, ranks
+from common.run.process import Process
+from common.run.process_group import SAVING
+from common.state import checkpoint, replicas, shards
+from common.state.state_check import StateCheck
 
 Tensors = dict[str, torch.Tensor]
 LOST = "the connection to another rank was lost"
-STAGING = StagingOptions(False, False, False, False)  # into plain memory of the CPU, before `stage` returns
 
 
 class SaveError(UserError):
@@ -50,7 +47,8 @@ class Saver:
         run_dir: Path,
         recipe: str,
         mesh: DeviceMesh,
-        check: guard.StateCheck,
+        check: StateCheck,
+        process: Process,
         fingerprint: dict[str, Any],
         keep: int,
         in_background: bool,
@@ -63,6 +61,7 @@ class Saver:
             recipe: the train.py that runs.
             mesh: the ranks and their axes.
             check: looks at what is written before it is committed.
+            process: this one, with which the saves end.
             fingerprint: facts that give a position in the data its meaning, such as the seed; JSON values.
             keep: undamaged checkpoints to keep; older ones are deleted after each commit.
             in_background: copy the state and write it while the training continues; at most one save at a time.
@@ -79,16 +78,17 @@ class Saver:
             "checked": check.kinds,
         }
         self._check = check
-        self._stager = DefaultStager(STAGING) if in_background else None
+        self._process = process
+        self._stager = _new_stager() if in_background else None
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
         self._pending: threading.Thread | None = None
         self._failure = ""
         self._has_one = has_one
         self._best = -1
         self._whole: dict[str, list[tuple[Any, ...]]] = {}  # see `_look`
-        self._bad: guard.BadStateError | None = None
+        self._bad: BadStateError | None = None
         # After an error, only a little: the other ranks are exiting too.
-        process_group.background.callback(self.wait, 10)
+        process.background.callback(self.wait, 10)
 
     def save(
         self, step: int, tensors: Tensors, samples: int, last: bool, best: int = -1, loss_scale: Sequence[float] = ()
@@ -114,7 +114,7 @@ class Saver:
         if self._stager and not last:
             staged = self._stager.stage(tensors)
             if torch.__version__ < "2.13":  # there the first use spoils a stager; later ones use its buffers again
-                self._stager = DefaultStager(STAGING)
+                self._stager = _new_stager()
             self._pending = threading.Thread(target=self._write_beside, args=(staged, facts), name="save", daemon=True)
             self._pending.start()
             return
@@ -160,7 +160,7 @@ class Saver:
         failures = sorted((failure for failure, *_ in outcomes if failure), key=lambda failure: LOST in failure)
         self._failure = ranks.printable(failures[0]) if failures else ""  # the cause before its effects
         states = [bad for _, bad, _ in outcomes if bad]
-        self._bad = guard.BadStateError(ranks.printable(states[0][0]), states[0][1]) if states else None
+        self._bad = BadStateError(ranks.printable(states[0][0]), states[0][1]) if states else None
         self._has_one |= not self._failure and not self._bad
         if any(left for *_, left in outcomes):
             self._leave()
@@ -175,6 +175,8 @@ class Saver:
 
     def _write(self, tensors: Tensors, facts: dict[str, Any]) -> None:
         """Write one checkpoint (all ranks); a failure is stored in `_failure`, until `_agree` on this rank only."""
+        import torch.distributed.checkpoint as dcp  # slow to import, for a flag that is refused
+
         self._failure = ""
         alone = False
         final = checkpoint.folder(self._run_dir, facts["step"])
@@ -193,10 +195,10 @@ class Saver:
             self._together(lambda: self._commit(partial, final, facts, files) if dist.get_rank() == 0 else None)
             self._tidy(final)
         except (Exception, dcp.CheckpointException) as error:  # CheckpointException derives from BaseException
-            self._bad = error if isinstance(error, guard.BadStateError) else None
+            self._bad = error if isinstance(error, BadStateError) else None
             # These are raised on all ranks, others on one alone.
-            alone = not isinstance(error, SaveError | dcp.CheckpointException | guard.BadStateError)
-            fault = SaveError(_describe(error)) if alone and not _is_lost(error) else error
+            alone = not isinstance(error, SaveError | dcp.CheckpointException | BadStateError)
+            fault = SaveError(self._describe(error)) if alone and not _is_lost(error) else error
             self._failure = f"no checkpoint of step {facts['step']}: {_explain(fault, self._run_dir)}"
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -205,7 +207,7 @@ class Saver:
 
     def _share(self, tensors: Tensors) -> list[str]:
         """Names of the tensors that this rank writes: ranks that hold the same parts take some each (all ranks)."""
-        parts = {name: name + guard.part(tensor) for name, tensor in tensors.items()}
+        parts = {name: name + replicas.part(tensor) for name, tensor in tensors.items()}
         held = hashlib.sha256("\n".join(sorted(parts.values())).encode()).hexdigest()
         same = [rank for rank, theirs in enumerate(self._together(lambda: held)) if theirs == held]
         names = dict.fromkeys(tensors, same[0])
@@ -234,12 +236,17 @@ class Saver:
         try:
             outcome = (part(), "")
         except Exception as error:
-            outcome = (None, _describe(error))
+            outcome = (None, self._describe(error))
         outcomes = ranks.gather(outcome, self._group)
         faults = [fault for _, fault in outcomes if fault]
         if faults:
             raise SaveError(ranks.printable("; ".join(faults)))
         return [result for result, _ in outcomes]
+
+    def _describe(self, error: BaseException) -> str:
+        self._process.explain(error)
+        said = "; ".join(filter(None, [str(error), *getattr(error, "__notes__", [])]))
+        return f"rank {dist.get_rank()} on {socket.gethostname()}: {type(error).__name__}: {said}"
 
     def _make(self, partial: Path, tensors: Tensors) -> str:
         """Create the folder to write to, if the disk has enough space (rank 0)."""
@@ -273,9 +280,9 @@ class Saver:
                 kept += path.name in whole or self._is_whole(path)
             if dist.get_rank() == 0:
                 latest = final.with_name("latest")  # for people; `find` does not read it
-                run_dir.replace(latest, final.name)
+                manifest.replace(latest, final.name)
                 if best:
-                    run_dir.replace(final.with_name(checkpoint.BEST), best)
+                    manifest.replace(final.with_name(checkpoint.BEST), best)
                 for path in (*older, *final.parent.glob("step_*.tmp-*")):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         except (SaveError, OSError) as error:  # SaveError is raised on all ranks
@@ -307,15 +314,16 @@ class Saver:
         return found, best, whole
 
 
+def _new_stager() -> Any:
+    """Copies tensors into plain memory of the CPU, before `stage` returns."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    return DefaultStager(StagingOptions(False, False, False, False))
+
+
 def _new_group() -> Any:
     # `watch` ends a save in which nothing moves; one in which bytes come in may take its time.
     return dist.new_group(backend="gloo", group_desc=SAVING, timeout=timedelta(days=1))
-
-
-def _describe(error: BaseException) -> str:
-    devices.explain_out_of_memory(error)
-    said = "; ".join(filter(None, [str(error), *getattr(error, "__notes__", [])]))
-    return f"rank {dist.get_rank()} on {socket.gethostname()}: {type(error).__name__}: {said}"
 
 
 def _is_lost(error: BaseException) -> bool:

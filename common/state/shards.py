@@ -6,20 +6,21 @@ tensor goes from where it is to the file, and its bytes into the digests on thei
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from common import manifest, private_api
 
+if TYPE_CHECKING:  # slow to import
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+    from torch.distributed.checkpoint.storage import WriteResult
 
-class ShardWriter(dcp.StorageWriter):
-    """What `dcp.save` writes a rank's tensors with."""
+
+class ShardWriter:
+    """A `torch.distributed.checkpoint.StorageWriter`: `dcp.save` writes a rank's tensors with it."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         """Name the rank's file in a folder that exists."""
@@ -27,7 +28,7 @@ class ShardWriter(dcp.StorageWriter):
         self._digests: list[str] = []
         self._error: Exception | None = None
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: "SavePlan", planner: "SavePlanner") -> "Future[list[WriteResult]]":
         """Write the file; `seal` raises what goes wrong."""
         try:
             if plan.items:
@@ -55,30 +56,25 @@ class ShardWriter(dcp.StorageWriter):
         if self._digests:
             manifest.sync(self._file)
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing: a writer writes one checkpoint."""
+    def storage_meta(self) -> None:
+        """Nothing: the manifest has it."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing: the folder exists."""
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def prepare_local_plan(self, plan: "SavePlan") -> "SavePlan":
         """The plan as it is."""
         return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def prepare_global_plan(self, plans: "list[SavePlan]") -> "list[SavePlan]":
         """The plans as they are."""
         return plans
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: "Metadata", results: "list[list[WriteResult]]") -> None:
         """Nothing: each file says which parts it holds."""
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether `dcp.save` may choose this writer for a path by itself: no."""
-        return False
 
-
-def _contents(items: list[WriteItem], planner: SavePlanner) -> Iterator[memoryview]:
+def _contents(items: "list[WriteItem]", planner: "SavePlanner") -> Iterator[memoryview]:
     """The header and the tensors of a file."""
     parts = {item.index.fqn: item for item in items}
     assert len(parts) == len(items), "two parts of a tensor in one file"

@@ -10,9 +10,7 @@ from typing import Any
 
 import filelock
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import UserError, keymap, manifest, ranks
 from common.state import checkpoint
@@ -141,6 +139,8 @@ def _open(init: str, model: nn.Module) -> Iterator[tuple[dict[str, tuple[int, ..
         theirs = {ours: name for name, ours in names.items()}
 
         def load(tensors: dict[str, torch.Tensor]) -> None:
+            import torch.distributed.checkpoint as dcp  # slow to import
+
             renamed = {theirs.get(name, name): tensor for name, tensor in tensors.items()}
             dcp.load(renamed, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
 
@@ -150,10 +150,7 @@ def _open(init: str, model: nn.Module) -> Iterator[tuple[dict[str, tuple[int, ..
 def _fill(weights: Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
     """Copy whole tensors, each of which this rank may hold a part of."""
     for name, tensor in tensors.items():
-        value = weights[name].to(tensor.device, tensor.dtype)
-        if isinstance(tensor, DTensor):
-            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        tensor.copy_(value)
+        tensor.copy_(keymap.part_of(weights[name], tensor))
 
 
 def _names(init: str, folder: Path, model: nn.Module) -> dict[str, str]:

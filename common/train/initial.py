@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from common import UserError, keymap, seed
 
@@ -61,7 +60,4 @@ def materialize(model: Any, run_seed: int, device: torch.device, dtype: torch.dt
 def _draw(model: Any, wrapped_name: str, parameter: torch.Tensor, run_seed: int) -> torch.Tensor:
     name = keymap.canonical(wrapped_name)
     generator = torch.Generator().manual_seed(int(seed.mix(run_seed, seed.INIT, zlib.crc32(name.encode()))))
-    value = model.initial(name, parameter.shape, generator).to(parameter.device, parameter.dtype)
-    if isinstance(parameter, DTensor):
-        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return value
+    return keymap.part_of(model.initial(name, parameter.shape, generator), parameter)

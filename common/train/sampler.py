@@ -300,7 +300,7 @@ def evaluation_requests(plan: Plan, num_samples: int, dp_rank: int) -> Iterator[
     if not num_samples:
         raise UserError(
             "make_data gives a stream to validate on, which may never end: give the same samples for each evaluation, "
-            "such as data.MapStyle([*itertools.islice(stream, 1000)], args.seed)"
+            "such as dataset.MapStyle([*itertools.islice(stream, 1000)], args.seed)"
         )
     bounds = list(micro_batches(0, num_samples, plan.division, dp_rank))
     for i, (first, end) in enumerate(bounds):

@@ -9,6 +9,7 @@ this one reads and writes the activations several times where torch's fused kern
 float32 for the backward pass. Which of the two is faster on a GPU was not measured.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,15 +37,11 @@ class _SumOverRanks(torch.autograd.Function):
         return _SumOverRanks.apply(grad, ctx.group), None
 
 
-@torch.compiler.disable  # torch 2.11's compiler gives it another gradient, silently
-def _sum_over_ranks(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    return _SumOverRanks.apply(x, group)
-
-
 class SyncBatchNorm(nn.BatchNorm2d):
     """nn.BatchNorm1d, 2d or 3d with training statistics over all ranks of a group (all ranks take part)."""
 
     process_group: dist.ProcessGroup
+    sum_over_ranks: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x, (N, C, ...); N may differ between the ranks."""
@@ -57,11 +54,11 @@ class SyncBatchNorm(nn.BatchNorm2d):
         dims = [*range(x.ndim - 1)]
         # Two all-reduces, mean first: computing E[x^2] - E[x]^2 with one would lose half of the digits.
         totals = torch.cat([wide.sum(dims), wide.new_full((1,), x.numel() / x.shape[1])])
-        totals = _sum_over_ranks(totals, self.process_group)
+        totals = self.sum_over_ranks(totals, self.process_group)
         count = totals[-1].detach()
         mean = totals[:-1] / count
         centred = wide - mean
-        var = _sum_over_ranks(centred.square().sum(dims), self.process_group) / count
+        var = self.sum_over_ranks(centred.square().sum(dims), self.process_group) / count
         scale = torch.rsqrt(var + self.eps)
         out = torch.addcmul(self.bias, centred, scale * self.weight) if self.affine else centred * scale
         self._track(mean.detach(), (var * count / (count - 1).clamp(min=1)).detach())
@@ -86,10 +83,13 @@ def convert(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
         model: the plain model.
         group: the ranks whose samples form one batch.
     """
+    # torch 2.11's compiler gives it another gradient, silently.
+    sum_over_ranks = torch.compiler.disable(_SumOverRanks.apply)
     for module in model.modules():
         if isinstance(module, (*BATCH_NORMS, nn.SyncBatchNorm)):
             module.__class__ = SyncBatchNorm
             module.process_group = group
+            module.sum_over_ranks = sum_over_ranks
     return model
 
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common import UserError, seed
-from common.measure import profile, timeline
+from common import UserError, marks, seed
 
 MOST_ENVS = 1_000_000  # each is an object of Python's
 Act = Callable[[np.ndarray], np.ndarray]  # observations (n, ...) to actions (n,) or (n, num_outputs)
@@ -139,7 +138,7 @@ class Environments:
         if self.continuous:
             actions = actions.clip(self._space.low, self._space.high).astype(self._space.dtype)
         self._actions[np.arange(len(actions)), self._lengths] = actions
-        with profile.mark(timeline.READS):
+        with marks.mark(marks.READS):
             next_observations, rewards, terminated, truncated, _ = self._vector.step(actions)
         self.observations = next_observations
         done = terminated | truncated

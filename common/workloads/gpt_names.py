@@ -4,12 +4,10 @@ These models compute the same from tensors of the same layout, so only names cha
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common import UserError
-
-if TYPE_CHECKING:
-    from common.workloads.gpt import Shape
+from common.workloads.gpt_shape import Shape
 
 LAYER = {
     "attention_norm": "input_layernorm",
@@ -89,7 +87,7 @@ SCALINGS = {
 }
 
 
-def names(shape: "Shape") -> dict[str, str]:
+def names(shape: Shape) -> dict[str, str]:
     """Their name of each tensor, by our name."""
     found = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
     if not shape.tied:
@@ -103,7 +101,7 @@ def names(shape: "Shape") -> dict[str, str]:
     return found
 
 
-def to_config(shape: "Shape") -> dict[str, Any]:
+def to_config(shape: Shape) -> dict[str, Any]:
     """The part of config.json that says what the model computes.
 
     Raises:

@@ -1,9 +1,7 @@
 """Labelled images as whole augmented batches: the built-in digits, or any set that `datasets.load_dataset` reads."""
 
-import contextlib
 import dataclasses
 import hashlib
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,13 +10,12 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from common import UserError, manifest, ranks, seed
-from common.workloads import augment, image_folder, splits
-from common.workloads.unreadable import Cell, Unreadable, UnreadableImageError, image_name
+from common import UserError, ranks, seed
+from common.workloads import augment, image_decode, image_folder, splits
+from common.workloads.unreadable import Unreadable
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
-    from PIL import Image
 
 DIGITS = Path(__file__).parent / "digits.safetensors"
 SMALL = 64  # pixels; images up to this side are decoded once and kept in memory
@@ -28,7 +25,6 @@ CROP = 224  # pixels; larger images are cropped to this side, unless --image-siz
 SAMPLED_BYTES = 64
 SAMPLED_SIZES = 1024
 LABELS = ("label", "labels", "class", "cls", "target")  # names of columns of plain labels
-_noted: list[str] = []  # the image of 16 bits that the note has named
 
 
 @dataclass(frozen=True)
@@ -84,8 +80,8 @@ class Images:
             digest.update(self.pixels.numpy().data)
         elif self.rows is not None:
             draws = seed.mix(seed.HOLD_OUT, len(self), np.arange(SAMPLED_SIZES)) % np.uint64(len(self))
-            for i, cell in enumerate(_cells(self.rows, draws)):
-                digest.update(_content(cell, only_size=i >= SAMPLED_BYTES))
+            for i, cell in enumerate(image_decode.cells(self.rows, draws)):
+                digest.update(image_decode.content(cell, only_size=i >= SAMPLED_BYTES))
         return digest.hexdigest()[:16]
 
     def metrics(self, means: dict[str, float]) -> dict[str, float]:
@@ -107,11 +103,11 @@ class Images:
             images = augment.resize(images, self.size) if self.resize else images
         else:
             images = torch.empty(len(indices), self.channels, self.size, self.size, dtype=torch.uint8)
-            cells = _cells(self.rows, indices)
+            cells = image_decode.cells(self.rows, indices)
             indices = indices.copy()
             for i, index in enumerate(indices.tolist()):
                 least = augment.least_side(self.size, draws[i] if self.train else None)
-                image, indices[i] = _decode_or_next(
+                image, indices[i] = image_decode.decode_or_next(
                     self.rows, index, self.unreadable, self.channels, cell=cells[i], least_side=least
                 )
                 images[i] = (
@@ -140,7 +136,10 @@ def load(
     Raises:
         UserError: the set is missing, has no labelled images, or has an image that cannot be read.
     """
-    train, validation = _load_digits(image_size) if name == "digits" else _load_rows(name, image_size, skip_unreadable)
+    if splits.parse(name).without_split == "digits":
+        train, validation = _load_digits(name, image_size)
+    else:
+        train, validation = _load_rows(name, image_size, skip_unreadable)
     for split, rows in (("training", train), ("validation", validation)):
         if (rows.labels < 0).any():
             raise UserError(
@@ -159,16 +158,15 @@ def load(
     return dataclasses.replace(train, train=True, flip=flip, run_seed=run_seed), validation
 
 
-def _load_digits(image_size: int) -> tuple[Images, Images]:
+def _load_digits(name: str, image_size: int) -> tuple[Images, Images]:
     digits = safetensors.torch.load_file(DIGITS)
     pixels = digits["pixels"]
     labels = digits["label"].long()
     held_out = digits["validation"]
+    chosen = splits.choose(name, {"train": ~held_out, "validation": held_out})
     names = [str(digit) for digit in range(10)]
     size = image_size or 8
-    train, validation = (
-        Images(labels[own], names, 1, size, pixels=pixels[own], resize=size != 8) for own in (~held_out, held_out)
-    )
+    train, validation = (Images(labels[own], names, 1, size, pixels=pixels[own], resize=size != 8) for own in chosen)
     if train.resize:
         ranks.print0(f"data     digits: 1 x 8 x 8, resized to {size} x {size}")
     return train, validation
@@ -201,7 +199,7 @@ def _load_rows(name: str, image_size: int, skip_unreadable: bool) -> tuple[Image
     ]
     # Decide by 16 images from all over the set: the first one may be unusual.
     looked_at = np.linspace(0, len(rows[0]) - 1, num=16)
-    shapes = [_decode_or_next(rows[0], int(i), skipped[0])[0].shape for i in looked_at]
+    shapes = [image_decode.decode_or_next(rows[0], int(i), skipped[0])[0].shape for i in looked_at]
     channels, height, width = (max(sides) for sides in zip(*shapes, strict=True))
     small = max(height, width) <= SMALL and sum(map(len, rows)) * channels * height * width <= MEMORY_BYTES
     if small:
@@ -216,7 +214,9 @@ def _load_rows(name: str, image_size: int, skip_unreadable: bool) -> tuple[Image
         numbers = torch.tensor([-1 if value is None else value for value in split])
         pixels = None
         if small:
-            decoded = [_decode_or_next(part, i, unreadable, channels, (height, width)) for i in range(len(part))]
+            decoded = [
+                image_decode.decode_or_next(part, i, unreadable, channels, (height, width)) for i in range(len(part))
+            ]
             pixels = torch.stack([image for image, _ in decoded])
             numbers = numbers[[i for _, i in decoded]]
         if unreadable:
@@ -274,161 +274,3 @@ def _plain_labels(columns: "Features") -> list[str]:
     kinds = {key: str(getattr(kind, "dtype", "")) for key, kind in columns.items()}
     plain = [key for key, kind in kinds.items() if "int" in kind or kind.endswith("string")]
     return [key for key in plain if key.lower() in LABELS] or (plain if len(plain) == 1 else [])
-
-
-def _cells(rows: "Dataset", indices: np.ndarray) -> list[Cell]:
-    """Encoded images of one column, read together: one by one would take `datasets` a quarter of the time."""
-    return rows[indices.tolist()][rows.column_names[0]]
-
-
-def _decode_or_next(
-    rows: "Dataset",
-    index: int,
-    unreadable: Unreadable | None,
-    channels: int = 0,
-    size: tuple[int, int] | None = None,
-    cell: Cell = None,
-    least_side: int = 0,
-) -> tuple[torch.Tensor, int]:
-    """An image and its index: that at `index`, or the next one after those that cannot be decoded and may be skipped.
-
-    Raises:
-        UserError: the image cannot be read, or too many if some may be skipped.
-    """
-    while True:
-        if unreadable is None or index not in unreadable:
-            try:
-                return decode(rows, index, channels, size, cell, least_side), index
-            except UnreadableImageError as error:
-                if unreadable is None:
-                    raise UserError(f"{error} (with --skip-unreadable, the next image takes its place)") from error
-                unreadable.add(index, error)
-        index = (index + 1) % len(rows)
-        cell = None
-
-
-def decode(
-    rows: "Dataset",
-    index: int,
-    channels: int = 0,
-    size: tuple[int, int] | None = None,
-    cell: Cell = None,
-    least_side: int = 0,
-) -> torch.Tensor:
-    """Decode one image to uint8 (C, H, W): its first frame, turned as its EXIF orientation says.
-
-    Args:
-        rows: one column of encoded images.
-        index: number of the row.
-        channels: 1 for grey, 3 for colour, 0 to keep the image's own.
-        size: height and width to resize to.
-        cell: the row, if it has been read.
-        least_side: decode a JPEG at 1/2, 1/4 or 1/8 of its size if its short side then has this many pixels, which is
-            faster; 0 for its own size.
-
-    Raises:
-        UnreadableImageError: the row is empty, or what is in it or in its file is not a readable image; names it.
-        UserError: the file cannot be read, or its pixels have no known range; names it.
-    """
-    from PIL import Image, ImageOps
-
-    cell = cell or _cells(rows, np.array([index]))[0]
-    if cell is None:
-        raise UnreadableImageError(f"--data: row {index} has no image: remove the row")
-    name = image_name(cell, index)
-    content = cell["bytes"] or b""
-    try:
-        if not content and cell["path"]:
-            content = manifest.read_bytes(Path(cell["path"]))
-    except OSError as error:
-        raise UserError(f"--data: {name} is not a readable image: {error}") from error
-    try:
-        # By its name, Pillow would map a TIFF file into memory, and scramble one whose orientation is 5 to 8.
-        with Image.open(io.BytesIO(content)) as file:
-            whole = file.size
-            if least_side:
-                file.draft(None, (least_side, least_side))  # nothing, for other formats
-            if file.size == whole and size in (None, whole[::-1]):
-                pixels = _plain_jpeg(file, content, channels)
-                if pixels is not None:
-                    return pixels
-            file.load()  # of several frames or pages, the first
-            with contextlib.suppress(Exception):  # a damaged EXIF block: the pixels are whole
-                ImageOps.exif_transpose(file, in_place=True)
-            image = _to_8_bits(file, name)
-            grey = channels == 1 or (channels == 0 and image.mode in ("1", "L"))
-            mode = "L" if grey else "RGB"
-            image = image if image.mode == mode else image.convert(mode)  # which copies even if there is nothing to do
-            if size and image.size != size[::-1]:
-                image = image.resize(size[::-1])
-    except UserError:
-        raise
-    except Exception as error:  # of many types, by format and by what is damaged
-        raise UnreadableImageError(f"--data: {name} is not a readable image: {error}") from error
-    return torch.from_numpy(np.atleast_3d(np.array(image))).permute(2, 0, 1)
-
-
-def _plain_jpeg(file: "Image.Image", content: bytes, channels: int) -> torch.Tensor | None:
-    """The same pixels as Pillow's, (C, H, W), in less time (docs/data.md); None if Pillow shall read the file.
-
-    It does for any other format, a file to be turned or changed in its colours, and one with an error, which it names.
-    It has opened the file: so it has refused one that would take too much memory.
-
-    torchvision's decoder is deprecated since 0.29. What shall replace it, torchcodec, has a wheel for Linux (0.17) that
-    only loads beside CUDA's libraries.
-
-    Args:
-        file: opened, and not read yet.
-        content: what is in it.
-        channels: as for `decode`.
-    """
-    from PIL import ExifTags
-    from torchvision import io as torchvision_io
-
-    if file.format != "JPEG" or file.mode not in ("L", "RGB") or (channels == 1 and file.mode == "RGB"):
-        return None
-    with contextlib.suppress(Exception):  # a damaged EXIF block, as in `decode`
-        if file.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-            return None
-    try:
-        pixels = torchvision_io.decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    # There is no decoder any more, or only one built without libjpeg; warnings are errors; the file is damaged.
-    except (AttributeError, DeprecationWarning, RuntimeError):
-        return None
-    if pixels.shape != (len(file.mode), file.height, file.width):
-        return None
-    return pixels.expand(channels or len(pixels), -1, -1)
-
-
-def _to_8_bits(image: "Image.Image", name: str) -> "Image.Image":
-    """Scale 16 bits to 8. Refuse what has no range to scale from: `Image.convert` would clip it to 0..255."""
-    from PIL import Image
-
-    # Also 16 bits: grey PNG files in older versions of Pillow, and PPM files, which Pillow scales to 0..65535.
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        values = np.asarray(image).astype(np.uint32)
-        if not _noted:
-            _noted.append(name)
-            ranks.print0(
-                f"note: images of 16 bits are scaled to 8 bits, 65535 to 255; the largest value of {name} is "
-                f"{values.max()}: scale the files yourself if their range is much smaller"
-            )
-        return Image.fromarray(((values + 128) // 257).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise UserError(
-            f"--data: {name} has pixels of mode {image.mode} ({'integers' if image.mode == 'I' else 'floats'} of 32 "
-            "bits), whose range is unknown: save the images with 8 or 16 bits, scaled as your data needs"
-        )
-    return image
-
-
-def _content(cell: Cell, only_size: bool) -> bytes:
-    """An encoded image, or its size; b"" if there is none or it cannot be read, which `decode` reports in its turn."""
-    cell = cell or {"bytes": b"", "path": None}
-    if cell["bytes"] or not cell["path"]:
-        return str(len(cell["bytes"])).encode() if only_size and cell["bytes"] else cell["bytes"] or b""
-    path = Path(cell["path"])
-    try:
-        return str(manifest.size(path)).encode() if only_size else manifest.read_bytes(path)
-    except OSError:
-        return b""

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import filelock
 import numpy as np
 
-from common import UserError, manifest, private_api, ranks
+from common import UserError, manifest, ranks
+from common.workloads import private_api
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -1,15 +1,15 @@
 """Training and validation splits of any set that `datasets` reads: a local folder, or a set of the hub."""
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from common import UserError, private_api, ranks, seed
-from common.workloads import image_folder
+from common import UserError, ranks, seed
+from common.workloads import image_folder, private_api
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -19,23 +19,56 @@ Split = TypeVar("Split")
 HOLD_OUT = 0.1  # share of a set without a validation split that is held out as one
 HUB_TIMEOUT_S = 3.0
 SAVED = ("dataset_dict.json", "state.json")  # files that save_to_disk writes: a DatasetDict's, and a Dataset's
-_instead: tuple[str, list[str]] | None = None  # another split to read, and the sets that it has been read of
+
+
+class Source(NamedTuple):
+    """What --data names: PLACE, and perhaps the name of a configuration and of a split, `PLACE:CONFIG@SPLIT`.
+
+    Attributes:
+        place: a folder, an id of the hub, or a built-in set.
+        config: which of a set's configurations to read; "" for its only one.
+        validates: which split to validate on; "" for the validation split.
+    """
+
+    place: str
+    config: str = ""
+    validates: str = ""
+
+    @property
+    def without_split(self) -> str:
+        """The set, as after --data."""
+        return f"{self.place}:{self.config}" if self.config else self.place
+
+    def validating_on(self, split: str) -> str:
+        """The same set with another split to validate on, as after --data."""
+        return f"{self.without_split}@{split}"
+
+
+def parse(name: str) -> Source:
+    """What --data names. A path that exists is a place, whatever characters it has."""
+    if Path(name).expanduser().exists():
+        return Source(name)
+    if named := re.fullmatch(r"(.+)@([\w.]+)", name):
+        return parse(named[1])._replace(validates=named[2])
+    place, _, config = name.partition(":")
+    return Source(place, config)
 
 
 def load(name: str) -> tuple["Dataset", "Dataset | None"]:
     """Training and validation rows of a folder or a hub id; None for a set without a validation split.
 
     A folder may be one that save_to_disk has written. A test split validates where there is no validation split.
-    After a colon, either may have the name of one of its configurations: "Salesforce/wikitext:wikitext-2-v1".
+    After a colon, either may have the name of one of its configurations: "Salesforce/wikitext:wikitext-2-v1". After an
+    @, it may have the name of the split to validate on: "Salesforce/wikitext:wikitext-2-v1@test".
 
     Raises:
-        UserError: there is no such folder or set, or it cannot be read.
+        UserError: there is no such folder, set or split, or it cannot be read.
     """
     import datasets  # 3 s of import, which the built-in sets do not need
     import huggingface_hub
 
-    place, _, config = name.partition(":") if not Path(name).expanduser().exists() else (name, "", "")
-    path = folder_of(place)
+    place, config, _ = parse(name)
+    path = folder_of(name)
     folder = path.is_dir()
     if not folder and (path.is_absolute() or place.startswith((".", "~")) or place.count("/") > 1):
         raise UserError(f"--data {name}: there is no such folder")
@@ -61,38 +94,28 @@ def load(name: str) -> tuple["Dataset", "Dataset | None"]:
 def choose(name: str, found: Mapping[str, Split]) -> tuple[Split, Split | None]:
     """The training and the validation split of those that were found; None for a set without a validation split.
 
+    Args:
+        name: as after --data; it may name the split to validate on.
+        found: the splits of the set, by their names.
+
     Raises:
-        UserError: there is no split named train.
+        UserError: there is no split named train, or none of the name to validate on.
     """
-    if "train" not in found:
-        raise UserError(f"--data {name} has no split named train, only {', '.join(found)}")
-    if _instead:
-        split, read = _instead
-        if split not in found:
-            raise UserError(f"--data {name} has no split named {split}, only {', '.join(found)}")
-        read.append(name)
-        return found["train"], found[split]
+    source = parse(name)
+    missing = [split for split in ("train", source.validates) if split and split not in found]
+    if missing:
+        raise UserError(f"--data {source.without_split} has no split named {missing[0]}, only {', '.join(found)}")
+    if source.validates:
+        return found["train"], found[source.validates]
     keys = [key for key in ("validation", "val", "test") if key in found]
     if keys == ["test"]:
         ranks.print0(f"data     {name}: no validation split, so its test split is used as one")
     return found["train"], found[keys[0]] if keys else None
 
 
-@contextlib.contextmanager
-def instead_of_validation(split: str) -> Iterator[list[str]]:
-    """Let `load` return another split in the validation split's place; yields a list that gets each set's name."""
-    global _instead  # noqa: PLW0603 (make_data calls `load`, and has no way to hand it on)
-    read: list[str] = []
-    _instead = split, read
-    try:
-        yield read
-    finally:
-        _instead = None
-
-
 def folder_of(name: str) -> Path:
     """Where --data is, if it is a folder: launch/torchrun.sh may have copied it to this machine's own disk."""
-    return Path(os.environ.get("STAGED_DATA") or name).expanduser()
+    return Path(os.environ.get("STAGED_DATA") or parse(name).place).expanduser()
 
 
 def hold_out(name: str, train: "Dataset") -> tuple["Dataset", "Dataset"]:

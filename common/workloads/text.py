@@ -99,10 +99,11 @@ def load(name: str, seq_len: int, tokenizer: str = "", columns: str = "") -> tup
     Raises:
         UserError: there is no text, too little text, or the tokenizer or the columns cannot be used.
     """
+    is_built_in = splits.parse(name).without_split == "stdlib"
     for flag, value in (("--tokenizer", tokenizer), ("--text-columns", columns)):
-        if name == "stdlib" and value:
+        if is_built_in and value:
             raise UserError(f"{flag} {value} cannot be used with --data stdlib, which is read as bytes: drop {flag}")
-    train, validation = _load_stdlib(seq_len) if name == "stdlib" else _load(name, seq_len, tokenizer, columns)
+    train, validation = _load_stdlib(name, seq_len) if is_built_in else _load(name, seq_len, tokenizer, columns)
     for split, found in (("training", len(train.tokens)), ("validation", len(validation.tokens))):
         if found <= seq_len:
             raise UserError(
@@ -112,21 +113,20 @@ def load(name: str, seq_len: int, tokenizer: str = "", columns: str = "") -> tup
     return train, validation
 
 
-def _load_stdlib(seq_len: int) -> tuple[Text, Text]:
+def _load_stdlib(name: str, seq_len: int) -> tuple[Text, Text]:
     """Hold out a tenth of the documents, chosen by name; only an excerpt of each is read, for a quick evaluation."""
-    train = []
-    validation = []
-    for name, text in stdlib_documents().items():
-        if seed.uniform(seed.HOLD_OUT, zlib.crc32(name.encode())) < splits.HOLD_OUT:
+    parts: dict[str, list[bytes]] = {"train": [], "validation": []}
+    for path, text in stdlib_documents().items():
+        if seed.uniform(seed.HOLD_OUT, zlib.crc32(path.encode())) < splits.HOLD_OUT:
             middle = max(0, len(text) - EXCERPT) // 2  # not the start: files begin alike, with licences and imports
-            validation.append(text[middle : middle + EXCERPT])
+            parts["validation"].append(text[middle : middle + EXCERPT])
         else:
-            train.append(text)
-    first, second = (
-        Text(np.frombuffer(b"\n".join(part), np.uint8).astype(np.uint16), seq_len, 256, 1.0)
-        for part in (train, validation)
+            parts["train"].append(text)
+    train, validation = (
+        Text(np.frombuffer(b"\n".join(part or []), np.uint8).astype(np.uint16), seq_len, 256, 1.0)
+        for part in splits.choose(name, parts)
     )
-    return first, second
+    return train, validation
 
 
 def stdlib_documents() -> dict[str, bytes]:

@@ -9,8 +9,7 @@ from pathlib import Path
 import filelock
 import numpy as np
 
-from common import UserError, ranks
-from common.run import run_dir
+from common import UserError, manifest, ranks
 
 # llm.c: 256 int32, of which the first three are a magic number, the version, and the number of tokens.
 LLMC_TYPES: dict[tuple[int, int], type[np.unsignedinteger]] = {(20240520, 1): np.uint16, (20240801, 7): np.uint32}
@@ -146,7 +145,7 @@ def vocab_size(splits: Sequence[Tokens]) -> int:
                 largest = max(split.largest() for split in splits)
                 if largest >= MOST_TOKENS:
                     raise UserError(f"--data: the largest token is {largest}, perhaps a negative number: no tokens")
-                run_dir.replace(file, str(1 + largest))
+                manifest.replace(file, str(1 + largest))
             return int(file.read_text())
     except filelock.Timeout as error:
         raise UserError(

@@ -13,7 +13,8 @@ One step sends what it does in ddp_gpt or fsdp_gpt.
     ACCELERATE_CONFIG=configs/ddp.yaml bash launch/torchrun.sh recipes/accelerate_gpt
     ACCELERATE_CONFIG=configs/hsdp.yaml bash launch/slurm.sh -N2 --gpus-per-node=4 recipes/accelerate_gpt
 
-Measured beside ddp_gpt: docs/accelerate.md. Several GPUs, NCCL, and so fsdp2.yaml and hsdp.yaml as they are: not run.
+Measured beside ddp_gpt: docs/measured/accelerate.md. Several GPUs, NCCL, and so fsdp2.yaml and hsdp.yaml as they
+are: not run.
 
 Base: recipes/ddp_gpt. Open: 0 3
 """
@@ -25,7 +26,7 @@ import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, ParallelismConfig
@@ -34,78 +35,46 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from common import UserError, ranks
-from common import devices, precision
-from common.run import cli, exits
-from common.state import checkpoint
-from common.train import data, flops, guard, initial, metrics
-from common import session
-from common.run import process_group, run_dir
-from common.state import start
-from common.train import rates, sampler, schedule
-from common.run.process_group import World
+from common import UserError, bounds, precision, ranks, session
+from common.run import cli, exits, process_group
+from common.run.process import Process, World
+from common.state import checkpoint, start
+from common.train import data, flops, guard, initial, metrics, rates, sampler, schedule
 from common.workloads import gpt, text
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Args:
+class Args(gpt.ShapeArgs, session.TrainArgs):
     """Train a small GPT on text."""
 
+    # run
     out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
-    name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
-    resume: str = ""  # start from this run or checkpoint, of any recipe with the same model
-    init: str = ""  # begin with the weights that fit: a checkpoint, folder, .safetensors, .pth, torchvision:NAME
+    epochs: bounds.PositiveInt = 1  # length of the training in epochs, if max_steps is 0
+    max_steps: bounds.NonNegativeInt = 200  # length of the training in optimizer steps; 0 for epochs
+    eval_every: bounds.NonNegativeInt = 100  # steps between evaluations; 0 for once per epoch
+    save_every: bounds.NonNegativeInt = 100  # steps between checkpoints; 0 for once per epoch
+    # data
     data: str = "stdlib"  # "stdlib" (built in: Python's own text), a folder, or a data set of the Hugging Face hub
-    seed: cli.Seed = 0  # seed of initial weights and order of samples
-    workers: cli.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
-    backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo or nccl
-    epochs: cli.PositiveInt = 1  # length of the training in epochs, if max_steps is 0
-    max_steps: cli.NonNegativeInt = 200  # length of the training in optimizer steps; 0 for epochs
-    stop_after: cli.NonNegativeInt = 0  # save and stop after this step; 0 for never
-    deadline: cli.NonNegativeFloat = 0.0  # save and stop after this many minutes; 0 for never
-    log_every: cli.PositiveInt = 10  # steps between log lines
-    eval_every: cli.NonNegativeInt = 100  # steps between evaluations; 0 for once per epoch
-    save_every: cli.NonNegativeInt = 100  # steps between checkpoints; 0 for once per epoch
-    keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
-    keep_best: str = ""  # also keep the checkpoint that is best in this metric, such as loss; "" for none
-    patience: cli.NonNegativeInt = 0  # stop after this many evaluations without a better keep_best, or loss; 0: never
-    async_save: bool = False  # write checkpoints while the training continues
-    check_every: cli.NonNegativeInt = 100  # steps between comparisons of the replicas; 0 for never
-    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
-    on_bad_state: Literal["stop", "rewind"] = "stop"  # a faulty state, never saved: stop, or compute it again
-    hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
-    profile: cli.NonNegativeInt = 0  # steps to profile, after the first 5: where their time goes; 0 for none
-    global_batch_size: cli.PositiveInt = 32  # sequences per optimizer step, over all ranks
-    micro_batch_size: cli.Smaller = 0  # most sequences of a rank's forward pass; 0 for one micro-batch per step
-    lr: cli.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
-    lr_reference_batch: cli.PositiveInt = 32  # sequences per step that lr was chosen for
-    weight_decay: cli.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
-    rates: str = ""  # factors on the rate of parts, 0 to freeze them: "all=0,PART=1"; "" for 1 everywhere
-    warmup_steps: cli.NonNegativeInt = 20  # steps of linear warm-up
-    max_grad_norm: cli.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
-    dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16, float16 or float64
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high is TF32 on GPUs
-    deterministic: bool = False  # the same bits each time on GPUs too, if slower; a CPU gives them anyway
-    compile: bool = False  # torch.compile the model
-    recompute: Annotated[gpt.Recompute, cli.Frees("full")] = "none"  # what the backward pass computes again
-    seq_len: cli.PositiveInt = 128  # tokens in a sequence
+    workers: bounds.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
+    seq_len: bounds.PositiveInt = 128  # tokens in a sequence
     tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
     text_columns: str = ""  # columns to read, such as "title,body"; "" for the one with the most text
-    num_layers: cli.PositiveInt = 4  # transformer blocks
-    num_heads: cli.PositiveInt = 4  # query heads
-    num_kv_heads: cli.NonNegativeInt = 0  # key and value heads; 0 for num_heads
-    width: cli.PositiveInt = 192  # width of the residual stream
-    mlp_width: cli.NonNegativeInt = 0  # hidden units of each MLP; 0 for 8/3 of width, rounded up to a multiple of 64
-    tied: bool = False  # share the embedding's weights with the output layer
-    rope_base: cli.AtLeastOne = 10_000.0  # base of the rotary positions' wavelengths
-    norm_eps: cli.NonNegativeFloat = 1e-5  # added to the variance in each norm
-    vocab_size: cli.NonNegativeInt = 0  # rows of the embedding; 0 for as many as the tokenizer has tokens
-    head_width: cli.NonNegativeInt = 0  # width of each head; 0 for width / num_heads
-    qkv_bias: bool = False  # add a bias to queries, keys and values
-    qk_norm: bool = False  # pass each head's query and key through a norm
-    rope_scaling: str = ""  # stretched positions: "linear:FACTOR" or "llama3:FACTOR:LOW:HIGH:CONTEXT"; "" for none
+    # batch and rate
+    global_batch_size: bounds.PositiveInt = 32  # sequences per optimizer step, over all ranks
+    micro_batch_size: bounds.Smaller = 0  # most sequences of a rank's forward pass; 0 for one micro-batch per step
+    lr: bounds.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
+    lr_reference_batch: bounds.PositiveInt = 32  # sequences per step that lr was chosen for
+    weight_decay: bounds.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
+    rates: str = ""  # factors on the rate of parts, 0 to freeze them: "all=0,PART=1"; "" for 1 everywhere
+    warmup_steps: bounds.NonNegativeInt = 20  # steps of linear warm-up
+    max_grad_norm: bounds.NonNegativeFloat = 1.0  # clip the global gradient norm to this; 0 for never
+    # model
+    num_layers: bounds.PositiveInt = 4  # transformer blocks
+    num_heads: bounds.PositiveInt = 4  # query heads
+    width: bounds.PositiveInt = 192  # width of the residual stream
+    recompute: Annotated[gpt.Recompute, bounds.Frees("full")] = "none"  # what the backward pass computes again
 
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
@@ -127,6 +96,11 @@ def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
     lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
     groups = rates.groups(model, args.rates, lr, args.weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+def lr_factor(args: Args, step: int, max_steps: int) -> float:
+    """Factor on the peak rates in a step: linear warm-up, then half a cosine."""
+    return schedule.warmup_cosine(step - 1, args.warmup_steps, max_steps)
 
 
 def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
@@ -250,7 +224,7 @@ def train_step(
     args: Args, model: Any, optimizer: Optimizer, finite: guard.FiniteGuard, batches: data.Loader, dp_size: int
 ) -> tuple[metrics.Sums, torch.Tensor]:
     """One optimizer step; returns this rank's sums and the global gradient norm, ()."""
-    # Other types than float16 have a loss scale of 1.
+    # The loss scale is 1 except for float16.
     sums = forward_backward(args, model, batches.step(), dp_size * finite.loss_scale)
     finite.unscale_gradients()
     grad_norm = clip_gradients(args, model)
@@ -273,48 +247,41 @@ def evaluate(args: Args, model: Any, batches: data.Loader) -> metrics.Sums:
 
 
 @exits.entry
-def main() -> None:
+def main(process: Process) -> None:
     """Train to the end, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
-    devices.configure(args.matmul_precision, args.deterministic)
-    # Compares flags and code over the ranks, because nothing else would notice a rank with others.
-    world = process_group.start(args.backend, args.dtype, __file__, flag=dataclasses.asdict(args))
+    # Stops if the ranks run with different flags or code.
+    world = session.join(args, __file__, process)
     mesh = make_mesh(args, world)
     dp_rank, dp_size = dp_coordinates(mesh)
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
     train, validation = make_data(args)
     model = make_model(args, train)
-    # Refuses a checkpoint of another model before this one takes memory. Optional: the comparison of seed and data.
-    found = checkpoint.find(
-        run_dir.choose(args.out, args.name), args.resume, model, seed=args.seed, data=train.digest()
-    )
+    # Refuses a checkpoint of another model before this one takes memory. Optional: seed and data, which are compared.
+    found = checkpoint.find(args.out, process.name, args.resume, model, seed=args.seed, data=train.digest())
     plan = sampler.make_plan(
         division, len(train), run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
     )
     # Optional: without it, the log shows neither MFU nor tokens per second.
     sample = flops.count_sample(lambda plain, batch: forward(args, plain, batch)["loss"], model, train)
     model = parallelize(args, model, mesh, world.device)
-    optimizer = make_optimizer(args, model)  # now: the strategy may have replaced the parameters
-    # Optional: refuses a forward that returns a mean. Before restore, because forward may change buffers, and before
-    # compile, which would remember these small batches.
-    metrics.check_sums(*(evaluate(args, model, batches) for batches in data.twins(train, plan, world.device)))
+    # After parallelize, which may replace the parameters.
+    optimizer = make_optimizer(args, model)
+    # Optional: stops if forward returns a mean. It runs before restore and compile, which it would disturb.
+    session.check_sums(lambda batches: evaluate(args, model, batches), train, plan, world.device)
     start.restore(found.path, args.init, model, optimizer)
     if args.compile:
         model.compile()
-    batches = data.Loader(train, sampler.training_requests(plan, dp_rank), args.workers, world.device)
+    batches = data.training(train, plan, dp_rank, args.workers, world.device)
     # Claims the run's folder, and takes over signals before the first loader worker is forked.
-    run = session.Session(
-        args, __file__, world, mesh, found=found, plan=plan, model=model, optimizer=optimizer, sample=sample
-    )
+    run = session.Session(args, __file__, world, mesh, found, plan, model, optimizer, sample)
     for step in run.steps(dp_rank):
-        lr = schedule.scale_rates(optimizer, schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps))
+        lr = schedule.scale_rates(optimizer, lr_factor(args, step, plan.max_steps))
         sums, grad_norm = train_step(args, model, optimizer, run.finite, batches, dp_size)
         run.log_train(step, sums, grad_norm=grad_norm, data_wait_s=batches.wait_s, lr=lr)
-        run.check_replicas(step)  # optional: finds replicas that have drifted apart
         if run.evaluates(step):
-            requests = sampler.evaluation_requests(plan, len(validation), dp_rank)
-            sums = evaluate(args, model, data.Loader(validation, requests, args.workers, world.device))
-            run.log_validation(step, validation.metrics(metrics.means(sums)))
+            sums = evaluate(args, model, data.evaluation(validation, plan, dp_rank, args.workers, world.device))
+            run.log_validation(step, sums, validation.metrics)
         run.save(step)
     run.finish()
 

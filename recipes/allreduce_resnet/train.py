@@ -42,70 +42,49 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from common import UserError
-from common import devices, precision
+from common import UserError, bounds, precision, seed, session
 from common.run import cli, exits
-from common.state import checkpoint
-from common.train import data, flops, guard, initial, metrics
-from common import seed, session
-from common.run import process_group, run_dir
-from common.state import start
-from common.train import rates, sampler, schedule, sync_batchnorm
-from common.run.process_group import World
+from common.run.process import Process, World
+from common.state import checkpoint, start
+from common.train import data, flops, guard, initial, metrics, rates, sampler, schedule, sync_batchnorm
 from common.workloads import images, resnet
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Args:
+class Args(session.TrainArgs):
     """Train a residual network on labelled images."""
 
+    # run
     out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
-    name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
-    resume: str = ""  # start from this run or checkpoint, of any recipe with the same model
-    init: str = ""  # begin with the weights that fit: a checkpoint, folder, .safetensors, .pth, torchvision:NAME
+    epochs: bounds.PositiveInt = 15  # length of the training in epochs, if max_steps is 0
+    max_steps: bounds.NonNegativeInt = 0  # length of the training in optimizer steps; 0 for epochs
+    # data
     data: str = "digits"  # "digits" (built in), a folder, or a data set of the Hugging Face hub
-    seed: cli.Seed = 0  # seed of initial weights, order of samples and augmentation
-    workers: cli.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
-    backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo or nccl
-    epochs: cli.PositiveInt = 15  # length of the training in epochs, if max_steps is 0
-    max_steps: cli.NonNegativeInt = 0  # length of the training in optimizer steps; 0 for epochs
-    stop_after: cli.NonNegativeInt = 0  # save and stop after this step; 0 for never
-    deadline: cli.NonNegativeFloat = 0.0  # save and stop after this many minutes; 0 for never
-    log_every: cli.PositiveInt = 10  # steps between log lines
-    eval_every: cli.NonNegativeInt = 0  # steps between evaluations; 0 for once per epoch
-    save_every: cli.NonNegativeInt = 0  # steps between checkpoints; 0 for once per epoch
-    keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
-    keep_best: str = ""  # also keep the checkpoint that is best in this metric, such as top1; "" for none
-    patience: cli.NonNegativeInt = 0  # stop after this many evaluations without a better keep_best, or loss; 0: never
-    async_save: bool = False  # write checkpoints while the training continues
-    check_every: cli.NonNegativeInt = 100  # steps between comparisons of the replicas; 0 for never
-    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
-    on_bad_state: Literal["stop", "rewind"] = "stop"  # a faulty state, never saved: stop, or compute it again
-    hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
-    profile: cli.NonNegativeInt = 0  # steps to profile, after the first 5: where their time goes; 0 for none
-    global_batch_size: cli.PositiveInt = 128  # samples per optimizer step, over all ranks
-    micro_batch_size: cli.Smaller = 0  # most samples of a rank's forward pass; 0 for one micro-batch per step
-    lr: cli.NonNegativeFloat = 0.2  # peak learning rate at lr_reference_batch samples per step, scaled linearly
-    lr_reference_batch: cli.PositiveInt = 256  # samples per step that lr was chosen for
-    weight_decay: cli.NonNegativeFloat = 5e-4  # weight decay of weights; none on norms and biases
-    rates: str = ""  # factors on the rate of parts, 0 to freeze them: "all=0,PART=1"; "" for 1 everywhere
-    warmup_steps: cli.NonNegativeInt = 10  # steps of linear warm-up
-    max_grad_norm: cli.NonNegativeFloat = 0.0  # clip the global gradient norm to this; 0 for never
-    dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16, float16 or float64
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high is TF32 on GPUs
-    deterministic: bool = False  # the same bits each time on GPUs too, if slower; a CPU gives them anyway
-    compile: bool = False  # torch.compile the model
-    model: str = "resnet18"  # a residual network of torchvision
-    momentum: cli.Fraction = 0.9  # momentum of SGD
-    label_smoothing: cli.Fraction = 0.1  # share of the target probability that is spread over all classes
+    workers: bounds.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
     flip: bool = False  # mirror half of the training images; for photographs, not for digits
-    image_size: cli.NonNegativeInt = 0  # side of the images in pixels; 0 for small ones as they are, others at most 224
+    image_size: bounds.NonNegativeInt = (
+        0  # side of the images in pixels; 0 for small ones as they are, others at most 224
+    )
     skip_unreadable: bool = False  # let the next image take the place of one that cannot be decoded; up to 5 %
+    # batch and rate
+    global_batch_size: bounds.PositiveInt = 128  # samples per optimizer step, over all ranks
+    micro_batch_size: bounds.Smaller = 0  # most samples of a rank's forward pass; 0 for one micro-batch per step
+    lr: bounds.NonNegativeFloat = 0.2  # peak learning rate at lr_reference_batch samples per step, scaled linearly
+    lr_reference_batch: bounds.PositiveInt = 256  # samples per step that lr was chosen for
+    weight_decay: bounds.NonNegativeFloat = 5e-4  # weight decay of weights; none on norms and biases
+    momentum: bounds.Fraction = 0.9  # momentum of SGD
+    label_smoothing: bounds.Fraction = 0.1  # share of the target probability that is spread over all classes
+    rates: str = ""  # factors on the rate of parts, 0 to freeze them: "all=0,PART=1"; "" for 1 everywhere
+    warmup_steps: bounds.NonNegativeInt = 10  # steps of linear warm-up
+    max_grad_norm: bounds.NonNegativeFloat = 0.0  # clip the global gradient norm to this; 0 for never
+    # model
+    model: str = "resnet18"  # a residual network of torchvision
+    # strategy
     sync_bn: bool = False  # compute BatchNorm's statistics over the samples of all ranks
     sync: Literal["bucket", "flat", "parameter", "ring", "tree", "rank0"] = "bucket"  # the gradients' way, as above
-    bucket_mb: cli.NonNegativeFloat = 25.0  # most MB of gradients in a bucket; 0 for one for each parameter
+    bucket_mb: bounds.NonNegativeFloat = 25.0  # most MB of gradients in a bucket; 0 for one for each parameter
 
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
@@ -129,6 +108,11 @@ def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
     lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
     groups = rates.groups(model, args.rates, lr, args.weight_decay)
     return torch.optim.SGD(groups, lr=lr, momentum=args.momentum, fused=True)
+
+
+def lr_factor(args: Args, step: int, max_steps: int) -> float:
+    """Factor on the peak rates in a step: linear warm-up, then half a cosine."""
+    return schedule.warmup_cosine(step - 1, args.warmup_steps, max_steps)
 
 
 def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
@@ -385,7 +369,7 @@ def train_step(
     args: Args, model: Any, optimizer: Optimizer, finite: guard.FiniteGuard, batches: data.Loader, dp_size: int
 ) -> tuple[metrics.Sums, torch.Tensor]:
     """One optimizer step; returns this rank's sums and the global gradient norm, ()."""
-    # Other types than float16 have a loss scale of 1.
+    # The loss scale is 1 except for float16.
     sums = forward_backward(args, model, batches.step(), dp_size * finite.loss_scale)
     finite.unscale_gradients()
     grad_norm = clip_gradients(args, model)
@@ -408,48 +392,41 @@ def evaluate(args: Args, model: Any, batches: data.Loader) -> metrics.Sums:
 
 
 @exits.entry
-def main() -> None:
+def main(process: Process) -> None:
     """Train to the end, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
-    devices.configure(args.matmul_precision, args.deterministic)
-    # Compares flags and code over the ranks, because nothing else would notice a rank with others.
-    world = process_group.start(args.backend, args.dtype, __file__, flag=dataclasses.asdict(args))
+    # Stops if the ranks run with different flags or code.
+    world = session.join(args, __file__, process)
     mesh = make_mesh(args, world)
     dp_rank, dp_size = dp_coordinates(mesh)
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
     train, validation = make_data(args)
     model = make_model(args, train)
-    # Refuses a checkpoint of another model before this one takes memory. Optional: the comparison of seed and data.
-    found = checkpoint.find(
-        run_dir.choose(args.out, args.name), args.resume, model, seed=args.seed, data=train.digest()
-    )
+    # Refuses a checkpoint of another model before this one takes memory. Optional: seed and data, which are compared.
+    found = checkpoint.find(args.out, process.name, args.resume, model, seed=args.seed, data=train.digest())
     plan = sampler.make_plan(
         division, len(train), run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
     )
     # Optional: without it, the log shows neither MFU nor tokens per second.
     sample = flops.count_sample(lambda plain, batch: forward(args, plain, batch)["loss"], model, train)
     model = parallelize(args, model, mesh, world.device)
-    optimizer = make_optimizer(args, model)  # now: the strategy may have replaced the parameters
-    # Optional: refuses a forward that returns a mean. Before restore, because forward may change buffers, and before
-    # compile, which would remember these small batches.
-    metrics.check_sums(*(evaluate(args, model, batches) for batches in data.twins(train, plan, world.device)))
+    # After parallelize, which may replace the parameters.
+    optimizer = make_optimizer(args, model)
+    # Optional: stops if forward returns a mean. It runs before restore and compile, which it would disturb.
+    session.check_sums(lambda batches: evaluate(args, model, batches), train, plan, world.device)
     start.restore(found.path, args.init, model, optimizer)
     if args.compile:
         model.compile()
-    batches = data.Loader(train, sampler.training_requests(plan, dp_rank), args.workers, world.device)
+    batches = data.training(train, plan, dp_rank, args.workers, world.device)
     # Claims the run's folder, and takes over signals before the first loader worker is forked.
-    run = session.Session(
-        args, __file__, world, mesh, found=found, plan=plan, model=model, optimizer=optimizer, sample=sample
-    )
+    run = session.Session(args, __file__, world, mesh, found, plan, model, optimizer, sample)
     for step in run.steps(dp_rank):
-        lr = schedule.scale_rates(optimizer, schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps))
+        lr = schedule.scale_rates(optimizer, lr_factor(args, step, plan.max_steps))
         sums, grad_norm = train_step(args, model, optimizer, run.finite, batches, dp_size)
         run.log_train(step, sums, grad_norm=grad_norm, data_wait_s=batches.wait_s, lr=lr)
-        run.check_replicas(step)  # optional: finds replicas that have drifted apart
         if run.evaluates(step):
-            requests = sampler.evaluation_requests(plan, len(validation), dp_rank)
-            sums = evaluate(args, model, data.Loader(validation, requests, args.workers, world.device))
-            run.log_validation(step, validation.metrics(metrics.means(sums)))
+            sums = evaluate(args, model, data.evaluation(validation, plan, dp_rank, args.workers, world.device))
+            run.log_validation(step, sums, validation.metrics)
         run.save(step)
     run.finish()
 

@@ -20,8 +20,8 @@ the end of the drop, for the other levels. Among ranks that share blocks, one al
     bash launch/slurm.sh -N2 --gpus-per-node=4 recipes/cellfree_mimo --split both --setup large
 
 Measured: 200 drops of the paper's network give a median of 7.85 bit/s/Hz for level 4 with MMSE combining, 5.54 for
-level 3 and 5.46 for small cells with L-MMSE (docs/mimo.md: Intel Xeon, 2 cores, gloo, torch 2.15.0, 2026-11-23). GPUs
-and NCCL: not run.
+level 3 and 5.46 for small cells with L-MMSE (docs/measured/mimo.md: Intel Xeon, 2 cores, gloo, torch 2.15.0,
+2026-11-23). GPUs and NCCL: not run.
 
 Base: none.
 """
@@ -38,49 +38,37 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common import UserError, devices, precision, ranks
-from common.run import cli, exits, process_group, run_dir
+from common import UserError, bounds, manifest, precision, ranks, seed, session
+from common.run import cli, exits
+from common.run.process import Process, World
 from common.state import checkpoint
-from common import seed, session
-from common.train import sampler
-from common.run.process_group import World
+from common.train import metrics, sampler
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Args:
+class Args(session.RunArgs):
     """Simulate the uplink of a cell-free massive MIMO network."""
 
+    # run
     out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
-    name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
-    resume: str = ""  # start from this run or checkpoint
-    seed: cli.Seed = 0  # seed of places, shadowing and fading
-    backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo or nccl
-    max_steps: cli.PositiveInt = 200  # drops of users at random places
-    stop_after: cli.NonNegativeInt = 0  # save and stop after this drop; 0 for never
-    deadline: cli.NonNegativeFloat = 0.0  # save and stop after this many minutes; 0 for never
-    log_every: cli.PositiveInt = 5  # drops between log lines
-    eval_every: cli.NonNegativeInt = 50  # drops between distributions of all drops so far; 0 for one at the end
-    save_every: cli.NonNegativeInt = 50  # drops between checkpoints; 0 for one at the end
-    keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
-    async_save: bool = False  # write checkpoints while the simulation continues
-    check_every: cli.NonNegativeInt = 100  # drops between comparisons of the results on all ranks; 0 for never
-    on_bad_state: Literal["stop", "rewind"] = "stop"  # faulty results, never saved: stop, or compute them again
-    hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
-    profile: cli.NonNegativeInt = 0  # steps to profile, after the first 5: where their time goes; 0 for none
-    global_batch_size: cli.PositiveInt = 100  # coherence blocks of a drop, over all ranks: the log's samples
-    micro_batch_size: cli.Smaller = 5  # coherence blocks that a rank computes and sends at once; 0 for its whole part
-    dtype: Literal["float32", "float64"] = "float32"  # of the blocks; what a drop needs once is always float64
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high is TF32 on GPUs
-    deterministic: bool = False  # the same bits each time on GPUs too, if slower; a CPU gives them anyway
+    max_steps: bounds.PositiveInt = 200  # drops of users at random places
+    log_every: bounds.PositiveInt = 5  # drops between log lines
+    eval_every: bounds.NonNegativeInt = 50  # drops between distributions of all drops so far; 0 for one at the end
+    save_every: bounds.NonNegativeInt = 50  # drops between checkpoints; 0 for one at the end
+    # network
     setup: Literal["paper", "large"] = "paper"  # 100 access points and 40 users, or 128 and 1,000
-    access_points: cli.NonNegativeInt = 0  # on a grid; 0 for the setup's
-    antennas: cli.NonNegativeInt = 0  # of an access point; 0 for the setup's, 4
-    users: cli.NonNegativeInt = 0  # of a drop; 0 for the setup's
-    pilots: cli.PositiveInt = 10  # symbols of a block's 200 that are pilots, and number of orthogonal pilots
+    access_points: bounds.NonNegativeInt = 0  # on a grid; 0 for the setup's
+    antennas: bounds.NonNegativeInt = 0  # of an access point; 0 for the setup's, 4
+    users: bounds.NonNegativeInt = 0  # of a drop; 0 for the setup's
+    pilots: bounds.PositiveInt = 10  # symbols of a block's 200 that are pilots, and number of orthogonal pilots
+    global_batch_size: bounds.PositiveInt = 100  # coherence blocks of a drop, over all ranks: the log's samples
+    micro_batch_size: bounds.Smaller = 5  # blocks that a rank computes and sends at once; 0 for its whole part
+    dtype: Literal["float32", "float64"] = "float32"  # of the blocks; what a drop needs once is always float64
+    # strategy
     split: Literal["users", "antennas", "both"] = "users"  # what each rank has a part of: the blocks, or access points
-    antenna_ranks: cli.PositiveInt = 2  # with --split both: ranks that share the access points
+    antenna_ranks: bounds.PositiveInt = 2  # with --split both: ranks that share the access points
 
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
@@ -506,15 +494,14 @@ def simulate(args: Args, plan: sampler.Plan, mesh: DeviceMesh, device: torch.dev
     return (1 - args.pilots / BLOCK) * rates[:, torch.from_numpy(slots).to(device)]
 
 
-def evaluate(found: torch.Tensor) -> dict[str, float]:
-    """Median and 5 % point over the users of all drops so far, (S, 8, K)."""
-    users = found.transpose(0, 1).flatten(1).cpu().numpy()
-    named: dict[str, float] = {}
+def evaluate(found: torch.Tensor) -> metrics.Sums:
+    """Median and 5 % point over the users of all drops so far, (S, 8, K); all ranks have the same, and count alike."""
+    users = found.transpose(0, 1).flatten(1)
+    sums = {"count": torch.ones((), device=found.device)}
     for name, part in (("median", 0.5), ("p5", 0.05)):
-        named |= {
-            f"se_{name}/{series}": one for series, one in zip(SERIES, np.quantile(users, part, axis=1), strict=True)
-        }
-    return named
+        points = torch.from_numpy(np.quantile(users.cpu().numpy(), part, axis=1)).to(found.device)
+        sums |= {f"se_{name}/{series}": point for series, point in zip(SERIES, points, strict=True)}
+    return sums
 
 
 def write_cdf(folder: Path, found: torch.Tensor) -> None:
@@ -522,7 +509,7 @@ def write_cdf(folder: Path, found: torch.Tensor) -> None:
     users = found.transpose(0, 1).flatten(1).sort().values.T.tolist()
     lines = [",".join([f"{(i + 1) / len(users):.6f}", *map(repr, row)]) for i, row in enumerate(users)]
     try:
-        run_dir.replace(folder / "cdf.csv", "\n".join([",".join(["cdf", *SERIES]), *lines, ""]))
+        manifest.replace(folder / "cdf.csv", "\n".join([",".join(["cdf", *SERIES]), *lines, ""]))
         draw_cdf(folder / "cdf.png", np.array(users).T)
     except OSError as error:
         ranks.print0(f"warning: the distribution was not written to {folder}: {error}")
@@ -569,41 +556,34 @@ def restore(found: checkpoint.Found, results: Results) -> None:
 
 @exits.entry
 @torch.no_grad()
-def main() -> None:
+def main(process: Process) -> None:
     """Simulate all drops, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
-    devices.configure(args.matmul_precision, args.deterministic)
-    # Compares flags and code over the ranks, because nothing else would notice a rank with others.
-    world = process_group.start(args.backend, args.dtype, __file__, flag=dataclasses.asdict(args))
+    # Stops if the ranks run with different flags or code.
+    world = session.join(args, __file__, process)
     mesh = make_mesh(args, world)
     sizes = sizes_of(args)
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, mesh["users"].size())
     results = Results(args.max_steps, sizes.users).to(world.device)
     found = checkpoint.find(
-        run_dir.choose(args.out, args.name),
-        args.resume,
-        seed=args.seed,
-        network=list(sizes),
-        blocks=args.global_batch_size,
+        args.out, process.name, args.resume, seed=args.seed, network=list(sizes), blocks=args.global_batch_size
     )
     restore(found, results)
     plan = sampler.make_plan(
         division, 0, run_seed=args.seed, epochs=0, max_steps=args.max_steps, progress=found.progress
     )
-    run = session.Session(args, __file__, world, mesh, found=found, plan=plan, model=results, optimizer=None)
+    run = session.Session(args, __file__, world, mesh, found, plan, results, optimizer=None)
     every = results.spectral_efficiency
     for step in run.steps(mesh.get_local_rank("users")):
         every[step - 1] = simulate(args, plan, mesh, world.device, step)
         sums = {f"se/{name}": users.sum() for name, users in zip(SERIES, every[step - 1], strict=True)}
         sums["count"] = torch.full((), sizes.users, device=world.device)
         run.log_train(step, sums, grad_norm=None, data_wait_s=0.0)
-        run.check_replicas(step)  # optional: finds results that differ between ranks
         if run.evaluates(step):
             run.log_validation(step, evaluate(every[:step]))
             if world.rank == 0:
                 write_cdf(found.run_dir, every[:step].cpu())
-        if run.saves(step):
-            run.save(step)
+        run.save(step)
     run.finish()
 
 

@@ -18,7 +18,8 @@ BatchNorm layer and minibatch.
     bash launch/slurm.sh -N2 --gpus-per-node=4 recipes/syncbn_ppo --num-envs 64
 
 Measured: a greedy return of 475 or more over 100 episodes of CartPole-v1 with 10 of 10 seeds, 22 to 24 s after the
-second command (docs/ppo.md: Intel Xeon, 2 cores, gloo, torch 2.15.0, 2026-11-25). Several GPUs and NCCL: not run.
+second command (docs/measured/ppo.md: Intel Xeon, 2 cores, gloo, torch 2.15.0, 2026-11-25). Several GPUs and
+NCCL: not run.
 
 Base: none.
 """
@@ -36,68 +37,50 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from common import devices, precision
-from common.run import cli, exits, process_group, run_dir
-from common.state import checkpoint
-from common.train import guard, initial, metrics
-from common import seed, session
-from common.state import start
-from common.train import sampler, schedule, sync_batchnorm
-from common.run.process_group import World
+from common import bounds, precision, seed, session
+from common.run import cli, exits
+from common.run.process import Process, World
+from common.state import checkpoint, start
+from common.train import guard, initial, metrics, sampler, schedule, sync_batchnorm
 from common.workloads import actor_critic, environments
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Args:
+class Args(session.TrainArgs):
     """Train a policy in a gymnasium environment."""
 
+    # run
     out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
-    name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
-    resume: str = ""  # start from this run or checkpoint
-    init: str = ""  # begin with the weights that fit: a checkpoint, folder, .safetensors, .pth, torchvision:NAME
+    max_steps: bounds.PositiveInt = 120  # length of the training in updates
+    log_every: bounds.PositiveInt = 5  # updates between log lines
+    eval_every: bounds.NonNegativeInt = 20  # updates between evaluations; 0 for one at the end
+    save_every: bounds.NonNegativeInt = 20  # updates between checkpoints; 0 for one at the end
+    # data
     env: str = "CartPole-v1"  # id of a gymnasium environment with vectors as observations, or of an ALE/ game
-    seed: cli.Seed = 0  # seed of initial weights, episodes, actions and order of samples
-    backend: str = "auto"  # auto (NCCL on GPUs, else gloo), gloo or nccl
-    max_steps: cli.PositiveInt = 120  # length of the training in updates
-    stop_after: cli.NonNegativeInt = 0  # save and stop after this update; 0 for never
-    deadline: cli.NonNegativeFloat = 0.0  # save and stop after this many minutes; 0 for never
-    log_every: cli.PositiveInt = 5  # updates between log lines
-    eval_every: cli.NonNegativeInt = 20  # updates between evaluations; 0 for one at the end
-    save_every: cli.NonNegativeInt = 20  # updates between checkpoints; 0 for one at the end
-    keep: cli.PositiveInt = 2  # number of newest checkpoints to keep
-    keep_best: str = ""  # also keep the checkpoint that is best in this metric, such as return; "" for none
-    patience: cli.NonNegativeInt = 0  # stop after this many evaluations without a better keep_best, or loss; 0: never
-    async_save: bool = False  # write checkpoints while the training continues
-    check_every: cli.NonNegativeInt = 100  # updates between comparisons of the replicas; 0 for never
-    max_skips: cli.NonNegativeInt = 3  # updates in a row that may be skipped because of a gradient that is not finite
-    on_bad_state: Literal["stop", "rewind"] = "stop"  # a faulty state, never saved: stop, or compute it again
-    hang_timeout: cli.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
-    profile: cli.NonNegativeInt = 0  # steps to profile, after the first 5: where their time goes; 0 for none
-    global_batch_size: cli.PositiveInt = 256  # samples of a minibatch, over all ranks
-    lr: cli.NonNegativeFloat = 1e-3  # peak learning rate of Adam
-    warmup_steps: cli.NonNegativeInt = 0  # updates of linear warm-up
-    max_grad_norm: cli.NonNegativeFloat = 0.5  # clip the global gradient norm to this; 0 for never
-    dtype: Literal["float32", "float64"] = "float32"  # bfloat16 is too coarse for the ratio of two probabilities
-    matmul_precision: Literal["highest", "high", "medium"] = "highest"  # of float32; high is TF32 on GPUs
-    deterministic: bool = False  # the same bits each time on GPUs too, if slower; a CPU gives them anyway
-    compile: bool = False  # torch.compile the model
-    width: cli.PositiveInt = 64  # units of a hidden layer
-    batch_norm: bool = True  # SyncBatchNorm after each hidden layer
-    num_envs: cli.PositiveInt = 8  # environments, over all ranks
-    rollout_steps: cli.PositiveInt = 128  # steps of each environment per update
-    update_epochs: cli.PositiveInt = 8  # epochs of an update over its samples
-    target_kl: cli.NonNegativeFloat = (
-        0.01  # end the update after an epoch that moves the policy further; 0 for no limit
-    )
-    clip: cli.NonNegativeFloat = 0.2  # clip the ratio of new to old probability to 1 plus or minus this
-    gamma: cli.Fraction = 0.99  # discount per step
-    gae_lambda: cli.Fraction = 0.95  # lambda of generalised advantage estimation
-    value_weight: cli.NonNegativeFloat = 0.5  # weight of the value function's loss
-    entropy_weight: cli.NonNegativeFloat = 0.01  # weight of the policy's entropy, which PPO increases
-    eval_episodes: cli.PositiveInt = 100  # greedy episodes of an evaluation, over all ranks
+    # environments and rollouts
+    num_envs: bounds.PositiveInt = 8  # environments, over all ranks
+    rollout_steps: bounds.PositiveInt = 128  # steps of each environment per update
+    eval_episodes: bounds.PositiveInt = 100  # greedy episodes of an evaluation, over all ranks
     film: bool = False  # show one episode of an evaluation in TensorBoard
+    # batch and rate
+    global_batch_size: bounds.PositiveInt = 256  # samples of a minibatch, over all ranks
+    lr: bounds.NonNegativeFloat = 1e-3  # peak learning rate of Adam
+    warmup_steps: bounds.NonNegativeInt = 0  # updates of linear warm-up
+    max_grad_norm: bounds.NonNegativeFloat = 0.5  # clip the global gradient norm to this; 0 for never
+    # model
+    width: bounds.PositiveInt = 64  # units of a hidden layer
+    batch_norm: bool = True  # SyncBatchNorm after each hidden layer
+    dtype: Literal["float32", "float64"] = "float32"  # bfloat16 is too coarse for the ratio of two probabilities
+    # policy optimization
+    update_epochs: bounds.PositiveInt = 8  # epochs of an update over its samples
+    target_kl: bounds.NonNegativeFloat = 0.01  # end the update when the policy has moved further; 0 for no limit
+    clip: bounds.NonNegativeFloat = 0.2  # clip the ratio of new to old probability to 1 plus or minus this
+    gamma: bounds.Fraction = 0.99  # discount per step
+    gae_lambda: bounds.Fraction = 0.95  # lambda of generalised advantage estimation
+    value_weight: bounds.NonNegativeFloat = 0.5  # weight of the value function's loss
+    entropy_weight: bounds.NonNegativeFloat = 0.01  # weight of the policy's entropy, which PPO increases
 
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
@@ -123,6 +106,11 @@ def make_model(args: Args, envs: environments.Environments) -> nn.Module:
 def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
     """Adam, with the epsilon that is usual for PPO."""
     return torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-5, fused=True)
+
+
+def lr_factor(args: Args, step: int, max_steps: int) -> float:
+    """Factor on the peak rates in a step: linear warm-up, then half a cosine."""
+    return schedule.warmup_cosine(step - 1, args.warmup_steps, max_steps)
 
 
 def forward(args: Args, model: nn.Module, batch: Samples) -> metrics.Sums:
@@ -267,12 +255,11 @@ def evaluate(args: Args, model: Any, dp_rank: int, dp_size: int) -> metrics.Sums
 
 
 @exits.entry
-def main() -> None:
+def main(process: Process) -> None:
     """Train to the end, from the newest checkpoint or from the start."""
     args = cli.parse(Args)
-    devices.configure(args.matmul_precision, args.deterministic)
-    # Compares flags and code over the ranks, because nothing else would notice a rank with others.
-    world = process_group.start(args.backend, args.dtype, __file__, flag=dataclasses.asdict(args))
+    # Stops if the ranks run with different flags or code.
+    world = session.join(args, __file__, process)
     mesh = make_mesh(args, world)
     dp_rank, dp_size = dp_coordinates(mesh)
     index, samples = environments.share(args.num_envs, args.rollout_steps, args.global_batch_size, dp_rank, dp_size)
@@ -280,14 +267,10 @@ def main() -> None:
     filmed = environments.make(args.env, render_mode="rgb_array") if args.film else None
     model = make_model(args, envs)
     # Refuses a checkpoint of another model or environment before playing.
-    found = checkpoint.find(run_dir.choose(args.out, args.name), args.resume, model, seed=args.seed, env=args.env)
+    found = checkpoint.find(args.out, process.name, args.resume, model, seed=args.seed, env=args.env)
+    division = sampler.Division(samples, args.global_batch_size, dp_size, part="minibatch")
     plan = sampler.make_plan(
-        sampler.Division(samples, args.global_batch_size, dp_size, part="minibatch"),
-        0,
-        run_seed=args.seed,
-        epochs=0,
-        max_steps=args.max_steps,
-        progress=found.progress,
+        division, 0, run_seed=args.seed, epochs=0, max_steps=args.max_steps, progress=found.progress
     )
     model = parallelize(args, model, mesh, world.device)
     if args.compile:
@@ -296,15 +279,14 @@ def main() -> None:
     state = envs.tensors()
     start.restore(found.path, args.init, model, optimizer, state)
     envs.restore(state)
-    run = session.Session(args, __file__, world, mesh, found=found, plan=plan, model=model, optimizer=optimizer)
+    run = session.Session(args, __file__, world, mesh, found, plan, model, optimizer)
     for step in run.steps(dp_rank):
-        lr = schedule.scale_rates(optimizer, schedule.warmup_cosine(step - 1, args.warmup_steps, plan.max_steps))
+        lr = schedule.scale_rates(optimizer, lr_factor(args, step, plan.max_steps))
         sums, grad_norm = train_step(args, model, optimizer, run.finite, envs, step)
         episodes = envs.take_ended() if run.logs(step) else {}
         run.log_train(step, sums, grad_norm=grad_norm, data_wait_s=envs.wait_s, lr=lr, **episodes)
-        run.check_replicas(step)  # optional: finds replicas that have drifted apart
         if run.evaluates(step):
-            run.log_validation(step, metrics.means(evaluate(args, model, dp_rank, dp_size)))
+            run.log_validation(step, evaluate(args, model, dp_rank, dp_size))
             if filmed and world.rank == 0:
                 run.log_images(step, "val/film", environments.film(filmed, model.module.act, args.seed))
         if run.saves(step):

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import difflib
 import json
 import re
 import subprocess
@@ -9,15 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tools.evaluate import flags as evaluate
 from tools.plan.__main__ import parser as planner
-from tools.prove import train as prove
+from tools.prove import flags as prove
 
 from tests.faults import table
 from tests.harness import pages, runner
-from tools import evaluate
 
 ROOT = runner.ROOT
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*/README.md")])
+DOCS = sorted(ROOT.glob("docs/**/*.md"))
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS, *ROOT.glob("recipes/*/README.md")])
 README = (ROOT / "README.md").read_text()
 # What pages name of other programs, and of cli.parse itself.
 OTHER_FLAGS = {
@@ -75,13 +77,28 @@ def test_faults_page_shows_every_failure() -> None:
     parts = table.render(rows, ["`command`, yesterday", "`other`, today", "`command`, today"])
     assert parts["measured"] == "`command`, today\n\n`other`, today"
     not_run = 2 * len(table.RECIPES) - 4
-    assert parts["sum"].startswith("**7 of 8 runs passed**, for 3 of the")
-    assert parts["sum"].endswith(f"1 pairs do not apply; {not_run} were not run.")
-    (line,) = [line for line in parts["disk"].splitlines() if line.startswith("| full |")]
-    missing = ["not run"] * len(others)
-    assert line == f"| {' | '.join(['full', '✓', '✗ 2/3', '–', *missing, '', '', '10.2'])} |"
-    assert "- full: `the worst | 'of all'`" in parts["disk"]
-    assert "| hangs | ✓ 4 |" in parts["rank"]
+    assert parts["sum"].startswith("**2 of 3 pairs passed**: 2 faults")
+    assert f"1 pairs do not apply; {not_run} were not run. The pairs took 8 runs, of which 0 only" in parts["sum"]
+    assert "| disk | 1 | 2 | 1 |  |  | 10.2 |" in parts["families"].splitlines()
+    assert "| rank | 1 | 1 | 1 |  | 2.0 |  |" in parts["families"].splitlines()
+    assert f"- **failed**, full, {second}, 2 of 3 passed: `the worst | 'of all'`" in parts["disk"].splitlines()
+    assert f"- not run, full: {', '.join(others)}" in parts["disk"].splitlines()
+    assert f"- not run, hangs: {', '.join([second, third, *others])}" in parts["rank"].splitlines()
+    assert "failed" not in parts["rank"]
+    assert f"- hangs: `as {first} says`" in parts["rank"]
+
+
+def test_runs_that_repeat_a_pair_are_not_counted_as_faults() -> None:
+    """Nor are hundreds of flipped bits in one file: the sum counts pairs, and says how many runs they took."""
+    rows = [row(table.BITS, table.RECIPES[0], runs="200", passes="200"), row("disk: full", table.RECIPES[0])]
+    text = table.render(rows, ["`command`, today"])["sum"]
+    assert "**2 of 2 pairs passed**" in text
+    assert "took 201 runs, of which 200 only look\nfor one flipped bit" in text
+
+
+def test_names_of_faults_that_begin_alike_are_one() -> None:
+    names = ["raises, data", "raises, backward", "full", "mutant, nobody watches"]
+    assert table.grouped(names) == ["raises (2 ways)", "full", "and as mutants: nobody watches"]
 
 
 def test_rows_of_some_recipes_are_replaced(tmp_path: Path) -> None:
@@ -241,45 +258,69 @@ def body(recipe: str, function: str) -> str:
     return "\n".join(line.removeprefix("    ") for line in source.splitlines()[first:last])
 
 
-@pytest.mark.parametrize("recipe", ["ddp_gpt", "fsdp_gpt"])
-def test_readme_shows_the_code(recipe: str) -> None:
-    assert f"```python\n{body(recipe, 'parallelize')}\n```" in README, f"README.md: parallelize of {recipe} has changed"
+def lesson(base: str, recipe: str, function: str) -> str:
+    """What becomes of a function, as a diff with one line around each change."""
+    texts = (body(name, function).splitlines() for name in (base, recipe))
+    lines = [*difflib.unified_diff(*texts, n=1, lineterm="")][2:]
+    return "\n".join(line for line in lines if not line.startswith("@@"))
+
+
+def test_readme_shows_the_smallest_lesson() -> None:
+    shown = "\n\n".join(lesson("dp_resnet", "ddp_resnet", name) for name in ("parallelize", "forward_backward"))
+    assert f"```diff\n{shown}\n```" in README, f"README.md: the code has changed, write\n{shown}"
+
+
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 110
 
 
 def test_readme_shows_the_figures() -> None:
-    """Those that the pages have, which commands have measured."""
+    """Those that the pages have, which commands have measured; and no other in bold."""
     layouts = sum(len(runner.layouts(recipe)) for recipe in runner.SUPERVISED)
     wanted = [f"**{layouts} layouts**"]
-    for page in ("faults", "checkpoints"):
+    for page in ("measured/faults", "checkpoints"):
         sums = pages.parts((ROOT / "docs" / f"{page}.md").read_text())["sum"]
         passed, of = re.findall(r"\*\*(\d+) of (\d+) \w+ passed", sums)[0]
         wanted.append(f"**{int(passed):,} of {int(of):,}**")
-    calls = pages.parts((ROOT / "docs" / "survival.md").read_text())["calls"]
+    calls = pages.parts((ROOT / "docs" / "measured" / "survival.md").read_text())["calls"]
     wanted.append(f"**{re.findall(r'= ([.0-9]+%)', calls)[0]}**")
-    peers = pages.parts((ROOT / "docs" / "peers.md").read_text())
+    peers = pages.parts((ROOT / "docs" / "measured" / "peers.md").read_text())
     rows = r"^\| (\w+[^|]*) \| [^|]* \| ([.0-9]+) "
     each = [dict(re.findall(rows, peers[name], re.MULTILINE)) for name in ("resnet32", "gpt", "resnet")]
     plain = sorted(found["Brigade, float32"] for found in each)
-    ours, theirs = ([found[f"{loop}, bfloat16"] for found in each] for loop in ("Brigade", "bare DDP"))
-    wanted += [f"**{plain[0]} to {plain[-1]}**", *(f"**{ours[i]}** (bare: {theirs[i]})" for i in range(3))]
-    loop = pages.parts((ROOT / "docs" / "performance.md").read_text())["loop"]
+    wanted.append(f"**{plain[0]} to {plain[-1]}**")
+    loop = pages.parts((ROOT / "docs" / "measured" / "performance.md").read_text())["loop"]
     added = sorted(map(float, re.findall(r"^\| \w+ \| [^|]+ \| \+([.0-9]+) ", loop, re.MULTILINE)))
-    wanted.append(f"{added[0]:.1f} to {added[-1]:.1f} ms")
-    assert not [figure for figure in wanted if figure not in README]
+    wanted.append(f"**{added[0]:.1f} to {added[-1]:.1f} ms**")
+    bold = re.findall(r"\*\*([^*]+)\*\*", README)
+    assert sorted(wanted) == sorted(f"**{text}**" for text in bold if re.search(r"\d", text))
 
 
 def test_map_names_every_module() -> None:
-    """And no other: the map of common/ in CONTRIBUTING.md."""
+    """And no other: the map of common/ in CONTRIBUTING.md, each module on its floor."""
     section = (ROOT / "CONTRIBUTING.md").read_text().split("## Map of common/\n")[1].split("\n## ")[0]
-    named = re.findall(
-        r"`(\w+)`", " ".join(line.split("|")[2] for line in section.splitlines() if line.startswith("| "))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    named, floor = [], ""
+    for first, *cells in rows[2:]:  # after the head and the line below it
+        if names := re.findall(r"\*\*`(\w+)/`\*\*|\*\*(ground|roof)\*\*", first):
+            floor = "" if names[0][1] else names[0][0] + "/"
+        else:
+            named += [f"{floor}{name}" for name in re.findall(r"`(\w+)`", first)]
+        assert cells, first
+    modules = [path.relative_to(ROOT / "common") for path in (ROOT / "common").rglob("[!_]*.py")]
+    assert sorted(named) == sorted(str(path.with_suffix("")) for path in modules if path.parts[0] != "workloads")
+
+
+def test_index_names_every_page_once() -> None:
+    """In lists that number from 1."""
+    index = (ROOT / "docs" / "index.md").read_text()
+    linked = re.findall(r"^\d+\. \[[^]]+\]\(([\w/-]+\.(?:md|html))\)", index, re.MULTILINE)
+    assert sorted(linked) == sorted(
+        str(path.relative_to(ROOT / "docs")) for path in [*DOCS, *ROOT.glob("docs/*.html")] if path.name != "index.md"
     )
-    assert sorted(named) == sorted(path.stem for path in ROOT.glob("common/[!_]*.py"))
-
-
-def test_index_names_every_page() -> None:
-    linked = set(re.findall(r"\]\((\w[\w-]*\.md)\)", (ROOT / "docs" / "index.md").read_text()))
-    assert linked == {path.name for path in ROOT.glob("docs/*.md")} - {"index.md"}
+    lists = [re.findall(r"^(\d+)\. ", part, re.MULTILINE) for part in index.split("\n## ")[1:]]
+    assert [len(numbers) > 0 for numbers in lists] == [True] * 3
+    assert all(numbers == [str(i) for i in range(1, len(numbers) + 1)] for numbers in lists)
 
 
 def filled(path: Path) -> set[str]:
@@ -289,7 +330,7 @@ def filled(path: Path) -> set[str]:
     return {keyword.arg or "" for call in writes for keyword in call.keywords}
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
 def test_page_has_the_parts_of_its_command(page: Path) -> None:
     """Else a command measures for minutes, and fails when it writes."""
     in_tests = {"checkpoints": "tests/layouts_table.py", "gpu-counts": "tests/cuda_table.py"}
@@ -298,6 +339,6 @@ def test_page_has_the_parts_of_its_command(page: Path) -> None:
     commands = [ROOT / name for name in (in_tests.get(page.stem, names[0]), *names[1:])]
     has = set(pages.parts(page.read_text()))
     if page.stem == "faults":
-        assert has == {"sum", "measured", *(row["fault"].split(": ")[0] for row in table.read(table.FILE))}
+        assert has == {"sum", "measured", "families", *(row["fault"].split(": ")[0] for row in table.read(table.FILE))}
     else:
         assert has == set().union(*(filled(command) for command in commands if command.exists()))

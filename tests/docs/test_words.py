@@ -19,6 +19,14 @@ BANNED = {
     r"what it is\b|of which what": "a noun",
     r"starts? anew|made anew": "start fresh, create again",
     r"is no (recipe|number|cluster|machine)": "is not a",
+    r"mend(s|ed|ing)\b|(can|to) mend\b|mend or\b": "fix",
+    r"drawn anew|as (it was )?drawn\b|has drawn it|draws? its initial": "initialised, keeps its random values",
+    r"(rounds?|learns?) otherwise": "differently",
+    r"(could|to) be had|at hand\b": "there is none",
+    r"[Ww]hat (has another|does not (verify|answer)|follows the)": "a value that, arguments after",
+    r"does not give still": "that cannot be read",
+    r"is its difference from": "so",
+    r"as much more\b": "additional, of the size of",
     r"dealt out": "divided",
     r"num_shards|data_shard|pass_size|gradient_sync": "dp_size, dp_rank, global_micro_batch_size, forward_backward",
     r"log\.say|world\.say": "ranks.print0",
@@ -53,3 +61,5 @@ def test_mutants() -> None:
     assert findings("the training goes\n    # on, and\nevery rank is told") == [(1, "goes\n    # on"), (3, "is told")]
     assert findings("the rank leaves; num_shards") == [(1, "num_shards"), (1, "rank leaves")]
     assert findings("a kill leaves the old file; microbatching") == []
+    assert findings("the race is mended; the head stays as drawn") == [(1, "as drawn"), (1, "mended")]
+    assert findings("a picture is drawn as a curve; an amendment; what follows is in the log") == []

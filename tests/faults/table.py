@@ -1,8 +1,9 @@
-"""Run the fault matrix and write docs/faults.csv and docs/faults.md: `uv run python -m tests.faults.table`.
+"""Run the fault matrix: `uv run python -m tests.faults.table` writes faults.csv and faults.md in docs/measured.
 
-The file has a row for each fault and recipe; the page sums it up, and its prose is written by people. With names of
-recipes (`... -m tests.faults.table ddp_gpt fsdp_gpt`) it takes minutes and replaces the rows of those recipes only;
-with `-k EXPRESSION`, as of pytest, the rows that it has run. `--no-run` writes the page again from the file.
+The file has a row for each fault and recipe. The page sums up each family of faults, and names every pair that failed or
+was not run; people write its prose. With names of recipes (`... -m tests.faults.table ddp_gpt fsdp_gpt`) it
+takes minutes and replaces the rows of those recipes only; with `-k EXPRESSION`, as of pytest, the rows that it has run.
+`--no-run` writes the page again from the file.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,10 +28,11 @@ import pytest
 from tests.harness import pages
 from tests.harness.runner import RECIPES, ROOT
 
-PAGE, FILE = ROOT / "docs" / "faults.md", ROOT / "docs" / "faults.csv"
+PAGE, FILE = ROOT / "docs" / "measured" / "faults.md", ROOT / "docs" / "measured" / "faults.csv"
 COLUMNS = ("fault", "recipe", "ranks", "runs", "passes", "steps_lost", "notice_s", "recover_s", "message")
-# Of each row of the page: the largest of any recipe.
-SLOWEST = {"steps_lost": "steps lost", "notice_s": "s to notice", "recover_s": "s to recover"}
+SLOWEST = {"steps_lost": "steps lost", "notice_s": "s to notice", "recover_s": "s to recover"}  # largest of a family
+BITS = "damage: 200 random bits, one at a time"  # no training: only looks whether the digests show each flipped bit
+EXAMPLES = 3  # lines of the terminal that the page shows of each family
 Row = dict[str, str]  # by COLUMNS
 FINISHED = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 
@@ -42,7 +45,7 @@ def main() -> None:
         "-k", dest="tests", default="", metavar="EXPRESSION", help="these tests only, as pytest selects them"
     )
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--no-run", action="store_true", help="write the page from docs/faults.csv as it is")
+    parser.add_argument("--no-run", action="store_true", help="write the page from docs/measured/faults.csv as it is")
     args = parser.parse_args()
     if unknown := {*args.recipes} - {*RECIPES}:
         parser.error(f"no recipe: {', '.join(unknown)}")
@@ -134,60 +137,86 @@ def save(rows: Iterable[Row], file: Path = FILE) -> None:
 
 
 def render(rows: Sequence[Row], measured: Sequence[str]) -> dict[str, str]:
-    """The parts of the page: how it was measured, the sum, and one table for each kind of fault."""
-    kinds: dict[str, dict[str, dict[str, Row]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
+    """The parts of the page: how it was measured, the sum, a table of all families, and a few lines for each."""
+    families: dict[str, list[Row]] = collections.defaultdict(list)
     for row in sorted(rows, key=lambda row: (row["fault"], row["recipe"])):
-        kind, name = row["fault"].split(": ", 1)
-        kinds[kind][name][row["recipe"]] = row
+        families[row["fault"].split(": ")[0]].append(row)
     latest = {line.split("`")[1]: line for line in measured}  # of the same command, one line
-    tables = {kind: table(faults) for kind, faults in kinds.items()}
-    return {"measured": "\n\n".join(latest.values()), "sum": summary(rows), **tables}
+    heads = ["family", "faults", "pairs", "passed", *SLOWEST.values()]
+    lines = [f"| {' | '.join(heads)} |", f"|---|{'--:|' * (len(heads) - 1)}"]
+    for name, found in families.items():
+        ran = [row for row in found if row["runs"] != "0"]
+        counts = [len({row["fault"] for row in found}), len(ran), sum(map(passed, ran))]
+        lines.append(f"| {' | '.join(map(str, [name, *counts, *(slowest(found, key) for key in SLOWEST)]))} |")
+    parts = {"measured": "\n\n".join(latest.values()), "sum": summary(rows), "families": "\n".join(lines)}
+    return parts | {name: family(found) for name, found in families.items()}
+
+
+def passed(row: Row) -> bool:
+    """Whether all runs of a pair passed."""
+    return row["passes"] == row["runs"]
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How many passed, and what did not or was not run."""
-    runs, passes = (sum(int(row[key]) for row in rows) for key in ("runs", "passes"))
+    """How many pairs passed, and what was not run. Repeated runs of a pair count once."""
+    ran = [row for row in rows if row["runs"] != "0"]
     out_of_scope = sum(row["message"].startswith("not applicable") for row in rows)
-    ran = sum(row["runs"] != "0" for row in rows)
-    pairs = len({row["fault"] for row in rows}) * len(RECIPES)
+    faults = {row["fault"] for row in rows}
+    pairs = len(faults) * len(RECIPES)
+    runs, bits = (sum(int(row["runs"]) for row in ran if only in ("", row["fault"])) for only in ("", BITS))
     return (
-        f"**{passes} of {runs} runs passed**, for {ran} of the {pairs} pairs of a fault and a recipe. "
-        f"{out_of_scope} pairs do not apply; {pairs - ran - out_of_scope} were not run."
+        f"**{sum(map(passed, ran))} of {len(ran)} pairs passed**: {len(faults)} faults, each in every recipe to which it "
+        f"applies.\n{out_of_scope} pairs do not apply; {pairs - len(ran) - out_of_scope} were not run. The pairs took "
+        f"{runs} runs, of which {bits} only look\nfor one flipped bit in a file."
     )
 
 
-def table(faults: dict[str, dict[str, Row]]) -> str:
-    """One kind of fault: a line for each fault, a column for each recipe; and folded, what is printed."""
-    recipes = [*RECIPES]
-    heads = ["fault", *("<br>".join(recipe.rsplit("_", 1)) for recipe in recipes), *SLOWEST.values()]
-    lines = [f"| {' | '.join(heads)} |", f"|---|{':-:|' * len(recipes)}{'--:|' * len(SLOWEST)}"]
-    messages = []
+def family(rows: Sequence[Row]) -> str:
+    """A few lines for one family: the faults, every pair that failed or is missing, and what the terminal says."""
+    faults: dict[str, list[Row]] = collections.defaultdict(list)
+    for row in rows:
+        faults[row["fault"].split(": ", 1)[1]].append(row)
+    lines = ["Injected: " + "; ".join(grouped(faults)) + "."]
     for name, found in faults.items():
-        marks = [mark(found.get(recipe)) for recipe in recipes]
-        largest = [slowest(found.values(), key) for key in SLOWEST]
-        lines.append(f"| {' | '.join([name, *marks, *largest])} |")
-        messages.append(f"- {name}: `{example(found.values()).replace('`', chr(39))}`")
-    return "\n".join(lines) + "\n\n" + pages.folded("What the terminal says", "\n".join(messages))
+        ran = {row["recipe"]: row for row in found if row["runs"] != "0" or row["message"].startswith("not applicable")}
+        lines += [
+            f"- **failed**, {name}, {row['recipe']}, {row['passes']} of {row['runs']} passed: {quoted(row)}"
+            for row in ran.values()
+            if not passed(row)
+        ]
+        if missing := [recipe for recipe in RECIPES if recipe not in ran]:
+            lines.append(f"- not run, {name}: {', '.join(missing)}")
+    shown = [f"- {name}: {quoted(row)}" for name, row in examples(faults)]
+    return "\n\n".join([textwrap.fill(lines[0], 119, break_on_hyphens=False), *(["\n".join(lines[1:])] if lines[1:] else []), "\n".join(shown)])
 
 
-def mark(row: Row | None) -> str:
-    """What came of one fault in one recipe."""
-    if row is None or row["runs"] == "0":
-        return "–" if row and row["message"].startswith("not applicable") else "not run"
-    if row["passes"] != row["runs"]:
-        return f"✗ {row['passes']}/{row['runs']}"
-    return "✓" if row["runs"] == "1" else f"✓ {row['runs']}"
+def grouped(faults: Iterable[str]) -> list[str]:
+    """The names of faults; those that begin alike, up to a comma, as one with their number."""
+    counts = collections.Counter(name.split(", ")[0] for name in faults if not name.startswith("mutant, "))
+    names = [name if number == 1 else f"{name} ({number} ways)" for name, number in counts.items()]
+    mutants = [name.removeprefix("mutant, ") for name in faults if name.startswith("mutant, ")]
+    return [*names, *([f"and as mutants: {', '.join(mutants)}"] if mutants else [])]
+
+
+def examples(faults: dict[str, list[Row]]) -> list[tuple[str, Row]]:
+    """The faults whose messages stand for most others: those that begin with the same words."""
+    alike: dict[str, list[tuple[str, Row]]] = collections.defaultdict(list)
+    for name, found in faults.items():
+        row = next((row for row in found if row["runs"] != "0" and row["message"]), None)
+        if row and not name.startswith("mutant, "):
+            alike[" ".join(row["message"].split()[:3])].append((name, row))
+    most = sorted(alike.values(), key=len, reverse=True)[:EXAMPLES]
+    return [each[0] for each in most]
+
+
+def quoted(row: Row) -> str:
+    """What the terminal said, as code."""
+    return f"`{row['message'].replace('`', chr(39))}`"
 
 
 def slowest(rows: Iterable[Row], key: str) -> str:
     """The largest figure of any recipe, as it was measured."""
     return max((row[key] for row in rows if row[key]), key=float, default="")
-
-
-def example(rows: Iterable[Row]) -> str:
-    """The message of the first recipe that failed, or else of the first that ran."""
-    order = sorted(rows, key=lambda row: (row["passes"] == row["runs"], row["runs"] == "0"))
-    return order[0]["message"]
 
 
 if __name__ == "__main__":

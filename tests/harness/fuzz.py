@@ -26,7 +26,7 @@ from common import UserError, manifest
 from common.run import cli
 from common.state import checkpoint
 from common.train import rates, sampler, schedule
-from common.workloads import environments, gpt, images, packed, text
+from common.workloads import environments, gpt, image_decode, images, packed, text
 
 from tests.harness import damage, module, runner, states
 
@@ -239,7 +239,7 @@ def try_data(case: Case) -> str:
 
     def attempt() -> str:
         if case.mutant:
-            images._to_8_bits = lambda image, _: image.rotate(90)
+            image_decode._to_8_bits = lambda image, _: image.rotate(90)
             packed.Packed.check = lambda *_: None  # type: ignore[method-assign]
         return kind(choose, case.folder / "data", notes)
 
@@ -316,7 +316,7 @@ def _image_folder(choose: random.Random, folder: Path, notes: list[str]) -> str:
     if truth is None or not (folder / "validation").exists():
         return ""
     train = splits[0]
-    found = images.decode(train.rows, 0, train.channels) if train.rows is not None else train.pixels[0]  # type: ignore[index]
+    found = image_decode.decode(train.rows, 0, train.channels) if train.rows is not None else train.pixels[0]  # type: ignore[index]
     wanted = truth if truth.ndim == 2 else truth.transpose(2, 0, 1)
     same = found.shape[1:] == wanted.shape[-2:] and bool((found.numpy() == wanted).all())
     return "" if same else f"pixels differ: {found.flatten()[:8].tolist()}, not {wanted.flatten()[:8].tolist()}"

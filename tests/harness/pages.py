@@ -4,7 +4,7 @@
     | recipe | MB |
     <!-- end held -->
 
-So a sentence can be mended without a measurement, and no figure is ever typed.
+So a sentence can change without a measurement, and nobody types a figure.
 """
 
 import datetime

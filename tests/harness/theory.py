@@ -7,7 +7,7 @@ import runpy
 import torch
 from common.workloads import gpt
 
-from tests.harness import pages, runner
+from tests.harness import runner
 from tests.harness.runner import ROOT
 
 LAYERS = 8
@@ -180,8 +180,11 @@ def title(layout: runner.Layout) -> str:
     return " ".join([layout.recipe, *layout.flags]) + f" | {layout.size}"
 
 
-def sent_tables(rows: list[str]) -> str:
-    """The rows of SHOWN; and folded, all of them."""
-    shown = [row for start in SHOWN for row in rows if row.startswith(f"| {start} |")]
-    every = "\n".join([SENT_HEAD, *rows])
-    return "\n".join([SENT_HEAD, *shown]) + "\n\n" + pages.folded(f"All {len(rows)} rows", every)
+def sent_table(rows: list[str]) -> str:
+    """The rows of SHOWN; the file beside the page has all of them."""
+    return "\n".join([SENT_HEAD, *(row for start in SHOWN for row in rows if row.startswith(f"| {start} |"))])
+
+
+def sent_file(rows: list[str]) -> list[list[str]]:
+    """Head and rows of that file."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in (SENT_HEAD.splitlines()[0], *rows)]

@@ -241,15 +241,64 @@ def test_refusal(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_help_of_a_recipe() -> None:
-    result = launch(DDP, "--help")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("--global-batch-size") == 1
-    assert "samples per optimizer step, over all ranks" in re.sub(r"\s*│?\n│?\s*", " ", result.stdout)
-    assert not result.stderr
+@pytest.mark.parametrize(("flags", "code"), [(("--help",), 0), (("--lrr", "3"), 2)], ids=["help", "wrong flag"])
+def test_one_process_answers(flags: tuple[str, ...], code: int, tmp_path: Path) -> None:
+    """In its own words, without torchrun or a server to fork ranks from; also inside a job of which it is a rank."""
+    python = noting(tmp_path, f'exec {shlex.quote(sys.executable)} "$@"')
+    result = launch(DDP, *flags, PYTHON=str(python), RANK="1", WORLD_SIZE="2")
+    alone = shell([sys.executable, f"{DDP}/train.py", *flags], PYTHONPATH=str(runner.ROOT))
+    assert (result.returncode, alone.returncode) == (code, code), result.stderr
+    assert (result.stdout, result.stderr) == (alone.stdout, alone.stderr)
+    assert ["samples per optimizer step" in result.stdout, "--lrr" in result.stderr] == [code == 0, code == 2]
+    assert started(tmp_path) == ["train.py"]
 
 
 # --- without starting Python ------------------------------------------------------------------------------
+
+
+def noting(folder: Path, then: str) -> Path:
+    """A command in Python's place, which notes the script that it is to run before it does something else."""
+    command = folder / "python"
+    command.write_text(f'#!/bin/sh\necho "${{1##*/}}" >>{shlex.quote(str(folder / "started"))}\n{then}\n')
+    command.chmod(0o755)
+    return command
+
+
+def started(folder: Path) -> list[str]:
+    """What it has noted."""
+    return (folder / "started").read_text().split()
+
+
+PARSES = "from common.run import cli\n\n\nclass Args:\n    width: int = 3\n\n\ncli.parse(Args)\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "code", "scripts"),
+    [
+        (PARSES, ["--width", "4", "--no-width", "--config", "c.json", "--width=-1"], 0, ["agent.py"]),
+        (PARSES, ["--of-a-module", "4"], 0, ["agent.py"]),
+        (PARSES, ["--widht", "4"], 2, ["train.py"]),
+        (PARSES, ["--widht", "4"], 0, ["train.py", "agent.py"]),  # the recipe has it, wherever it was declared
+        (PARSES, ["--widht", "4"], 1, ["train.py", "agent.py"]),
+        (PARSES, ["--widht", "4", "-h"], 0, ["train.py"]),
+        ("train()\n", ["--widht", "4"], 0, ["agent.py"]),  # it would train
+    ],
+    ids=["known", "of a module", "refused", "known to the recipe", "crash", "help", "of another kind"],
+)
+def test_only_a_flag_in_doubt_is_asked_about(
+    source: str, words: list[str], code: int, scripts: list[str], tmp_path: Path
+) -> None:
+    (copy := tmp_path / "my project").mkdir()
+    (copy / "train.py").write_text(source)
+    (copy / "shape.py").write_text("class Shape:\n    of_a_module: int = 3\n")
+    python = noting(tmp_path, f"echo refused >&2; test $1 != {shlex.quote(str(copy / 'train.py'))} || exit {code}")
+    for variables in ({}, {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "host", "RUN_KEY": KEY}):
+        result = launch(copy, *words, PYTHON=str(python), **variables)
+        several = bool(variables) and "-h" not in words
+        assert started(tmp_path) == (["agent.py"] if several else scripts)
+        assert result.returncode == (code if scripts == ["train.py"] and not several else 0)
+        assert result.stderr.count("refused") == 1
+        (tmp_path / "started").unlink()
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])

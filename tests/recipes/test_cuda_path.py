@@ -1,7 +1,7 @@
 """What a step of each recipe launches, copies, casts, sends and holds on CUDA, without a GPU.
 
-It is counted by tools/plan/counter.py. The figures are those of docs/gpu-counts.md, so whoever changes one makes
-the page again. Each count has a mutant, a mistake that it must show.
+It is counted by tools/plan/counter.py. The figures are those of docs/measured/gpu-counts.md, so whoever changes one
+makes the page again. Each count has a mutant, a mistake that it must show.
 """
 
 import sys

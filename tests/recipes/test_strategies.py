@@ -1,4 +1,4 @@
-"""What a rank holds, measured as benchmarks/strategies.py does it: docs/strategies.md rests on that."""
+"""What a rank holds, measured as benchmarks/strategies.py does it: docs/measured/strategies.md rests on that."""
 
 from pathlib import Path
 
@@ -32,15 +32,16 @@ def test_every_layout_has_a_theory() -> None:
 
 
 def test_shown_rows_are_measured() -> None:
-    """The rows of "Sent" that the page does not fold are there, and have something to send."""
+    """The rows of "Sent" that the page shows are there, and have something to send; the file has all rows."""
     measured = {theory.title(layout): layout for layout in theory.gpt_layouts()}
     for start in theory.SHOWN:
         name, kind = start.rsplit(" | ", 1)
         assert any(kind in theory.traffic(measured[name], rank) for rank in range(measured[name].size)), start
     rows = [f"| {start} | 1 | 0.00 |" for start in (*theory.SHOWN, "ddp_gpt | 2 | all-reduce")]
-    shown, folded = theory.sent_tables(rows).split("<details>")
-    assert [line for line in shown.splitlines() if line in rows] == rows[:-1]
-    assert [line for line in folded.splitlines() if line in rows] == rows
+    assert theory.sent_table(rows).splitlines()[2:] == rows[:-1]
+    head, *filed = theory.sent_file(rows)
+    assert head[:3] == ["recipe", "ranks N", "kind"]
+    assert [f"| {' | '.join(row)} |" for row in filed] == rows
 
 
 def test_fsdp_holds_its_part(tmp_path: Path) -> None:

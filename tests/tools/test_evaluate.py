@@ -1,14 +1,21 @@
 """`python -m tools.evaluate`: each recipe's last evaluation comes out again, in one process without its strategy."""
 
+import dataclasses
 import json
 import re
 import runpy
 import shutil
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
+from common import UserError
+from common.workloads import images
 from pyarrow import parquet
+from tools.evaluate import evaluation
+from tools.evaluate.flags import Args
 
 from tests.conftest import write_image_folder, write_text
 from tests.harness import runner
@@ -160,4 +167,23 @@ def test_bad_input(own: tuple[Path, Path], sets: dict[str, Path], tmp_path: Path
     text = said([str(run), *given, "--data", str(other), "--split", "test"])
     assert f"error: --data {other} has no split named test, only train, validation" in text
     text = said([str(run), *given, "--data", "digits", "--split", "test"])
-    assert "error: --split test: --data digits has no split of that name" in text
+    assert "error: --data digits has no split named test, only train, validation" in text
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    data: str = "digits"
+
+
+@pytest.mark.parametrize(
+    ("make_data", "message"),
+    [
+        (lambda _: images.load("digits", 0, False), "--split test: make_data of mine.py ignores the split"),
+        (lambda flags: images.load(flags.data, 0, False), "--data digits has no split named test, only train, val"),
+    ],
+)
+def test_split_that_make_data_ignores(make_data: Any, message: str) -> None:
+    """Otherwise the validation split would be evaluated under another name."""
+    recipe = types.SimpleNamespace(make_data=make_data, __file__="mine.py")
+    with pytest.raises(UserError, match=message):
+        evaluation.read_data(Args(Path("run"), split="test"), recipe, Flags())

@@ -19,11 +19,11 @@ from common.train import initial
 from common.workloads import gpt, gpt_names
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tools.checkpoint import files as exchange
+from tools.llama import convert as llama
 
 from tests.harness import runner
 from tests.harness.states import make_saver
-from tools import checkpoint as exchange
-from tools import llama
 
 pytestmark = [
     pytest.mark.usefixtures("group"),

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from common import UserError
 from tools.plan import counter, fit, hardware, known, own_runs, predict, published, repeat, sweep, transformer
-from tools.plan.count import Case, NotCountedError, count, to_work
+from tools.plan.__main__ import main
+from tools.plan.count import Case, NotCountedError, count, refusal, to_work
 from tools.plan.work import Traffic, Work
 
 from tests.harness import mutants
@@ -108,27 +109,44 @@ def test_sweep_of_layouts() -> None:
     assert "fastest that fits" in out
 
 
-WRONG: dict[str, tuple[list[str], str]] = {
+WRONG = {
     "no recipe": ([], "which recipe"),
     "no such recipe": (["recipes/none"], "recipes/none has no train.py"),
     "hardware": (["ddp_gpt", "--hardware", "h1000"], "h1000 is not known: use v100-ib, "),
     "hardware file": (["ddp_gpt", "--hardware", "none.toml"], "none.toml"),
     "ranks": (["ddp_gpt", "--world-size", "-3"], "--world-size -3 must be between"),
-    "layout": (["tensor_gpt", "--world-size", "8", "--tp", "3"], "tensor_gpt on 8 ranks: .*--tp"),
-    "batch": (["ddp_gpt", "--world-size", "7", "--global-batch-size", "16"], "does not divide by 7"),
-    "flag": (["ddp_gpt", "--world-size", "2", "--no-such-flag", "1"], "no-such-flag"),
+    "flag without a recipe": (["--html", "--tp=2"], "--tp=2 is not a flag of tools.plan"),
     "runs": (["--fit", "none.csv"], "--fit none.csv: No such file"),
+}
+REFUSED = {
+    "layout": ("tensor_gpt", 8, ["--tp", "3"], "tensor_gpt on 8 ranks: .*--tp"),
+    "batch": ("ddp_gpt", 7, ["--global-batch-size", "16"], "does not divide by 7"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_input_is_one_sentence(name: str) -> None:
+def test_wrong_input_is_one_sentence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     words, message = WRONG[name]
-    code, out, err = plan(*words)
-    assert code == 2
-    assert re.search(message, err), err
-    assert "Traceback" not in err
-    assert not out
+    with pytest.raises(UserError, match=message) as got:
+        main(words)
+    assert "\n" not in str(got.value)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_recipe_refuses_is_one_sentence(name: str) -> None:
+    recipe, size, flags, message = REFUSED[name]
+    folder = about.ROOT / "recipes" / recipe
+    found = json.loads(counter.in_child({"folder": str(folder), "size": size, "flags": flags}))
+    sentence = refusal(Case(folder, size, (*flags,)), found)
+    assert re.search(message, sentence)
+    assert "\n" not in sentence
+
+
+def test_refusal_of_the_command() -> None:
+    code, out, err = plan("ddp_gpt", "--world-size", "2", "--no-such-flag", "1")
+    assert (code, out) == (2, "")
+    assert re.fullmatch("error: ddp_gpt on 2 ranks: .*--no-such-flag.*\n", err), err
 
 
 READS_VALUES = {"forward": {"losses.sum()": "losses.sum() * torch.tensor(losses.detach().numpy().sum())"}}

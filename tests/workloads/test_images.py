@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from common import UserError
-from common.workloads import augment, images
+from common.workloads import augment, image_decode, images
 from PIL import Image
 
 from tests import conftest
@@ -225,7 +225,7 @@ def test_validation_is_not_augmented(source: str, photos: Path) -> None:
     if validation.pixels is not None:
         assert torch.equal(first, validation.pixels[:4])
     else:
-        whole = [images.decode(validation.rows, i) for i in range(4)]
+        whole = [image_decode.decode(validation.rows, i) for i in range(4)]
         assert torch.equal(first, torch.stack([augment.crop_center(image, 80) for image in whole]))
 
 
@@ -300,7 +300,7 @@ def test_image_size(source: str, size: int, photos: Path, capsys: pytest.Capture
     else:
         enlarged = " (16 of 16 were smaller: enlarged)" if size == 96 else ""
         assert f"3 x {size} x {size}, cropped{enlarged}, 2 classes" in said
-        assert torch.equal(together[0], augment.crop_center(images.decode(split.rows, 0), size))
+        assert torch.equal(together[0], augment.crop_center(image_decode.decode(split.rows, 0), size))
 
 
 def test_image_size_of_small_images(small_digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -398,13 +398,14 @@ def test_jpegs_are_decoded_smaller(sides: tuple[int, int], least_side: int, deco
     """At 1/2, 1/4 or 1/8, never below the least side; other formats as they are, and turned photos the right way."""
     rows: Any = None  # the cells are given
     assert (
-        images.decode(rows, 0, cell={"bytes": photo(*sides), "path": None}, least_side=least_side).shape[1:] == decoded
+        image_decode.decode(rows, 0, cell={"bytes": photo(*sides), "path": None}, least_side=least_side).shape[1:]
+        == decoded
     )
     turned = {"bytes": photo(*sides, orientation=6), "path": None}
-    assert images.decode(rows, 0, cell=turned, least_side=least_side).shape[1:] == decoded[::-1]
+    assert image_decode.decode(rows, 0, cell=turned, least_side=least_side).shape[1:] == decoded[::-1]
     png = io.BytesIO()
     Image.new("RGB", sides).save(png, "PNG")
-    as_it_is = images.decode(rows, 0, cell={"bytes": png.getvalue(), "path": None}, least_side=least_side)
+    as_it_is = image_decode.decode(rows, 0, cell={"bytes": png.getvalue(), "path": None}, least_side=least_side)
     assert as_it_is.shape[1:] == sides[::-1]
 
 
@@ -464,7 +465,7 @@ def jpeg(mode: str = "RGB", orientation: int = 1, **how: Any) -> bytes:
 
 
 def decoded(content: bytes, channels: int = 0, **more: Any) -> torch.Tensor:
-    return images.decode(None, 0, channels, cell={"bytes": content, "path": "a.jpg"}, **more)
+    return image_decode.decode(None, 0, channels, cell={"bytes": content, "path": "a.jpg"}, **more)
 
 
 @pytest.fixture
@@ -861,7 +862,7 @@ def test_16_bits_are_scaled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every value is the nearest of 256, and one note says so, for all images together."""
-    monkeypatch.setattr(images, "_noted", [])
+    monkeypatch.setattr(image_decode, "_noted", [])
     train, _ = images.load(str(write_classes(tmp_path, save, suffix)), 0, False)
     assert train.pixels is not None
     for number, found in enumerate(train.pixels):
@@ -875,7 +876,7 @@ def test_16_bits_are_scaled(
 
 def test_mutant_that_clips_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `convert` alone does: nearly all pixels are white."""
-    monkeypatch.setattr(images, "_to_8_bits", lambda image, name: image)
+    monkeypatch.setattr(image_decode, "_to_8_bits", lambda image, name: image)
     train, _ = images.load(str(write_classes(tmp_path, as_16_bits, "png")), 0, False)
     assert train.pixels is not None
     assert (train.pixels == 255).float().mean() > 0.95
@@ -889,7 +890,7 @@ def test_16_bit_images_that_are_large(tmp_path: Path) -> None:
 
     _, validation = images.load(str(write_classes(tmp_path, save, "png")), 0, False)
     assert validation.rows is not None
-    decoded = images.decode(validation.rows, 4)
+    decoded = image_decode.decode(validation.rows, 4)
     np.testing.assert_array_equal(decoded[0].numpy(), np.rint(noise_16(4, 90) / 257).astype(np.uint8))
 
 
@@ -1043,6 +1044,6 @@ def test_mutant_digest_of_labels_alone(photos: Path, tmp_path: Path) -> None:
 
         Image.open(file).point(lambda value: 255 - value).save(file)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(images, "_content", lambda *_, **__: b"")
+        patch.setattr(image_decode, "content", lambda *_, **__: b"")
         assert digest_of(photos) == digest_of(other)
     assert digest_of(photos) != digest_of(other)

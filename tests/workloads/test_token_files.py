@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from common import UserError
-from common.workloads import splits, text, token_files
+from common.workloads import text, token_files
 
 from tests.workloads.test_documents import write_tokenizer
 
@@ -49,7 +49,10 @@ LAYOUTS = {nanogpt: "nanoGPT", llmc: "llm.c", llmc_large: "llm.c", megatron: "Me
 
 
 @pytest.mark.parametrize("write", LAYOUTS)
-def test_layouts(write: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layouts(
+    write: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")  # other tests read the same tokens
     for name, tokens in (("train", TOKENS), ("val", TOKENS[:200])):
         write(tmp_path, name, tokens)
     train, validation = text.load(str(tmp_path), 10)
@@ -113,9 +116,10 @@ def test_test_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, tokens in (("train", TOKENS), ("val", TOKENS[:200]), ("test", TOKENS[:300])):
         nanogpt(tmp_path, name, tokens)
     assert len(text.load(str(tmp_path), 10)[1].tokens) == 200
-    with splits.instead_of_validation("test") as read:
-        assert len(text.load(str(tmp_path), 10)[1].tokens) == 300
-    assert read == [str(tmp_path)]
+    assert len(text.load(f"{tmp_path}@test", 10)[1].tokens) == 300
+    assert len(text.load(f"{tmp_path}@train", 10)[1].tokens) == len(TOKENS)
+    with pytest.raises(UserError, match=rf"--data {tmp_path} has no split named dev, only test, train, validation"):
+        text.load(f"{tmp_path}@dev", 10)
     (tmp_path / "val.bin").unlink()
     assert "is used as one" not in capsys.readouterr().out
     assert len(text.load(str(tmp_path), 10)[1].tokens) == 300

@@ -15,10 +15,10 @@ from common.train import sampler
 from common.workloads import gpt, gpt_names, text
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tools.llama import convert as llama
 
 from tests.conftest import each_recipe
 from tests.harness import runner
-from tools import llama
 
 pytestmark = [
     pytest.mark.usefixtures("group"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from common import UserError, ranks
 from common.train import data
-from common.workloads import images, unreadable
+from common.workloads import image_decode, images, unreadable
 from PIL import Image
 
 from tests.harness import runner
@@ -57,7 +57,7 @@ def test_the_next_one_takes_its_place(
         for index, other in replaced.items():
             assert not torch.equal(found[index], wanted[index])
             if side == 80:  # cropped with the draws of the sample that it replaces
-                source = images.decode(whole.rows, other)
+                source = image_decode.decode(whole.rows, other)
                 draws = images.seed.uniform(0, images.seed.AUGMENT, 0, index, np.arange(5))
                 assert torch.equal(found[index], images.augment.crop_resized(source, 80, draws[:4]))
             else:
@@ -146,12 +146,12 @@ def test_mutant_that_takes_another_image_each_time(tmp_path: Path, monkeypatch: 
     """What depends on what was read before differs between batches."""
     train, _ = load(write_folder(tmp_path, 80, BROKEN))
     draws = iter(range(1000))
-    real = images._decode_or_next
+    real = image_decode.decode_or_next
 
     def any_one(rows: object, index: int, *args: object, **more: object) -> tuple[torch.Tensor, int]:
         return real(rows, next(draws) if index == 7 else index, *args, **(more | {"cell": None}))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(images, "_decode_or_next", any_one)
+    monkeypatch.setattr(image_decode, "decode_or_next", any_one)
     once, again = (train.read(np.zeros(1, int), np.array([7]))[0] for _ in range(2))
     assert not torch.equal(once, again)
     assert unreadable.MOST < 1

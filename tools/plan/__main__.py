@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from common import UserError
-from common.run import exits
+from tools import command
 from tools.plan import answer, sweep
 from tools.plan.count import Case, count
 from tools.plan.hardware import find, table
@@ -50,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
 def main(words: list[str]) -> None:
     """Answer one question."""
     args, flags = parser().parse_known_args(words)
+    if flags and not args.recipe:
+        raise UserError(f"{flags[0]} is not a flag of tools.plan, and no recipe's folder stands before it")
     if args.html:
         from tools.plan.explorer import write
 
@@ -104,5 +106,4 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(exits.USAGE_ERROR)
+        command.refuse(error)

@@ -33,7 +33,7 @@ from tools.plan.work import Traffic, Work
 
 FACTORS = {"all-reduce": 2.0, "broadcast": 1.0, "send": 1.0}  # of others, 1
 BACKWARD = 2 / 3  # of a micro-batch's computation
-SOAK = Path(__file__).resolve().parents[2] / "docs" / "soak.md"
+SOAK = Path(__file__).resolve().parents[2] / "docs" / "measured" / "soak.md"
 HOUR_S = 3600.0
 
 

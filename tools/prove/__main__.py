@@ -4,9 +4,19 @@ import os
 import sys
 from pathlib import Path
 
+import tyro
+
+from common import UserError
+from tools import command
+from tools.prove import flags
+
 HERE = Path(__file__).resolve().parent
 
 if __name__ == "__main__":
+    try:
+        flags.check(tyro.cli(flags.Args, prog="python -m tools.prove"))  # before ranks are started
+    except UserError as error:
+        command.refuse(error)
     os.environ.setdefault("PYTHON", sys.executable)  # this one has torch, whatever environment is active
     os.environ.setdefault("LAUNCHED_AS", f"{sys.executable} -m tools.prove")
     launcher = str(HERE.parents[1] / "launch" / "torchrun.sh")

@@ -14,7 +14,6 @@ from tools.prove import collectives, layouts
 from tools.prove.rank import held
 from tools.prove.world import Job, Outcome
 
-ALL = ("equal", "moves", "kill", "stop", "rates", "collectives")
 STEPS, STOP = 10, 5  # of a training, and the step after which another layout continues it
 # Largest relative difference of a loss, and of a gradient norm, from those of one process. In float64 only the order of
 # a sum differs, 1e-16 each time, and Adam and BatchNorm enlarge it: seen is 1e-11, and a defect is 1e-3 or more. In
@@ -43,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Asked:
-    """What to prove: of which recipes, which of `ALL`, on how many ranks, with GPUs or without, and the folder."""
+    """Which of `flags.PROOFS`, of which recipes, on how many ranks, with GPUs or without, and in which folder."""
 
     recipes: tuple[str, ...]
     proofs: tuple[str, ...]
@@ -129,7 +128,7 @@ def judge(proof: str, what: str, outcomes: Sequence[Outcome | None], look: Calla
     """A row from what rank 0 sees in the files of these runs (all ranks).
 
     Args:
-        proof: which of `ALL`.
+        proof: which of `flags.PROOFS`.
         what: what is proven.
         outcomes: runs that must have ended well; None for one that was not begun.
         look: returns whether it is as it should be, and the figure.

@@ -14,20 +14,7 @@ from pathlib import Path
 from common import UserError, ranks
 from common.run import cli, exits, process_group
 from tools import about
-from tools.prove import page, proofs, world
-
-
-@dataclasses.dataclass(frozen=True)
-class Args:
-    """Prove on this world that every strategy trains alike, and measure it. Writes prove.md and prove.json."""
-
-    out: str = "runs/prove"  # folder for the page, and for the logs beside it
-    name: str = ""  # folder in --out; "" for --out itself
-    recipes: tuple[str, ...] = ()  # the recipes to prove; none for all
-    proofs: tuple[str, ...] = proofs.ALL  # which proofs to run
-    minutes: cli.NonNegativeFloat = 10.0  # what has not begun by then is not run, and the command fails
-    timeout: cli.NonNegativeFloat = 120.0  # seconds after which a run is killed, and has failed
-    keep: bool = False  # keep the runs and their checkpoints, beside the page and the logs
+from tools.prove import flags, page, proofs, world
 
 
 @exits.entry
@@ -37,11 +24,9 @@ def main() -> None:
     Raises:
         UserError: a proof has failed, or was not reached in time.
     """
-    args = cli.parse(Args)
+    args = cli.parse(flags.Args)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, exits.HELD_BACK)  # there is nothing to save
-    for flag, given, known in (("recipes", args.recipes, about.TRAINING), ("proofs", args.proofs, proofs.ALL)):
-        if unknown := [name for name in given if name not in known]:
-            raise UserError(f"--{flag} {' '.join(unknown)}: there is no such; there are {', '.join(known)}")
+    flags.check(args)
     run_key = os.environ.get("RUN_KEY", "")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these ranks only start others, which get the GPUs

@@ -1,7 +1,4 @@
-"""Convert a GPT checkpoint to a Llama, Qwen 2 or Qwen 3 of Hugging Face, and these or a Mistral back.
-
-`python -m tools.llama`. The models compute the same from tensors of the same layout, so only names change.
-"""
+"""A GPT's checkpoints and the folders that Hugging Face loads: what the commands of `python -m tools.llama` do."""
 
 import json
 import shutil
@@ -12,7 +9,7 @@ import torch
 
 from common import UserError, keymap, manifest
 from common.workloads import documents, gpt, gpt_names
-from tools.checkpoint import Source, Tensors, beside, read, run, weights, write, write_start
+from tools.checkpoint.files import Tensors, beside, read, weights, write, write_start
 
 # Files that belong to a tokenizer.json, and may lie beside it.
 BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
@@ -118,16 +115,8 @@ def special_ids(folder: Path) -> dict[str, Any]:
     return found
 
 
-def export(path: Source, out: Path) -> None:
-    """Write the newest undamaged checkpoint of a GPT as a folder that transformers.AutoModelForCausalLM loads.
-
-    The number of heads is not in the weights, so this reads the run's config.json, in the run's folder. The tokenizer
-    comes with it: that of the run's --tokenizer, with the settings that lie beside it, or one of bytes.
-
-    Args:
-        path: a run's folder, or one of its checkpoints.
-        out: the folder to create.
-    """
+def export(path: Path, out: Path) -> None:
+    """Write a checkpoint of a GPT, and its run's tokenizer, as a folder for transformers."""
     with beside(out) as partial:
         folder, step, tensors = weights(path)
         file = folder.parent.parent / "config.json"
@@ -160,13 +149,8 @@ def export(path: Source, out: Path) -> None:
         print(f"note: without a tokenizer.json, because {why}: AutoTokenizer cannot load this folder")
 
 
-def import_(path: Source, out: Path) -> None:
-    """Make a checkpoint of step 0, for --resume, from a folder of config.json and model*.safetensors.
-
-    Args:
-        path: the folder of a Llama, Mistral, Qwen 2 or Qwen 3.
-        out: the folder to create, for --resume; its config.json, for --config, has the model's sizes.
-    """
+def import_(path: Path, out: Path) -> None:
+    """Make a checkpoint of step 0 from such a folder."""
     with beside(out) as partial:
         file = path / "config.json"
         try:
@@ -192,7 +176,3 @@ def import_(path: Source, out: Path) -> None:
     tokenizer = beside_it if beside_it.exists() else "FILE"
     flags_line = f"--resume {out} --config {out}/config.json --seq-len N --tokenizer {tokenizer}"
     print(f"to train from them: bash launch/torchrun.sh recipes/ddp_gpt {flags_line}")
-
-
-if __name__ == "__main__":
-    run({"export": export, "import": import_}, "tools.llama", __doc__)

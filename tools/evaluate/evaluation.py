@@ -1,17 +1,13 @@
-"""Evaluate a run's checkpoint on one device: `python -m tools.evaluate RUN`.
+"""An evaluation: what `python -m tools.evaluate` does.
 
 It calls make_data, make_model and forward of the recipe's section 2, and nothing else of the recipe.
 """
 
 import dataclasses
-import signal
-import sys
-import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import tyro
 
 from common import UserError, devices, keymap, manifest, precision, ranks
 from common.run import cli, process_group
@@ -19,23 +15,13 @@ from common.state import checkpoint
 from common.train import data, initial, metrics, sampler
 from common.workloads import splits
 from tools import about
-from tools.checkpoint import beside
+from tools.checkpoint.files import beside
+from tools.evaluate.flags import Args
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CALLED = ("Args", "make_data", "make_model", "forward")  # of a train.py
+NO_SPLIT = "no_such_split"  # which no set has
 Rows = list[dict[str, float]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Args:
-    """Evaluate a run's checkpoint on one device, a GPU if there is one, in one process without a strategy."""
-
-    run: tyro.conf.Positional[Path]  # the run's folder
-    checkpoint: str = ""  # a step, or "best" for the one that --keep-best has kept; "" for the newest undamaged one
-    data: str = ""  # another data set, as for the recipe's --data; "" for the run's own
-    split: Literal["validation", "test"] = "validation"  # which split of the data set to evaluate
-    recipe: str = ""  # the train.py to take section 2 from; "" for recipes/<the run's recipe>/train.py
-    out: str = ""  # also write a row for each sample to this .parquet file; samples then pass the model one by one
 
 
 def load_recipe(args: Args, name: object) -> Any:
@@ -98,11 +84,23 @@ def read_data(args: Args, recipe: Any, flags: Any) -> tuple[data.BatchReader, da
     """
     if args.split == "validation":
         return recipe.make_data(flags)
-    with splits.instead_of_validation(args.split) as read:
-        found = recipe.make_data(flags)
-    if not read:
-        raise UserError(f"--split {args.split}: --data {vars(flags).get('data', '')} has no split of that name")
-    return found
+    source = splits.parse(vars(flags).get("data", ""))
+    chooses = "data" in vars(flags) and _refuses(recipe, flags, source.validating_on(NO_SPLIT))
+    if not chooses:  # it would give its validation split, whatever split was asked for
+        raise UserError(
+            f"--split {args.split}: make_data of {recipe.__file__} ignores the split that --data names: let it read "
+            "--data by images.load, text.load or splits.load"
+        )
+    return recipe.make_data(dataclasses.replace(flags, data=source.validating_on(args.split)))
+
+
+def _refuses(recipe: Any, flags: Any, name: str) -> bool:
+    """Whether make_data refuses this --data."""
+    try:
+        recipe.make_data(dataclasses.replace(flags, data=name))
+    except UserError:
+        return True
+    return False
 
 
 def scores(outputs: list[Any], targets: Any) -> dict[str, float]:
@@ -195,24 +193,14 @@ def write(rows: Rows, path: Path) -> None:
     parquet.write_table(pa.table({key: [row.get(key) for row in rows] for key in columns}), path)
 
 
-def main() -> None:
-    """Parse the flags and evaluate."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `evaluate | head`
-    args = tyro.cli(Args, prog="python -m tools.evaluate")
+def evaluate_run(args: Args) -> None:
+    """Evaluate, and write the rows where --out asks for them."""
     args = dataclasses.replace(args, run=args.run.expanduser())
-    try:
-        if not args.out:
-            run(args, None)
-            return
-        rows: Rows = []
-        with beside(Path(args.out).expanduser()) as partial:
-            run(args, rows)
-            write(rows, partial)
-        print(f"{args.out}: {len(rows):,} rows of {', '.join(rows[0])}")
-    except (UserError, OSError) as error:  # the second: a full disk
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()
+    if not args.out:
+        run(args, None)
+        return
+    rows: Rows = []
+    with beside(Path(args.out).expanduser()) as partial:
+        run(args, rows)
+        write(rows, partial)
+    print(f"{args.out}: {len(rows):,} rows of {', '.join(rows[0])}")

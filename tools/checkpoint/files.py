@@ -1,31 +1,26 @@
-"""Inspect and verify checkpoints, and convert them to and from one safetensors file: `python -m tools.checkpoint`."""
+"""Checkpoints and safetensors files: what the commands of `python -m tools.checkpoint` do."""
 
 import contextlib
 import json
 import os
 import shutil
-import signal
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-import tyro
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from common import UserError, keymap, manifest
 from common.state import checkpoint
 
-Source = Annotated[Path, tyro.conf.Positional]
 Tensors = dict[str, torch.Tensor]
 
 
-def inspect(path: Source) -> None:
-    """Show what a checkpoint holds; PATH is a checkpoint, or a run's folder for its newest undamaged checkpoint."""
+def inspect(path: Path) -> None:
+    """Show what a checkpoint holds."""
     folder, facts = checkpoint.choose(path)
     files = facts.pop("files")
     print(f"{folder}: {len(files)} file(s), {sum(entry['bytes'] for entry in files.values()) / 1e6:,.1f} MB, undamaged")
@@ -38,34 +33,24 @@ def inspect(path: Source) -> None:
         print(f"    {name:60} {str(entry.properties.dtype).removeprefix('torch.'):9} {tuple(entry.size)}")
 
 
-def verify(path: Source) -> None:
-    """Compare a checkpoint, or all checkpoints of a run, with the manifest; exits with 1 if one is damaged."""
+def verify(path: Path) -> None:
+    """Compare checkpoints with their manifests, and exit with 1 if one is damaged."""
     faults = {folder: manifest.verify(folder)[1] for folder in checkpoint.candidates(path)}
     for folder, fault in faults.items():
         print(f"{'DAMAGED' if fault else 'OK     '} {folder}  {fault}".rstrip())
     sys.exit(any(faults.values()))
 
 
-def export(path: Source, out: Path) -> None:
-    """Write the model's weights as one safetensors file, whatever strategy and number of ranks saved them.
-
-    Args:
-        path: a checkpoint, or a run's folder for its newest undamaged checkpoint.
-        out: the file to write; it must not exist yet.
-    """
+def export(path: Path, out: Path) -> None:
+    """Write the model's weights as one safetensors file."""
     with beside(out) as partial:
         folder, step, tensors = weights(path)
         write(tensors, partial, step)
     print(f"{out}: {len(tensors)} tensors of step {step} of {folder}")
 
 
-def import_(path: Source, out: Path) -> None:
-    """Make a checkpoint of step 0 from a safetensors file, for --resume; the optimizer starts fresh.
-
-    Args:
-        path: the file; its names may have the prefixes of DataParallel, DDP and torch.compile.
-        out: the folder to create, for --resume.
-    """
+def import_(path: Path, out: Path) -> None:
+    """Make a checkpoint of step 0 from a safetensors file."""
     with beside(out) as partial:
         tensors = read(path)
         write_start(partial, tensors, path.name)
@@ -130,22 +115,3 @@ def write_start(run_dir: Path, tensors: Tensors, source: str) -> None:
     write(tensors, file, 0)
     manifest.sync(file)
     manifest.write(folder, {"step": 0, "samples": 0, "source": source}, {file.name: manifest.seal(file)})
-
-
-def main() -> None:
-    """Run one of the four commands."""
-    run({"inspect": inspect, "verify": verify, "export": export, "import": import_}, "tools.checkpoint", __doc__)
-
-
-def run(commands: dict[str, Any], module: str, about: str | None) -> None:
-    """Parse and run one of the commands of a module."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended here: one process
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `inspect | head`
-    try:
-        tyro.extras.subcommand_cli_from_dict(commands, prog=f"python -m {module}", description=about)
-    except (UserError, OSError, SafetensorError) as error:  # the last two: a full disk
-        sys.exit(f"error: {error}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,59 @@
+"""Each tool answers --help and refuses a wrong flag before it imports what takes seconds."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import about
+
+TOOLS = sorted(path.parent.name for path in about.ROOT.glob("tools/*/__main__.py"))
+HEAVY = {"accelerate", "datasets", "numpy", "pyarrow", "tensorboard", "torch", "torchvision"}
+
+
+def run(tool: str, *words: str) -> tuple[int, str, str, set[str]]:
+    """Exit code, output, errors, and what was imported, also by processes that it has started."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tools.{tool}", *words],
+        cwd=about.ROOT,
+        env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    lines = done.stderr.splitlines()
+    imports = [line for line in lines if line.startswith("import time:")]
+    errors = "\n".join(line for line in lines if line not in imports)
+    return done.returncode, done.stdout, errors, {line.rpartition("|")[2].strip() for line in imports}
+
+
+def test_there_is_no_tool_beside_them() -> None:
+    assert len(TOOLS) > 3
+    assert not [path for path in about.ROOT.glob("tools/*.py") if '__name__ == "__main__"' in path.read_text()]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_help(tool: str) -> None:
+    code, out, errors, imported = run(tool, "--help")
+    assert (code, errors) == (0, "")
+    assert "usage: " in out
+    assert "common" in imported or "tools" in imported
+    assert not imported & HEAVY
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_wrong_flag(tool: str) -> None:
+    code, out, errors, imported = run(tool, "--no-such-flag")
+    assert (code, out) == (2, "")
+    assert "Traceback" not in errors
+    assert len(re.findall("no-such-flag|Missing value for", errors)) == 1, errors
+    assert not imported & HEAVY
+
+
+def test_mutant(tmp_path: Path) -> None:
+    """What a right command imports would be seen."""
+    assert "torch" in run("checkpoint", "verify", str(tmp_path))[3]

@@ -1,0 +1,99 @@
+"""Each private part of torch and datasets that workloads call is there and does what it is called for.
+
+A failure here names the part that a new release has changed.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from common.workloads import private_api
+from torch import nn
+
+# --- files ---
+
+
+def test_fingerprint_is_of_the_rows(tmp_path: Path) -> None:
+    import datasets
+
+    (tmp_path / "some.txt").write_text("one\ntwo\n")
+    (tmp_path / "other.txt").write_text("one\n")
+    rows = [
+        datasets.load_dataset("text", data_files=str(tmp_path / name), split="train", cache_dir=str(tmp_path / cache))
+        for name, cache in (("some.txt", "a"), ("some.txt", "b"), ("other.txt", "a"))
+    ]
+    found = [private_api.fingerprint(one) for one in (*rows, rows[0].select([1]))]
+    assert found[0] == found[1]
+    assert len(set(found)) == 3
+
+
+def test_file_that_datasets_was_reading(tmp_path: Path) -> None:
+    import datasets
+
+    (tmp_path / "good.txt").write_text("text")
+    (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    files = [str(tmp_path / name) for name in ("good.txt", "latin.txt")]
+    with pytest.raises(datasets.exceptions.DatasetGenerationError) as error:
+        datasets.load_dataset("text", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    assert private_api.file_in(error.value) == files[1]
+    assert private_api.file_in(ValueError()) == ""
+
+
+# --- attention to one block ---
+
+
+def attention(seed: int, causal: bool, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor, list[Any]]:
+    """Query, key and value of grouped heads; a gradient of the result; and the result and three gradients by autograd.
+
+    The public function keeps the logarithms of the softmax's divisors; they are computed beside it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(2, 4, 6, 8), (2, 2, 6 if causal else 10, 8), (2, 2, 6 if causal else 10, 8), (2, 4, 6, 8)]
+    query, key, value, grad = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    inputs = [x.to(dtype).requires_grad_() for x in (query, key, value)]
+    out = nn.functional.scaled_dot_product_attention(*inputs, is_causal=causal, enable_gqa=True)
+    gradients = torch.autograd.grad(out, inputs, grad.to(dtype))
+    return [x.detach() for x in inputs], grad.to(dtype), [out.detach(), *gradients]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+def test_block_attention(dtype: torch.dtype, tolerance: float, causal: bool) -> None:
+    """The operator gives what the public function does, and the logarithms; so does the plain way."""
+    (query, key, value), grad, wanted = attention(0, causal, dtype)
+    wide = [x.double().repeat_interleave(2, 1) for x in (key, value)]
+    scores = query.double() @ wide[0].mT / 8**0.5
+    after = torch.ones(scores.shape[2:], dtype=torch.bool).triu(1) & causal
+    logarithms = scores.masked_fill(after, -torch.inf).logsumexp(3)
+    out, found = private_api.block_attention(query, key, value, causal)
+    gradients = private_api.block_attention_backward(grad, query, out, found, key, value, causal)
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    plain = private_api._plain_attention(query, *(x.to(dtype) for x in wide), causal)
+    by_hand = private_api._plain_attention_backward(grad, query, *plain, *(x.to(dtype) for x in wide), causal)
+    summed = [by_hand[0], *(x.unflatten(1, (2, 2)).sum(2) for x in by_hand[1:])]
+    for out_, logarithms_, gradients_ in ((out, found, gradients), (*plain, summed)):
+        torch.testing.assert_close(logarithms_.double(), logarithms, rtol=tolerance, atol=tolerance)
+        for one, other in zip((out_, *gradients_), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_block_attention_of_no_samples() -> None:
+    """A rank may read none in the last micro-batch."""
+    query, few = torch.empty(0, 4, 6, 8), torch.empty(0, 2, 6, 8)
+    out, logarithms = private_api.block_attention(query, few, few, causal=True)
+    gradients = private_api.block_attention_backward(out, query, out, logarithms, few, few, causal=True)
+    assert [x.shape for x in gradients] == [query.shape, few.shape, few.shape]
+
+
+def test_block_attention_of_heads_that_are_not_rows() -> None:
+    """Rotated heads of width 2 have their elements apart; the operator alone reads what is beside them."""
+    (query, key, value), grad, wanted = attention(0, True, torch.float64)
+    apart = [x.mT.contiguous().mT for x in (query, key, value, grad)]
+    assert all(x.stride(-1) > 1 for x in apart)
+    out, found = private_api.block_attention(*apart[:3], True)
+    gradients = private_api.block_attention_backward(
+        apart[3], apart[0], out.mT.contiguous().mT, found, *apart[1:3], True
+    )
+    for one, other in zip((out, *gradients), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)

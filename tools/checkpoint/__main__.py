@@ -1,0 +1,49 @@
+"""Inspect and verify checkpoints, and convert them to and from one safetensors file: `python -m tools.checkpoint`."""
+
+from pathlib import Path
+
+from tools import command
+from tools.command import Source
+
+
+def inspect(path: Source) -> None:
+    """Show what a checkpoint holds; PATH is a checkpoint, or a run's folder for its newest undamaged checkpoint."""
+    from tools.checkpoint import files
+
+    files.inspect(path)
+
+
+def verify(path: Source) -> None:
+    """Compare a checkpoint, or all checkpoints of a run, with the manifest; exits with 1 if one is damaged."""
+    from tools.checkpoint import files
+
+    files.verify(path)
+
+
+def export(path: Source, out: Path) -> None:
+    """Write the model's weights as one safetensors file, whatever strategy and number of ranks saved them.
+
+    Args:
+        path: a checkpoint, or a run's folder for its newest undamaged checkpoint.
+        out: the file to write; it must not exist yet.
+    """
+    from tools.checkpoint import files
+
+    files.export(path, out)
+
+
+def import_(path: Source, out: Path) -> None:
+    """Make a checkpoint of step 0 from a safetensors file, for --resume; the optimizer starts fresh.
+
+    Args:
+        path: the file; its names may have the prefixes of DataParallel, DDP and torch.compile.
+        out: the folder to create, for --resume.
+    """
+    from tools.checkpoint import files
+
+    files.import_(path, out)
+
+
+if __name__ == "__main__":
+    commands = {"inspect": inspect, "verify": verify, "export": export, "import": import_}
+    command.run(commands, "tools.checkpoint", __doc__)

@@ -1,0 +1,19 @@
+"""The flags of `python -m tools.evaluate`."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    """Evaluate a run's checkpoint on one device, a GPU if there is one, in one process without a strategy."""
+
+    run: tyro.conf.Positional[Path]  # the run's folder
+    checkpoint: str = ""  # a step, or "best" for the one that --keep-best has kept; "" for the newest undamaged one
+    data: str = ""  # another data set, as for the recipe's --data; "" for the run's own
+    split: Literal["validation", "test"] = "validation"  # which split of the data set to evaluate
+    recipe: str = ""  # the train.py to take section 2 from; "" for recipes/<the run's recipe>/train.py
+    out: str = ""  # also write a row for each sample to this .parquet file; samples then pass the model one by one
