@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 from common import keymap
-from common.train import data, guard
+from common.state import state_check
+from common.train import data
 from tests.harness import runner
 from torch import nn
 
@@ -71,5 +72,5 @@ def loop(recipe: str, part: dict[str, Any], args: Any, mesh: Any) -> Callable[[]
 
     segment()
     # A bare loop that did not average its gradients would be faster for it.
-    guard.StateCheck(model, compare=True).compare(keymap.model_tensors(model), SEGMENT)
+    state_check.StateCheck(model, compare=True).compare(keymap.model_tensors(model), SEGMENT)
     return segment

@@ -24,8 +24,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from common import keymap, manifest
 from common.run import process_group, run_dir
-from common.state import checkpoint, saver
-from common.train import guard
+from common.state import checkpoint, saver, state_check
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT
 from torch import nn
@@ -74,7 +73,7 @@ def measure(folder: str) -> None:
     world = process_group.start()
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp",))
     model, state = make_state()
-    check = guard.StateCheck(model, compare=True)
+    check = state_check.StateCheck(model, compare=True)
     place = Path(folder)
     savers = []
     for in_background in (False, True):

@@ -69,9 +69,9 @@ def main() -> None:
         rows.append(
             f"| {name} | {statistics.median(values):.2f} | {min(values):.2f} to {max(values):.2f} | {ratio:.2f} |"
         )
-    command = " ".join(["uv run python -m benchmarks.starts", *sys.argv[1:]])
+    own = " ".join(["uv run python -m benchmarks.starts", *sys.argv[1:]])
     contents = {
-        "starts_measured": pages.measured(command, f"2 ranks, {args.turns} turns", began=began),
+        "starts_measured": pages.measured(own, f"2 ranks, {args.turns} turns", began=began),
         "starts": "\n".join(rows),
     }
     print(*contents.values(), sep="\n\n")

@@ -14,6 +14,7 @@ import torch
 from common import keymap
 from common.protect import watch
 from common.run import process_group, run_dir, stop
+from common.state import state_check
 from common.train import guard, sampler
 from common.workloads.resnet import make_resnet
 from tests.harness import pages, runner
@@ -58,7 +59,7 @@ def measure(folder: str) -> None:
     assert watching, "process_group.start has made it"
     watching.begin(path, 0, 60.0)
     finite = guard.FiniteGuard(model, optimizer, plan, 3)
-    check = guard.StateCheck(model, compare=True)
+    check = state_check.StateCheck(model, compare=True)
     norm = torch.ones(())
     finite.skip_if_not_finite(norm)
     step = iter(range(10**9))

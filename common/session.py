@@ -38,6 +38,7 @@ class RunArgs(
 ):
     """Flags of every run."""
 
+    # every run
     out: str = "runs"  # folder that holds the runs
     name: str = ""  # name of the run, "" for date and time; the same name again resumes that run
     resume: str = ""  # start from this run or checkpoint, of any recipe with the same model
@@ -60,6 +61,7 @@ class RunArgs(
 class TrainArgs(RunArgs):
     """Flags of every training."""
 
+    # every training
     init: str = ""  # start from weights that fit: a checkpoint, folder, .safetensors, .pth, torchvision:NAME
     keep_best: str = ""  # also keep the checkpoint that is best in this metric, such as loss; "" for none
     patience: bounds.NonNegativeInt = 0  # stop after so many evaluations without a better keep_best (or loss); 0: never

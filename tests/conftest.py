@@ -1,4 +1,4 @@
-"""Fixtures; and the figures of the lessons, which each test run prints."""
+"""Fixtures; and the figures of the house, which each test run prints."""
 
 import os
 import tempfile
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from common.workloads import images, text
 
-from tests import lessons
+from tests import house
 from tests.harness import runner
 
 torch.set_num_threads(1)  # the ranks need the other cores, and threads that wait for each other are slow beside them
@@ -128,5 +128,5 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the lessons in figures."""
-    terminalreporter.write_line(lessons.report())
+    """Print the house in figures."""
+    terminalreporter.write_line(house.report())

@@ -5,7 +5,8 @@ another, wherever it stands: in a function, below `if TYPE_CHECKING`, or as a na
 """
 
 import ast
-from collections.abc import Iterable, Iterator, Set
+import functools
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,33 +53,48 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
+def _packages(known: Mapping[str, Path]) -> dict[str, bool]:
+    """Each module's name, and whether it is a package."""
+    return {name: path.name == "__init__.py" for name, path in known.items()}
+
+
+@functools.cache
+def parse(text: str) -> ast.Module:
+    """The syntax tree of a source, which nobody changes."""
+    return ast.parse(text)
+
+
 def imports(root: Path) -> list[Import]:
     """All imports of modules of common/ by modules of common/."""
     known = modules(root)
-    return sorted({one for name, path in known.items() for one in _imports(name, path, known)})
+    packages = tuple(_packages(known).items())
+    return sorted({one for name, path in known.items() for one in _imports(name, path.read_text(), packages)})
 
 
-def _imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[Import]:
-    tree = ast.parse(path.read_text())
-    is_package = path.name == "__init__.py"
+@functools.cache
+def _imports(name: str, text: str, packages: tuple[tuple[str, bool], ...]) -> list[Import]:
+    known = dict(packages)
+    tree = parse(text)
     inside = {node for function in ast.walk(tree) if isinstance(function, FUNCTIONS) for node in ast.walk(function)}
+    found = []
     for node in ast.walk(tree):
-        for target in _targets(node, name if is_package else name.rpartition(".")[0], known):
+        for target in _targets(node, name if known[name] else name.rpartition(".")[0], known):
             hides = ""
             if isinstance(node, ast.Constant):
                 hides = "by a string"
             elif node in inside:
                 hides = "inside a function"
-            elif is_package:
+            elif known[name]:
                 hides = "for all who import from its folder"
             elif isinstance(node, ast.Import):
                 hides = "and may use all of common: write `from ... import`"
-            elif known[target].name == "__init__.py" and target != "common":
+            elif known[target] and target != "common":
                 hides = "and may use all that lies there: name the module"
-            yield Import(name, target, node.lineno, hides)
+            found.append(Import(name, target, node.lineno, hides))
+    return found
 
 
-def _targets(node: ast.AST, package: str, known: dict[str, Path]) -> Set[str]:
+def _targets(node: ast.AST, package: str, known: Mapping[str, object]) -> Set[str]:
     """Modules of common/ that a statement imports."""
     names = []
     if isinstance(node, ast.Import):
@@ -98,12 +114,17 @@ def _targets(node: ast.AST, package: str, known: dict[str, Path]) -> Set[str]:
     return found - {""}
 
 
-def names(path: Path, known: dict[str, Path]) -> dict[str, str]:
-    """What a file outside of common/ calls modules of common/, and what it imports out of them, by its name there."""
+def names(path: Path, known: Mapping[str, Path]) -> Mapping[str, str]:
+    """What a file calls modules of common/, and what it imports out of them, by its name there."""
+    return _names(path.read_text(), tuple(known))
+
+
+@functools.cache
+def _names(text: str, known: tuple[str, ...]) -> Mapping[str, str]:
     found = {}
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parse(text)):
         for alias in node.names if isinstance(node, ast.ImportFrom) else ():
-            if any(name.partition(".")[0] == "common" for name in _targets(node, "", known)):
+            if _targets(node, "", dict.fromkeys(known)):
                 found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
     return found
 
@@ -121,10 +142,10 @@ def reached(pairs: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
     for module, target in pairs:
         found.setdefault(module, set()).add(target)
         found.setdefault(target, set())
-    for through in found:
+    for through, further in found.items():
         for targets in found.values():
             if through in targets:
-                targets |= found[through]
+                targets.update(further)
     return found
 
 
@@ -173,12 +194,12 @@ def hidden(root: Path) -> list[Import]:
 
 
 def foreign(root: Path) -> list[str]:
-    """Imports between parts of the repository that none may have: a recipe's of anything but common, common's at all."""
+    """Imports of one part of the repository by another that may not be: a recipe may import common, common none."""
     found = []
     for path in [*sorted(root.glob("recipes/*/*.py")), *modules(root).values()]:
         part = path.relative_to(root).parts[0]
         beside = {file.stem for file in path.parent.glob("*.py")} if part == "recipes" else set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path.read_text())):
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -210,10 +231,10 @@ def closure(root: Path, *names: str) -> list[str]:
 # --- What speaks backwards --------------------------------------------------------------------------------
 
 
-def variables(path: Path) -> set[str]:
+def variables(text: str) -> set[str]:
     """Names that a module assigns at its top level."""
     found = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in parse(text).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
             found |= {one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)}
@@ -232,12 +253,15 @@ def backwards(root: Path) -> list[str]:
     module; and the use of a variable of another module that is no constant, because somebody has to fill it in.
     """
     known = modules(root)
-    held = {name: variables(path) for name, path in known.items()}
+    texts = {name: path.read_text() for name, path in known.items()}
+    packages = tuple(_packages(known).items())
     found = []
-    for name, path in known.items():
-        reader = _Backwards(name, known, held)
-        reader.visit(ast.parse(path.read_text()))
-        found += [f"{name}:{line} {what}" for line, what in sorted(set(reader.found))]
+    for name, text in texts.items():
+        for line, what, module, used in _read(name, text, packages):
+            if not used:
+                found.append(f"{name}:{line} {what}")
+            elif not is_constant(used) and used in variables(texts[module]):
+                found.append(f"{name}:{line} uses {module}.{used}, a variable")
     return found
 
 
@@ -245,30 +269,41 @@ def kept(root: Path) -> list[str]:
     """Variables that a module's own functions change, as `common.keymap._counters_of`: they outlive a training."""
     found = set()
     for name, path in modules(root).items():
-        reader = _Backwards(name, {}, {}, own=variables(path))
-        reader.visit(ast.parse(path.read_text()))
-        found |= {f"{name}.{what}" for _, what in reader.found if what in reader.own}
+        own = tuple(variables(path.read_text()))
+        found |= {f"{name}.{what}" for _, what, *_ in _read(name, path.read_text(), (), own) if what in own}
     return sorted(found)
 
 
-class _Backwards(ast.NodeVisitor):
-    """Looks at one module; where a function's own variable has the name of an import, the variable counts."""
+@functools.cache
+def _read(
+    name: str, text: str, packages: tuple[tuple[str, bool], ...], own: tuple[str, ...] = ()
+) -> list[tuple[int, str, str, str]]:
+    """What `_Backwards` finds: line, what; and what a name of another module is used for, which may be no variable."""
+    reader = _Backwards(name, dict(packages), frozenset(own))
+    reader.visit(parse(text))
+    return sorted(set(reader.found))
 
-    def __init__(
-        self, name: str, known: dict[str, Path], held: dict[str, set[str]], own: Set[str] = frozenset()
-    ) -> None:
-        self.own = own
-        self.found: list[tuple[int, str]] = []
+
+class _Backwards(ast.NodeVisitor):
+    """Looks at one module; where a function's own variable has the name of an import, the variable counts.
+
+    Args:
+        name: the module's.
+        known: all modules, and whether they are packages.
+        own: look for changes of these variables of the module itself, by its functions, instead.
+    """
+
+    def __init__(self, name: str, known: Mapping[str, bool], own: Set[str]) -> None:
+        self.found: list[tuple[int, str, str, str]] = []
         self._name = name
         self._known = known
-        self._held = held
+        self._own = own
         self._modules: dict[str, str] = {}  # the name that stands for a module here
         self._values: dict[str, str] = dict.fromkeys(own, "")  # or for something out of one, and that one
         self._local: list[set[str]] = []  # of each function around
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        is_package = bool(self._known) and self._known[self._name].name == "__init__.py"
-        package = self._name if is_package else self._name.rpartition(".")[0]
+        package = self._name if self._known.get(self._name) else self._name.rpartition(".")[0]
         for alias in node.names:
             one = ast.ImportFrom(node.module, [alias], node.level)
             here = alias.asname or alias.name
@@ -277,7 +312,7 @@ class _Backwards(ast.NodeVisitor):
                     self._modules[here] = target
                 else:
                     self._values[here] = target
-                    self._check_variable(node.lineno, target, alias.name)
+                    self.found.append((node.lineno, "", target, alias.name))
             if (node.module, alias.name) == ("sys", "argv"):
                 self._note(node, "takes argv out of sys: somebody may change it")
 
@@ -288,27 +323,30 @@ class _Backwards(ast.NodeVisitor):
         stored = [one for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)]
         arguments = [one for one in ast.walk(node.args) if isinstance(one, ast.arg)]
         shared = {name for one in ast.walk(node) if isinstance(one, ast.Global) for name in one.names}
-        self._local.append({one.id for one in stored} | {one.arg for one in arguments} - shared)
+        self._local.append(({one.id for one in stored} | {one.arg for one in arguments}) - shared)
         self.generic_visit(node)
         self._local.pop()
 
-    visit_AsyncFunctionDef = visit_Lambda = visit_FunctionDef
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self.visit_FunctionDef(node)
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        self.visit_FunctionDef(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id in self._own and isinstance(node.ctx, ast.Store | ast.Del) and self._is_outer(node):
+            self._note(node, node.id)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         self._look_at(node)
         if isinstance(node.value, ast.Name) and (module := self._module(node.value)):
-            self._check_variable(node.lineno, module, node.attr)
+            self.found.append((node.lineno, "", module, node.attr))
             if node.attr == "__dict__":
                 self._note(node, f"takes the variables of {module}")
         self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         self._look_at(node)
-        self.generic_visit(node)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if self.own and isinstance(node.target, ast.Name) and self._is_outer(node.target):
-            self._note(node, node.target.id)
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -325,14 +363,14 @@ class _Backwards(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _look_at(self, node: ast.Attribute | ast.Subscript) -> None:
-        if not isinstance(node.ctx, ast.Load):
-            at_top = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and self._module(node.value)
-            if at_top:
-                self._note(node, f"changes {at_top}.{node.attr}")
-            elif isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.argv":
-                self._note(node, "changes sys.argv")
-            else:
-                self._changes(node.value)
+        """Of something that is assigned or deleted: whose is it?"""
+        if isinstance(node.ctx, ast.Load):
+            return
+        whole = isinstance(node, ast.Attribute)
+        if whole and isinstance(node.value, ast.Name) and self._module(node.value):
+            self._note(node, f"changes {self._module(node.value)}.{node.attr}")
+        else:
+            self._changes(node if ast.unparse(node) == "sys.argv" else node.value)
 
     def _changes(self, node: ast.expr) -> None:
         """Something in or below `node` is changed: whose is it?"""
@@ -348,17 +386,14 @@ class _Backwards(ast.NodeVisitor):
         if (module := self._module(name)) and len(chain) > 1:
             self._note(node, f"changes {module}.{ast.unparse(node).partition('.')[2]}")
         elif name.id in self._values and self._is_outer(name):
-            self._note(node, name.id if self.own else f"changes {self._values[name.id]}.{ast.unparse(node)}")
-
-    def _check_variable(self, line: int, module: str, name: str) -> None:
-        if name in self._held.get(module, ()) and not is_constant(name):
-            self.found.append((line, f"uses {module}.{name}, a variable"))
+            self._note(node, name.id if self._own else f"changes {self._values[name.id]}.{ast.unparse(node)}")
 
     def _module(self, name: ast.Name) -> str:
         return self._modules.get(name.id, "") if self._is_outer(name) else ""
 
     def _is_outer(self, name: ast.Name) -> bool:
-        return not any(name.id in names for names in self._local) and (bool(self._local) or not self.own)
+        """Whether no function around has a variable of that name; of `own`, only what a function does counts."""
+        return not any(name.id in names for names in self._local) and (bool(self._local) or not self._own)
 
     def _note(self, node: ast.AST, what: str) -> None:
-        self.found.append((node.lineno, what))
+        self.found.append((node.lineno, what, "", ""))

@@ -11,13 +11,13 @@ is never imported. Lines of code are those without docstrings, comments and blan
 import argparse
 import ast
 import difflib
+import functools
 import io
 import json
 import re
 import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from tests import floors
 
@@ -35,33 +35,37 @@ LOCALS = 20  # its variables
 FLAGS = {"resnet": 20, "gpt": 22}  # in section 1 of what stands for a workload
 # Changed lines of code of the lessons that one reads first.
 LESSONS = {
-    ("dp_resnet", "ddp_resnet"): 23,
+    ("dp_resnet", "ddp_resnet"): 25,
     ("ddp_resnet", "multinode_resnet"): 17,
     ("ddp_gpt", "fsdp_gpt"): 38,
-    ("fsdp_gpt", "tensor_gpt"): 67,
-    ("ddp_gpt", "accelerate_gpt"): 65,
-    ("ddp_gpt", "pipeline_gpt"): 140,
+    ("fsdp_gpt", "tensor_gpt"): 70,
+    ("ddp_gpt", "accelerate_gpt"): 70,
+    ("ddp_gpt", "pipeline_gpt"): 145,
 }
 
 
 def docstring_lines(text: str) -> set[int]:
     """Numbers of the lines of all docstrings."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    nodes = [node for node in ast.walk(floors.parse(text)) if isinstance(node, kinds)]
     docstrings = [node.body[0] for node in nodes if ast.get_docstring(node) is not None]
     return {line for node in docstrings for line in range(node.lineno, node.end_lineno + 1)}
 
 
 def code(text: str, first: int = 1, last: int | None = None) -> list[str]:
     """The lines of code from one line to another, without the comments behind them."""
+    return [line for number, line in _numbered(text) if number >= first and (last is None or number <= last)]
+
+
+@functools.cache
+def _numbered(text: str) -> list[tuple[int, str]]:
     lines = text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     skipped = docstring_lines(text)
-    numbered = list(enumerate(lines, 1))[first - 1 : last]
-    return [line.rstrip() for number, line in numbered if line.strip() and number not in skipped]
+    return [(number, line.rstrip()) for number, line in enumerate(lines, 1) if line.strip() and number not in skipped]
 
 
 def changed(base: str, text: str) -> int:
@@ -93,7 +97,7 @@ def pairs(root: Path = ROOT) -> Iterator[tuple[str, str]]:
 
 def main_of(path: Path) -> ast.FunctionDef:
     """A recipe's main."""
-    (main,) = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", "") == "main"]
+    (main,) = [node for node in floors.parse(path.read_text()).body if getattr(node, "name", "") == "main"]
     assert isinstance(main, ast.FunctionDef)
     return main
 
@@ -128,7 +132,7 @@ def looked_up(root: Path, path: Path) -> set[str]:
     known = floors.modules(root)
     here = floors.names(path, known)
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(floors.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and _leftmost(node.value) in here and isinstance(node.value, ast.Name):
             found.add(f"{here[node.value.id]}.{node.attr}")
         elif isinstance(node, ast.Name) and here.get(node.id, "common") not in known:
@@ -137,22 +141,22 @@ def looked_up(root: Path, path: Path) -> set[str]:
 
 
 def flags(root: Path, path: Path, name: str = "Args") -> tuple[set[str], set[str]]:
-    """The fields that a dataclass declares itself, and all of them with those of its bases in common/."""
+    """The fields that a dataclass declares itself, and all of them with those of its bases.
+
+    Args:
+        root: of the checkout.
+        path: a file that defines the class, or imports it from common/.
+        name: the class, as that file calls it: "Args" or "session.RunArgs".
+    """
     known = floors.modules(root)
-    classes = {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+    classes = {node.name: node for node in floors.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+    if name not in classes:
+        first, _, rest = name.partition(".")
+        origin, _, last = f"{floors.names(path, known).get(first, '')}.{rest}".strip(".").rpartition(".")
+        return flags(root, known[origin], last) if origin in known else (set(), set())
     fields = [node.target for node in classes[name].body if isinstance(node, ast.AnnAssign)]
     own = {target.id for target in fields if isinstance(target, ast.Name)}
-    inherited: set[str] = set()
-    here = floors.names(path, known)
-    for one in classes[name].bases:
-        written = ast.unparse(one)
-        first, _, rest = written.partition(".")
-        origin, _, last = f"{here.get(first, '')}.{rest}".strip(".").rpartition(".")
-        if written in classes:
-            inherited |= flags(root, path, written)[1]
-        elif origin in known:
-            inherited |= flags(root, known[origin], last)[1]
-    return own, own | inherited
+    return own, own.union(*(flags(root, path, ast.unparse(one))[1] for one in classes[name].bases))
 
 
 # --- A copy -----------------------------------------------------------------------------------------------
@@ -195,7 +199,8 @@ def figures(root: Path = ROOT) -> Figures:
         "circles": len(floors.circles(floors.arrows(root))),
         "upward imports": len(floors.upward(root)) if has_floors else None,
         "imports that hide": len(floors.hidden(root)),
-        "things that speak backwards": len(floors.backwards(root)),
+        "lines that speak backwards": len(floors.backwards(root)),
+        "variables of modules that functions change": len(floors.kept(root)),
     }
     found[f"lines that a copy of {COPIED} brings"] = {
         "whole": copied(root),
@@ -207,12 +212,13 @@ def figures(root: Path = ROOT) -> Figures:
         own, everything = flags(root, path)
         found[name] = {
             "lines of code": len(code(path.read_text())),
-            "flags of its own": len(own),
-            "flags": len(everything),
-            "names looked up": len(looked_up(root, path)),
-            "lines of main": main_lines(path),
-            "calls out of main": calls_out(root, path),
-            "locals of main": num_locals(path),
+            "of bare.py": len(code(bare.read_text())) if (bare := path.with_name("bare.py")).exists() else None,
+            "own flags": len(own),
+            "all flags": len(everything),
+            "names outside": len(looked_up(root, path)),
+            "main: lines": main_lines(path),
+            "calls out": calls_out(root, path),
+            "locals": num_locals(path),
         }
     paths = recipes(root)
     found["changed lines of code of a lesson"] = {
@@ -274,33 +280,46 @@ def stands_for_workload(root: Path, recipe: str) -> bool:
 
 
 def report(root: Path = ROOT) -> str:
-    """The figures in short, for each run of the tests."""
-    found = figures(root)
-    lines = ["the house (python -m tests.house):"]
-    groups = list(found)
-    for group in (*groups[:2], groups[-1]):
-        shown = ", ".join(f"{name} {number:,}" for name, number in found[group].items() if number is not None)
-        lines.append(f"  {group}: {shown}")
-    lines.append("  recipe: " + ", ".join(found[groups[2]]))
-    lines += [f"  {group}: {', '.join(map(str, found[group].values()))}" for group in groups[2:-1]]
-    lines += [f"  light: {light}" for light in lights(root)] or ["  no light burns"]
-    return "\n".join(lines)
+    """The figures of a checkout, and the lights that burn."""
+    return "\n".join([table({"now": figures(root)}), *lights_lines(root)])
+
+
+def lights_lines(root: Path = ROOT) -> list[str]:
+    """The lights that burn, for people."""
+    return [f"light: {light}" for light in lights(root)] or ["no light burns"]
 
 
 def table(columns: dict[str, Figures]) -> str:
-    """The figures of some checkouts beside each other."""
-    groups = {group: None for found in columns.values() for group in found}
-    rows: list[tuple[str, ...]] = []
-    for group in groups:
-        rows.append((group, *("" for _ in columns)))
-        names = {name: None for found in columns.values() for name in found.get(group, {})}
-        for name in names:
-            numbers = [found.get(group, {}).get(name) for found in columns.values()]
-            rows.append((f"  {name}", *("-" if number is None else f"{number:,}" for number in numbers)))
-    rows.insert(0, ("", *columns))
+    """The figures of one checkout, or of one before and one after."""
+    groups = list({group: None for found in columns.values() for group in found})
+    upright = [group for group in groups if "calls out" not in next(iter(columns.values())).get(group, {})]
+    recipes = [group for group in groups if group not in upright]
+    lines = []
+    for group in upright[:2]:
+        lines += _grid([[group, *columns], *_rows(columns, group)])
+    names = list({name: None for found in columns.values() for one in recipes for name in found.get(one, {})})
+    rows = [[one, *(" > ".join(_numbers(columns, one, name)) for name in names)] for one in recipes]
+    lines += _grid([[f"recipe: {' > '.join(columns)}", *names], *rows])
+    for group in upright[2:]:
+        lines += _grid([[group, *columns], *_rows(columns, group)])
+    return "\n".join(lines)
+
+
+def _rows(columns: dict[str, Figures], group: str) -> list[list[str]]:
+    names = {name: None for found in columns.values() for name in found.get(group, {})}
+    return [[f"  {name}", *_numbers(columns, group, name)] for name in names]
+
+
+def _numbers(columns: dict[str, Figures], group: str, name: str) -> list[str]:
+    numbers = [found.get(group, {}).get(name) for found in columns.values()]
+    return ["-" if number is None else f"{number:,}" for number in numbers]
+
+
+def _grid(rows: list[list[str]]) -> list[str]:
+    """Lines of columns, the first to the left, the others to the right; and one that is empty."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     cells = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
-    return "\n".join("  ".join(row).rstrip() for row in cells)
+    return [*("  ".join(row).rstrip() for row in cells), ""]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -309,11 +328,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--beside", type=Path, metavar="PATH", help="another checkout, which was before")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
-    columns: dict[str, Any] = {"before": figures(args.beside.resolve())} if args.beside else {}
+    columns = {"before": figures(args.beside.resolve())} if args.beside else {}
     columns["after" if args.beside else "now"] = figures()
-    print(json.dumps(columns, indent=1) if args.json else table(columns))
-    if not args.json:
-        print("\n".join(["", *(f"light: {light}" for light in lights())] if lights() else ["", "no light burns"]))
+    if args.json:
+        print(json.dumps(columns | {"lights": lights()}, indent=1))
+    else:
+        print("\n".join([table(columns), *lights_lines()]))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from common import UserError, keymap, seed, session
-from common.run import exits, log, process_group, run_dir, stop
-from common.state import checkpoint
+from common.run import log, process, process_group, run_dir, stop
+from common.state import checkpoint, state_check
 from common.train import guard, sampler
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -200,7 +200,7 @@ DUE: dict[str, tuple[dict[str, Any], dict[str, list[int]]]] = {
 def go_through(folder: str, how: dict[str, Any], wanted: dict[str, list[int]]) -> None:
     checked: list[int] = []
     for look in ("judge", "compare"):  # of a save, and beside it
-        setattr(guard.StateCheck, look, lambda self, what, step: checked.append(step))
+        setattr(state_check.StateCheck, look, lambda self, what, step: checked.append(step))
     events = train(*begin(folder, **how))
     assert events == wanted, events
     assert checked == sorted([*(step for step in wanted["steps"] if step % 4 == 0), *wanted["saves"]]), checked
@@ -235,7 +235,7 @@ def see_losses(folder: str) -> None:
     run, *_ = begin(folder, on_bad_state="rewind", max_steps=9)
     for step, loss in enumerate(losses[:-1], 1):
         run._look_at_loss(step, loss)
-    with pytest.raises(exits.Rewind):
+    with pytest.raises(process.Rewind):
         run._look_at_loss(9, losses[-1])
     assert session.went_back_from == [9]
     for step, loss in enumerate(losses[5:], 6):

@@ -41,6 +41,7 @@ LINES = {
 class ProfileArgs:
     """Flags of profiles."""
 
+    # every run
     profile: bounds.NonNegativeInt = 0  # steps to profile, after the first 5: where their time goes; 0 for none
 
 

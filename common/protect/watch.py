@@ -45,6 +45,7 @@ FAREWELL_TAG = 0x0FA2E  # of the message that a rank sends to the one before it 
 class WatchArgs:
     """Flags of the watch over the ranks."""
 
+    # every run
     hang_timeout: bounds.Timeout = 300.0  # seconds without progress until the run names the hanging rank and exits
 
 

@@ -15,6 +15,7 @@ SCALINGS = '"linear:FACTOR" or "llama3:FACTOR:LOW:HIGH:CONTEXT"'
 class ShapeArgs:
     """Flags that other people's models need; a recipe's own are `num_layers`, `num_heads` and `width`."""
 
+    # shapes of other people's models
     num_kv_heads: bounds.NonNegativeInt = 0  # key and value heads; 0 for num_heads
     mlp_width: bounds.NonNegativeInt = 0  # hidden units of each MLP; 0 for 8/3 of width, rounded up to a multiple of 64
     tied: bool = False  # share the embedding's weights with the output layer

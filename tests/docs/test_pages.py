@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import difflib
+import functools
 import json
 import re
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from common import session
+from common.workloads import gpt
 from tools.evaluate import flags as evaluate
 from tools.plan.__main__ import parser as planner
 from tools.prove import flags as prove
@@ -195,13 +198,18 @@ def test_broken_links_are_found() -> None:
     assert [*broken_links(ROOT / "README.md", text)] == ["nowhere.md", "#none"]
 
 
+@functools.cache
 def flags_of(recipe: str) -> set[str]:
-    """The flags of a recipe, without their dashes; those of a truth value also with no-."""
+    """The flags of a recipe and of its bases, without their dashes; those of a truth value also with no-."""
     (args,) = [
         node for node in ast.parse(runner.source(recipe)).body if isinstance(node, ast.ClassDef) and node.name == "Args"
     ]
-    fields = [node for node in args.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
-    names = {node.target.id.replace("_", "-"): ast.unparse(node.annotation) for node in fields}
+    fields = [node for node in args.body if isinstance(node, ast.AnnAssign)]
+    kinds = {ast.unparse(node.target): ast.unparse(node.annotation) for node in fields}
+    for module, name in (ast.unparse(base).split(".") for base in args.bases):
+        inherited = dataclasses.fields(getattr({"session": session, "gpt": gpt}[module], name))
+        kinds = {field.name: "bool" if field.type is bool else "" for field in inherited} | kinds
+    names = {name.replace("_", "-"): kind for name, kind in kinds.items()}
     return {*names, *(f"no-{name}" for name, kind in names.items() if kind == "bool")}
 
 
@@ -260,8 +268,8 @@ def body(recipe: str, function: str) -> str:
 
 def lesson(base: str, recipe: str, function: str) -> str:
     """What becomes of a function, as a diff with one line around each change."""
-    texts = (body(name, function).splitlines() for name in (base, recipe))
-    lines = [*difflib.unified_diff(*texts, n=1, lineterm="")][2:]
+    before, after = (body(name, function).splitlines() for name in (base, recipe))
+    lines = [*difflib.unified_diff(before, after, n=1, lineterm="")][2:]
     return "\n".join(line for line in lines if not line.startswith("@@"))
 
 

@@ -1,8 +1,8 @@
 """Run the fault matrix: `uv run python -m tests.faults.table` writes faults.csv and faults.md in docs/measured.
 
-The file has a row for each fault and recipe. The page sums up each family of faults, and names every pair that failed or
-was not run; people write its prose. With names of recipes (`... -m tests.faults.table ddp_gpt fsdp_gpt`) it
-takes minutes and replaces the rows of those recipes only; with `-k EXPRESSION`, as of pytest, the rows that it has run.
+The file has a row for each fault and recipe. The page sums up each family of faults, and names every pair that failed
+or was not run; people write its prose. With names of recipes (`... -m tests.faults.table ddp_gpt fsdp_gpt`) it takes
+minutes and replaces the rows of those recipes only; with `-k EXPRESSION`, as of pytest, the rows that it has run.
 `--no-run` writes the page again from the file.
 """
 
@@ -165,8 +165,8 @@ def summary(rows: Sequence[Row]) -> str:
     pairs = len(faults) * len(RECIPES)
     runs, bits = (sum(int(row["runs"]) for row in ran if only in ("", row["fault"])) for only in ("", BITS))
     return (
-        f"**{sum(map(passed, ran))} of {len(ran)} pairs passed**: {len(faults)} faults, each in every recipe to which it "
-        f"applies.\n{out_of_scope} pairs do not apply; {pairs - len(ran) - out_of_scope} were not run. The pairs took "
+        f"**{sum(map(passed, ran))} of {len(ran)} pairs passed**: {len(faults)} faults, each in every recipe that it "
+        f"concerns.\n{out_of_scope} pairs do not apply; {pairs - len(ran) - out_of_scope} were not run. The pairs took "
         f"{runs} runs, of which {bits} only look\nfor one flipped bit in a file."
     )
 
@@ -176,7 +176,8 @@ def family(rows: Sequence[Row]) -> str:
     faults: dict[str, list[Row]] = collections.defaultdict(list)
     for row in rows:
         faults[row["fault"].split(": ", 1)[1]].append(row)
-    lines = ["Injected: " + "; ".join(grouped(faults)) + "."]
+    injected = textwrap.fill(f"Injected: {'; '.join(grouped(faults))}.", 119, break_on_hyphens=False)
+    lines = []
     for name, found in faults.items():
         ran = {row["recipe"]: row for row in found if row["runs"] != "0" or row["message"].startswith("not applicable")}
         lines += [
@@ -187,7 +188,7 @@ def family(rows: Sequence[Row]) -> str:
         if missing := [recipe for recipe in RECIPES if recipe not in ran]:
             lines.append(f"- not run, {name}: {', '.join(missing)}")
     shown = [f"- {name}: {quoted(row)}" for name, row in examples(faults)]
-    return "\n\n".join([textwrap.fill(lines[0], 119, break_on_hyphens=False), *(["\n".join(lines[1:])] if lines[1:] else []), "\n".join(shown)])
+    return "\n\n".join(part for part in (injected, "\n".join(lines), "\n".join(shown)) if part)
 
 
 def grouped(faults: Iterable[str]) -> list[str]:

@@ -6,32 +6,31 @@ A fault that is given twice comes again after the run has gone back (--on-bad-st
 
 Who renames one of these renames it here as well; a patch of a name that is not there fails every fault test:
 
-    patched                                  what for
-    common.run.process_group.start               point "at the start"
-    common.run.process_group.finish              faults that come again
-    common.run.run_dir.claim                     point "before the claim"
+    patched                                          what for
+    common.run.process_group.start                   point "at the start"
+    common.run.process_group.finish                  faults that come again
+    common.run.run_dir.claim                         point "before the claim"
     common.protect.watch.Watch.begin                 point "before the first step"
     common.protect.watch.Watch.step                  the step that this rank is in
-    common.train.data.Loader(reader, ...)          point "reading": a reader around the reader
-    common.run.stop.Stop.after                   point "end of a step"; note "done"
-    common.manifest.seal, write              points "before the digests", "before the manifest"
-    common.train.guard.FiniteGuard(model, ...)     what the actions "drift" and "damage state" may change
-    common.train.guard.StateCheck(model, ...)      the same, of a recipe that does not train and has no FiniteGuard
-    common.session.Session.log_train         of such a recipe, point "update"; log_validation, point "evaluation"
+    common.train.data.Loader(reader, ...)            point "reading": a reader around the reader
+    common.run.stop.Stop.after                       point "end of a step"; note "done"
+    common.manifest.seal, write                      points "before the digests", "before the manifest"
+    common.train.guard.FiniteGuard(model, ...)       what the actions "drift" and "damage state" may change
+    common.train.state_check.StateCheck(model, ...)  the same, of a recipe that does not train and has no FiniteGuard
+    common.session.Session.log_train                 its point "update"; log_validation, point "evaluation"
     common.protect.watch.Watch._exit                 note "named": this rank prints the finding about another one
     common.protect.watch.Watch._let_others_read      note "named": this rank has printed its own error
-    common.train.flops.count_sample, peak_flops    no measurement
-    common.train.sampler.make_plan                 short epochs
-    common.workloads.resnet.make_resnet      a small network
-    common.workloads.text.stdlib_documents   a small text
-    nn.Module.eval                           point "evaluation"
-    torch.autograd.backward                  point "backward"; the action "spoil"
-    torch's hook before an optimizer's step  point "update"
-    dcp.save                                 point "before the data"
-    common.state.shards.ShardWriter.write_data     points "between the files", "in a file"
-    Path.rename                              points "before the rename", "after the rename"
-    shutil.rmtree                            point "during retention"
-    os._exit                                 note "exited"
+    common.train.flops.count_sample, peak_flops      no measurement
+    common.train.sampler.make_plan                   short epochs
+    common.workloads.resnet.make_resnet              a small network
+    common.workloads.text.stdlib_documents           a small text
+    nn.Module.eval                                   point "evaluation"
+    torch.autograd.backward                          point "backward"; the action "spoil"
+    dcp.save                                         point "before the data"
+    common.state.shards.ShardWriter.write_data       points "between the files", "in a file"
+    Path.rename                                      points "before the rename", "after the rename"
+    shutil.rmtree                                    point "during retention"
+    os._exit                                         note "exited"
 
 MUTANTS patch what a proof must notice, each next to its name.
 """
@@ -62,10 +61,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import keymap, manifest, private_api, ranks, seal, session
+from common import BadStateError, keymap, manifest, places, private_api, ranks, seal, session
 from common.protect import health, heartbeat, watch
 from common.run import log, output, process_group, run_dir, stop
-from common.state import checkpoint, saver, shards
+from common.state import checkpoint, saver, shards, state_check
 from common.train import data, flops, guard, sampler, sync_batchnorm
 from common.workloads import resnet, text
 from torch import nn
@@ -102,6 +101,7 @@ class _Self:
     events = Path(os.devnull)
     due: list[Fault] = []  # noqa: RUF012
     later: list[Fault] = []  # noqa: RUF012
+    watching: watch.Watch
     model: nn.Module
     optimizer: torch.optim.Optimizer
     shared: list[nn.Parameter] = []  # noqa: RUF012
@@ -197,6 +197,9 @@ class _Reader:
     def __init__(self, reader: data.BatchReader) -> None:
         self.reader = reader
 
+    def __len__(self) -> int:
+        return len(self.reader)
+
     def read(self, *request: Any) -> Any:
         _reach("reading")
         return self.reader.read(*request)
@@ -207,24 +210,28 @@ def _is_checkpoint(path: Any) -> bool:
 
 
 def _patch(drifts: bool) -> None:
+    def keep_watch(made: watch.Watch, _: Any) -> None:
+        _Self.watching = made
+
     def begin_step(_: watch.Watch, step: int) -> None:
         _Self.step = step
 
     def keep_optimizer(_: guard.FiniteGuard, __: nn.Module, optimizer: torch.optim.Optimizer, *___: Any) -> None:
         _Self.optimizer = optimizer
 
-    def keep_state(_: guard.StateCheck, model: nn.Module, **__: Any) -> None:
+    def keep_state(_: state_check.StateCheck, model: nn.Module, **__: Any) -> None:
         _Self.model, _Self.shared = model, _shared(model)
 
     def reach_if_checkpoint(point: str) -> Callable[..., None]:
         """Of the last argument: what is renamed to it, or removed."""
         return lambda *args, **_: _reach(point) if _is_checkpoint(args[-1]) else None
 
-    _after(process_group, "finish", lambda **_: _Self.due.extend(_Self.later))
+    _after(process_group, "finish", lambda *_, **__: _Self.due.extend(_Self.later))
+    _after(watch.Watch, "__init__", keep_watch)
     _after(watch.Watch, "step", begin_step)
     if drifts:
         _after(guard.FiniteGuard, "__init__", keep_optimizer)
-        _after(guard.StateCheck, "__init__", keep_state)
+        _after(state_check.StateCheck, "__init__", keep_state)
     _before(process_group, "start", _reaches("at the start"))
     _before(run_dir, "claim", _reaches("before the claim"))
     _before(watch.Watch, "begin", _reaches("before the first step"))
@@ -290,9 +297,8 @@ def _send(name: str, pause_s: float = 0.0) -> None:
 
 def _send_later(name: str) -> None:
     """After heartbeats that tell the others where this rank is: counted, for on a busy machine they come late."""
-    assert watch.alive, "process_group.start has made it"
-    sent = watch.alive._beats
-    while watch.alive._beats < sent + 3:
+    sent = _Self.watching._beats
+    while _Self.watching._beats < sent + 3:
         time.sleep(watch.BEAT_S / 4)
     _send(name)
 
@@ -333,7 +339,7 @@ def _miscompute() -> None:
 
 def _find_late(seconds: float) -> None:
     """This rank needs longer than the others to see that its state is bad."""
-    _before(guard.BadStateError, "__init__", lambda *_: time.sleep(seconds))
+    _before(BadStateError, "__init__", lambda *_: time.sleep(seconds))
 
 
 def _forget() -> None:
@@ -594,7 +600,7 @@ def _compare_nothing() -> None:
 
 
 def _look_at_nothing() -> None:
-    _replace(guard.StateCheck, "judge", lambda *_: None)
+    _replace(state_check.StateCheck, "judge", lambda *_: None)
 
 
 def _watch_nothing() -> None:
@@ -624,11 +630,11 @@ def _seal_nothing() -> None:
 
 
 def _print_directly() -> None:
-    _replace(output, "protect", lambda: None)
+    _replace(output, "protect", output.Output)
 
 
 def _trust_open_folders() -> None:
-    _replace(run_dir, "refuse_open", lambda _: None)
+    _replace(places, "refuse_open", lambda _: None)
 
 
 def _look_once() -> None:

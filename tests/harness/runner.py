@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from common import devices
-from common.run import run_dir, stop
+from common.run import stop
 from common.train import flops
 from tools.about import RECIPES, ROOT, TRAINING, choices, has_flag, is_single, source, workload
 
@@ -374,9 +374,6 @@ class _State:
         self._masked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         self._handlers = {number: signal.getsignal(number) for number in stop.SIGNALS}
         self._donated = functorch.donated_buffer
-        self._modules = {
-            name: dict(vars(module)) for name, module in sys.modules.items() if name.partition(".")[0] == "common"
-        }
 
     def restore(self) -> bool:
         """Put back what a training that has ended well leaves; returns whether that is all that it has left."""
@@ -392,11 +389,6 @@ class _State:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._masked)
-        for file in run_dir._locks:
-            file.close()
-        run_dir._locks.clear()
-        for name, attributes in self._modules.items():
-            vars(sys.modules[name]).update(attributes)
         # What Accelerate has found in its environment lives as long as the process.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import torch
-from common.state import checkpoint, saver
-from common.train import guard
+from common.run.process import Process
+from common.state import checkpoint, saver, state_check
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -61,8 +61,8 @@ def loaded(path: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 def make_saver(run_dir: Path, keep: int = 9, in_background: bool = False, has_one: bool = True) -> saver.Saver:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
-    check = guard.StateCheck(torch.nn.Module(), compare=True)
-    return saver.Saver(run_dir, str(RECIPE), mesh, check, {"seed": 3}, keep, in_background, has_one)
+    check = state_check.StateCheck(torch.nn.Module(), compare=True)
+    return saver.Saver(run_dir, str(RECIPE), mesh, check, Process(), {"seed": 3}, keep, in_background, has_one)
 
 
 def save(run_dir: Path, step: int, keep: int = 9) -> Path:
@@ -77,7 +77,7 @@ def steps(run_dir: Path) -> list[int]:
 
 
 def find_step(run_dir: Path, resume: str = "") -> int:
-    found = checkpoint.find(run_dir, resume, seed=3)
+    found = checkpoint.find(str(run_dir.parent), run_dir.name, resume, seed=3)
     assert found.path is not None
     step = found.progress["step"]
     assert found.progress["samples"] == 10 * step

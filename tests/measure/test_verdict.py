@@ -4,6 +4,7 @@ import dataclasses
 from typing import Annotated
 
 import pytest
+from common import bounds
 from common.measure import timeline, verdict
 from common.run import cli
 
@@ -12,9 +13,9 @@ from common.run import cli
 class Args:
     """Flags."""
 
-    workers: cli.NonNegativeInt = 2  # loader processes
-    global_batch_size: cli.PositiveInt = 8  # samples of a step
-    compress: Annotated[str, cli.Shortens("exposed", "bf16")] = "none"  # what is sent
+    workers: bounds.NonNegativeInt = 2  # loader processes
+    global_batch_size: bounds.PositiveInt = 8  # samples of a step
+    compress: Annotated[str, bounds.Shortens("exposed", "bf16")] = "none"  # what is sent
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from common import manifest, private_api
 from common.protect import diagnose
+from common.run import process_group
 from common.train import data, sampler
 
 from tests.harness import runner
@@ -195,9 +196,9 @@ def test_waits_in_the_oldest_collective_that_has_not_ended() -> None:
     assert diagnose.waits_in({"entries": [record(True, 1)]}, "", "") == ""
     entries = [record(True, 1), record(False, 2), record(False, 3)]
     assert diagnose.waits_in({"entries": entries}, "", "") == "gloo:all_reduce [[2, 2]], number 2 of group default_pg"
-    saving = record(False, 1, diagnose.SAVING)
+    saving = record(False, 1, process_group.SAVING)
     assert diagnose.waits_in({"entries": [saving]}, "", "data") == "", "it is written beside the training"
-    assert diagnose.waits_in({"entries": [saving]}, "", "save").endswith(f"of group {diagnose.SAVING}")
+    assert diagnose.waits_in({"entries": [saving]}, "", "save").endswith(f"of group {process_group.SAVING}")
     assert diagnose.waits_in({"entries": [saving, *entries]}, "", "").endswith("number 2 of group default_pg")
 
 
@@ -205,7 +206,7 @@ def wait_for_rank_1() -> None:
     store, rank, size = next(dist.rendezvous("env://"))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
     axis = dist.new_group(group_desc="mesh_dp")
-    saving = dist.new_group(group_desc=diagnose.SAVING)
+    saving = dist.new_group(group_desc=process_group.SAVING)
 
     def look_for(wanted: str) -> None:
         """A collective is done a moment before its record says so."""

@@ -1,11 +1,12 @@
 """The diff is the lesson: a recipe differs from its base in the sections that it declares open, and in no other."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
-from tests import lessons
+from tests import floors, house
 from tests.harness import runner
 
 TITLES = ["Arguments", "Workload", "Strategy", "Step", "Main"]
@@ -64,24 +65,65 @@ def test_recipes_differ_where_they_say(capsys: pytest.CaptureFixture) -> None:
 
 def test_family_shares_its_workload_step_and_main() -> None:
     """dp, ddp and multinode ResNets have one text there, and so have all GPTs."""
-    derived = [(base, recipe) for base, recipe in lessons.pairs() if runner.workload(base) == runner.workload(recipe)]
+    derived = [(base, recipe) for base, recipe in house.pairs() if runner.workload(base) == runner.workload(recipe)]
     assert {runner.workload(recipe) for _, recipe in derived} == {"resnet", "gpt"}
     for base, recipe in derived:
         ours, theirs = (runner.sections(runner.source(name)) for name in (recipe, base))
         assert [number for number in CLOSED if ours[number] != theirs[number]] == [], f"{base} -> {recipe}"
 
 
-@pytest.mark.parametrize("recipe", runner.RECIPES)
-def test_main_reads_itself(recipe: str) -> None:
-    lines, names = lessons.main_of(recipe)
-    assert lines <= lessons.MAIN_LINES
-    assert names <= lessons.MAIN_LOCALS
+def packed(text: str) -> list[int]:
+    """Lines of assignments that pack unrelated values: `self.plan, self.most = plan, most`.
+
+    Values belong together where they are one operation on several operands, that is, calls of one function, or
+    expressions that differ in names and numbers only and share a name, such as `world.rank, world.size`; or where
+    names change places. What a call or an iterator yields is unpacked freely.
+    """
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple) and len(node.value.elts) > 1):
+            continue
+        targets = [target for target in node.targets if isinstance(target, ast.Tuple)]
+        values = node.value.elts
+        if targets and not (_change_places(targets[0], values) or _one_operation(values)):
+            found.append(node.lineno)
+    return found
 
 
-@pytest.mark.parametrize("path", lessons.product(), ids=lambda path: str(path.relative_to(runner.ROOT)))
+def _change_places(target: ast.Tuple, values: list[ast.expr]) -> bool:
+    return {*map(ast.unparse, target.elts)} == {*map(ast.unparse, values)}
+
+
+def _one_operation(values: list[ast.expr]) -> bool:
+    if all(isinstance(value, ast.Call) for value in values) and len({ast.dump(v.func) for v in values}) == 1:
+        return True
+    shapes = {ast.dump(_Anonymous().visit(ast.parse(ast.unparse(value)))) for value in values}
+    names = [{node.id for node in ast.walk(value) if isinstance(node, ast.Name)} for value in values]
+    plain = all(isinstance(value, ast.Name | ast.Constant) for value in values)
+    return len(shapes) == 1 and bool(set.intersection(*names)) and not plain
+
+
+class _Anonymous(ast.NodeTransformer):
+    """Leaves out which names, attributes and constants an expression has."""
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name("", node.ctx)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.Attribute:
+        return ast.Attribute(self.visit(node.value), "", node.ctx)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        return ast.Constant(None)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*sorted(runner.ROOT.glob("recipes/*/*.py")), *floors.modules(runner.ROOT).values()],
+    ids=lambda path: str(path.relative_to(runner.ROOT)),
+)
 def test_unrelated_values_are_not_packed(path: Path) -> None:
     lines = path.read_text().splitlines()
-    assert [f"line {number}: {lines[number - 1].strip()}" for number in lessons.packed(path.read_text())] == []
+    assert [f"line {number}: {lines[number - 1].strip()}" for number in packed(path.read_text())] == []
 
 
 @pytest.mark.parametrize(
@@ -103,15 +145,7 @@ def test_unrelated_values_are_not_packed(path: Path) -> None:
     ],
 )
 def test_what_is_packed(assignment: str, is_packed: bool) -> None:
-    assert lessons.packed(assignment) == [1] * is_packed
-
-
-def test_lines_of_code() -> None:
-    """Neither docstrings nor comments nor blank lines; a text that is a value, and code before a comment, count."""
-    text = '"""Doc."""\n\nx = 1  # why\n# no\n\n\ndef f():\n    """Doc\n    more."""\n    return """a\nb"""\n'
-    assert lessons.code(text) == ["x = 1", "def f():", '    return """a', 'b"""']
-    assert lessons.changed(text, text.replace("# why", "# because").replace("x = 1", "x = 2")) == 2
-    assert lessons.changed(text, text.replace("# why", "# because").replace("Doc", "Words")) == 0
+    assert packed(assignment) == [1] * is_packed
 
 
 def test_mutants_fail() -> None:

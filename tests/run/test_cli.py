@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
-from common import UserError, seed
+from common import UserError, bounds, seed
 from common.run import cli, exits
 
 from tests.harness import module, runner
@@ -92,7 +92,7 @@ def test_only_one_length_of_the_training(epochs: list[str], tmp_path: Path) -> N
 class Seeded:
     """Train from a seed."""
 
-    seed: cli.Seed = 0  # of 64 bits
+    seed: bounds.Seed = 0  # of 64 bits
 
 
 def test_seed_is_of_64_bits() -> None:
@@ -114,15 +114,15 @@ class Adopted:
 
     offset: float = -0.5  # without bounds
     shift: int = -3  # the same, whole
-    positive: cli.PositiveInt = 2  # from 1 on
-    count: cli.NonNegativeInt = 2  # from 0 on
-    amount: cli.NonNegativeFloat = 2.5  # at least 0
-    share: cli.Fraction = 0.5  # from 0 to 1
-    patience: cli.Timeout = 2.5  # seconds, at least 1
-    depth: Annotated[int, cli.Bounds(most=8)] = 4  # the adopter's own bounds
-    ratio: Annotated[float, cli.Bounds(-1, 1)] = 0.0  # on both sides
-    top_p: cli.Fraction | None = None  # with a value for "none given"
-    betas: tuple[cli.Fraction, cli.Fraction] = (0.9, 0.999)  # several numbers
+    positive: bounds.PositiveInt = 2  # from 1 on
+    count: bounds.NonNegativeInt = 2  # from 0 on
+    amount: bounds.NonNegativeFloat = 2.5  # at least 0
+    share: bounds.Fraction = 0.5  # from 0 to 1
+    patience: bounds.Timeout = 2.5  # seconds, at least 1
+    depth: Annotated[int, bounds.Bounds(most=8)] = 4  # the adopter's own bounds
+    ratio: Annotated[float, bounds.Bounds(-1, 1)] = 0.0  # on both sides
+    top_p: bounds.Fraction | None = None  # with a value for "none given"
+    betas: tuple[bounds.Fraction, bounds.Fraction] = (0.9, 0.999)  # several numbers
 
 
 TAKEN = [
@@ -193,12 +193,12 @@ FRACTIONS = ("momentum", "label_smoothing", "gamma", "gae_lambda")
 def out_of_bounds(args_type: type) -> list[str]:
     """Names of a recipe's numeric flags that would take a value which makes no sense."""
     found = []
-    bounds = dict(cli._annotated(args_type, cli.Bounds))
+    bounds = dict(cli._annotated(args_type, bounds.Bounds))
     for name, hint in typing.get_type_hints(args_type).items():  # int and float, whatever is annotated
         if hint in (int, float):
             least = 1 if name in AT_LEAST_1 else 0
             most = 1 if name in FRACTIONS else 2**64 - 1 if name == "seed" else math.inf
-            has = bounds.get(name, cli.Bounds())
+            has = bounds.get(name, bounds.Bounds())
             found += [name] * (has.least < least or has.most > most)
     return found
 
@@ -207,7 +207,7 @@ def out_of_bounds(args_type: type) -> list[str]:
 def test_every_number_of_a_recipe_has_its_bounds(recipe: str) -> None:
     args_type = module.load(recipe).Args
     assert out_of_bounds(args_type) == []
-    assert len(dict(cli._annotated(args_type, cli.Bounds))) > 15, "they were found"
+    assert len(dict(cli._annotated(args_type, bounds.Bounds))) > 15, "they were found"
     assert cli.parse(args_type, []) == args_type(), "the defaults are within them"
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import ranks
-from common.run import log, process_group, run_dir
+from common.run import log, process, process_group, run_dir
 from common.train import flops, metrics, sampler
 
 from tests.harness import runner
@@ -34,8 +34,8 @@ def one_teraflop(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flops, "peak_flops", lambda *_: 1e12)
 
 
-def make_world(rank: int, size: int) -> process_group.World:
-    return process_group.World(rank, size, size, "host", torch.device("cpu"), "gloo", dist.HashStore())
+def make_world(rank: int, size: int) -> process.World:
+    return process.World(rank, size, size, "host", torch.device("cpu"), "gloo", dist.HashStore())
 
 
 def make_run(

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import UserError, ranks
-from common.run import process_group
+from common.run import process, process_group
 
 from tests.harness import runner
 
@@ -201,7 +201,7 @@ def test_start_joins_the_group_of_the_launcher() -> None:
     ],
 )
 def test_world_in_words(size: int, local_size: int, text: str) -> None:
-    world = process_group.World(0, size, local_size, "host", CPU, "gloo", dist.HashStore())
+    world = process.World(0, size, local_size, "host", CPU, "gloo", dist.HashStore())
     assert str(world).startswith(text)
     assert torch.__version__ in str(world)
 

@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from common import UserError, ranks
-from common.run import cli, process_group, run_dir
+from common import UserError, places, ranks
+from common.run import cli, process, run_dir
 
 from tests.harness import runner
 
 RECIPE = "recipes/some_recipe/train.py"
-WORLD = process_group.World(0, 2, 2, "host", torch.device("cpu"), "gloo", dist.HashStore())
+WORLD = process.World(0, 2, 2, "host", torch.device("cpu"), "gloo", dist.HashStore())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +46,12 @@ def recipe(tmp_path: Path) -> str:
 
 @pytest.mark.usefixtures("group")
 def test_choose_names_a_folder_and_creates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_dir.choose(str(tmp_path / "a" / "b"), "run") == tmp_path / "a" / "b" / "run"
-    assert re.fullmatch(r"\d{8}-\d{6}", run_dir.choose(str(tmp_path), "").name)
+    assert places.choose(str(tmp_path / "a" / "b"), "run") == tmp_path / "a" / "b" / "run"
+    assert re.fullmatch(r"\d{8}-\d{6}", places.choose(str(tmp_path), "").name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert run_dir.choose("here", "run") == tmp_path / "here" / "run", "absolute, whatever the folder of later"
-    assert run_dir.choose("~/there", "run") == tmp_path / "home" / "there" / "run"
+    assert places.choose("here", "run") == tmp_path / "here" / "run", "absolute, whatever the folder of later"
+    assert places.choose("~/there", "run") == tmp_path / "home" / "there" / "run"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -59,20 +59,20 @@ def test_choose_names_a_folder_and_creates_nothing(tmp_path: Path, monkeypatch: 
 def test_choose_refuses_what_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"--out \S+/file: \S+/file cannot be written to \(Not a directory\)"):
-        run_dir.choose(str(tmp_path / "file"), "run")
+        places.choose(str(tmp_path / "file"), "run")
 
 
 @pytest.mark.usefixtures("group")
 def test_choose_refuses_a_home_that_nobody_has() -> None:
     with pytest.raises(UserError, match=r"^--out ~nobody-here/x, --name run: .*home directory"):
-        run_dir.choose("~nobody-here/x", "run")
+        places.choose("~nobody-here/x", "run")
 
 
 @pytest.mark.usefixtures("group")
 def test_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
     """By `choose`, or by `claim` on a Python whose Path.exists hides the error."""
     with pytest.raises(UserError, match="too long"):
-        run_dir.claim(run_dir.choose(str(tmp_path), "a" * 300))
+        run_dir.claim(places.choose(str(tmp_path), "a" * 300))
 
 
 @pytest.fixture

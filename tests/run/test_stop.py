@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from common import ranks
-from common.protect import diagnose, watch
+from common.protect import watch
 from common.run import process_group, stop
 
 from tests.harness import fake_ranks, runner
@@ -117,7 +117,7 @@ def agree_with_the_dead() -> None:
         stopping._closing.set()
         stopping._thread.join(2 * stop.POLL_S)
         assert stopping._thread.is_alive(), "it waits for rank 1's answer"
-        world.store.set(diagnose.FINDING, "rank 1 is dead")
+        world.store.set(process_group.FINDING, "rank 1 is dead")
         stopping._thread.join(5 * stop.POLL_S)
         assert not stopping._thread.is_alive()
     ranks.gather("done")

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from common import UserError, manifest, ranks
 from common.run import process_group
-from common.state import checkpoint, saver, shards
-from common.train import guard
+from common.state import checkpoint, saver, shards, state_check
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.harness import runner
@@ -49,7 +48,7 @@ def save_own_and_common(run_dir: str) -> None:
     state[f"own.{rank}"] = torch.full((2,), 1.0 + rank)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "part"))
     for step, in_background in ((1, False), (2, True)):
-        check = guard.StateCheck(torch.nn.Module(), compare=True)
+        check = state_check.StateCheck(torch.nn.Module(), compare=True)
         saving = saver.Saver(Path(run_dir), str(RECIPE), mesh, check, {}, 9, in_background, has_one=True)
         saving.save(step, state, samples=0, last=False)
         saving.drain()
@@ -79,7 +78,7 @@ def save_replicas(run_dir: str, compare: bool) -> None:
     dist.init_process_group("gloo")
     statistic = {"running_mean": torch.full((9,), float(dist.get_rank()))}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    check = guard.StateCheck(torch.nn.Module(), compare=compare)
+    check = state_check.StateCheck(torch.nn.Module(), compare=compare)
     saver.Saver(Path(run_dir), str(RECIPE), mesh, check, {}, 9, False, has_one=True).save(
         1, REPLICA | statistic, 0, True
     )

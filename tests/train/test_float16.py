@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import precision
+from common import BadStateError, precision
 from common.train import guard
 from torch import nn
 
@@ -84,7 +84,7 @@ def test_lowered_and_raised(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert [step(number, 1.0) for number in (3, 4, 5, 6, 7)] == [1.0, 1.0, 2.0, 2.0, 2.0]
     assert scale.state() == [2.0, 2.0]
     assert [step(number, float("nan")) for number in (8, 9, 10)] == [1.0, 1.0, 1.0]
-    with pytest.raises(guard.BadStateError, match="not finite in steps 9 to 10"):
+    with pytest.raises(BadStateError, match="not finite in steps 9 to 10"):
         finite.report()
 
 

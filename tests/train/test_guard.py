@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common import UserError, keymap, ranks
+from common import BadStateError, UserError, keymap, ranks
+from common.state import replicas, state_check
 from common.train import guard, sampler, sync_batchnorm
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -272,26 +273,26 @@ def test_hash_sees_what_an_xor_does_not(shape: tuple[int, ...], dtype: torch.dty
     tensor = torch.randn(shape).to(dtype)
     if len(shape) == 4:
         tensor = tensor.to(memory_format=torch.channels_last)
-    assert guard.position_hash(tensor) == guard.position_hash(tensor.clone())
-    assert guard.position_hash(tensor) != guard.position_hash(change(tensor, how))
+    assert replicas.position_hash(tensor) == replicas.position_hash(tensor.clone())
+    assert replicas.position_hash(tensor) != replicas.position_hash(change(tensor, how))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.complex64, torch.float8_e4m3fn])
 def test_hash_of_other_types(dtype: torch.dtype) -> None:
     tensor = (torch.arange(8) % 2).to(torch.uint8).to(dtype)
     swapped = torch.arange(1, 9).remainder(2).to(torch.uint8).to(dtype)
-    assert guard.position_hash(tensor) != guard.position_hash(swapped)
-    assert guard.position_hash(torch.zeros(64).to(dtype)) != guard.position_hash(torch.ones(64).to(dtype))
-    assert guard.position_hash(tensor[0]) == guard.position_hash(tensor[2])
-    assert guard.position_hash(tensor[:0]) == 0
+    assert replicas.position_hash(tensor) != replicas.position_hash(swapped)
+    assert replicas.position_hash(torch.zeros(64).to(dtype)) != replicas.position_hash(torch.ones(64).to(dtype))
+    assert replicas.position_hash(tensor[0]) == replicas.position_hash(tensor[2])
+    assert replicas.position_hash(tensor[:0]) == 0
 
 
 def look(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
     """What one rank alone finds in these tensors."""
-    check = guard.StateCheck(model, compare=True)
+    check = state_check.StateCheck(model, compare=True)
     try:
         check.judge([check.summarize(tensors)], 7)
-    except guard.BadStateError as error:
+    except BadStateError as error:
         return str(error)
     return ""
 
@@ -303,10 +304,10 @@ def test_number_that_is_not_finite_is_found(name: str, bad: float) -> None:
     optimizer = OPTIMIZERS["SGD"](model)
     keymap.create_state(optimizer)
     tensors = keymap.tensors(model, optimizer)
-    check = guard.StateCheck(model, compare=True)
+    check = state_check.StateCheck(model, compare=True)
     check.judge([check.summarize(tensors)], 7)
     tensors[name].view(-1)[-1] = bad
-    with pytest.raises(guard.BadStateError, match=f"^not finite at step 7: {name} on rank 0. An update may have"):
+    with pytest.raises(BadStateError, match=f"^not finite at step 7: {name} on rank 0. An update may have"):
         check.judge([check.summarize(tensors)], 7)
 
 
@@ -348,7 +349,7 @@ def compare_all_kinds() -> None:
             if name in own and not synced:
                 compare(model, tensors)
             else:
-                with pytest.raises(guard.BadStateError, match=f"differ at step 12: {name} on rank 1 differs from rank"):
+                with pytest.raises(BadStateError, match=f"differ at step 12: {name} on rank 1 differs from rank"):
                     compare(model, tensors)
             tensor.copy_(before)
     dist.destroy_process_group()
@@ -372,7 +373,7 @@ def last_number(model: nn.Module, name: str) -> torch.Tensor:
 
 def compare(model: nn.Module, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
     """As a session does, and as a save does: both must tell the same."""
-    check = guard.StateCheck(model, compare=True)
+    check = state_check.StateCheck(model, compare=True)
     tensors = tensors or keymap.model_tensors(model)
     told = []
     for look_at in (
@@ -382,11 +383,11 @@ def compare(model: nn.Module, tensors: Mapping[str, torch.Tensor] | None = None)
         try:
             look_at()
             told.append("")
-        except guard.BadStateError as error:
+        except BadStateError as error:
             told.append(str(error))
     assert told[0] == told[1]
     if told[0]:
-        raise guard.BadStateError(told[0], 12)
+        raise BadStateError(told[0], 12)
 
 
 def check_after(model: nn.Module, drifts: Sequence[Drift]) -> str:

@@ -45,5 +45,6 @@ def import_(path: Source, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    commands = {"inspect": inspect, "verify": verify, "export": export, "import": import_}
-    command.run(commands, "tools.checkpoint", __doc__)
+    command.run(
+        {"inspect": inspect, "verify": verify, "export": export, "import": import_}, "tools.checkpoint", __doc__
+    )

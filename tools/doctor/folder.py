@@ -101,7 +101,7 @@ def existing(folder: Path) -> Path:
 
 
 def _others_may_write(folder: Path, host: str) -> Iterator[Finding]:
-    """As `common.run.run_dir.refuse_open` decides."""
+    """As `common.run.places.refuse_open` decides."""
     mode = folder.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX and os.environ.get("TRUST_OPEN_FOLDERS") != "1":
         yield Finding(
