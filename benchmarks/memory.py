@@ -5,7 +5,6 @@ keeps after one would hide the other. A rank's peak is the largest part of it th
 libraries included (proc(5), VmHWM). Names of recipes as arguments: measure these alone; the rows of the others stay.
 """
 
-import dataclasses
 import json
 import re
 import runpy
@@ -46,10 +45,10 @@ def measure_bare(recipe: str, path: str, argv: list[str], out: str) -> None:
     sys.argv = argv
     args = cli.parse(part["Args"])
     devices.configure(args.matmul_precision, args.deterministic)
-    world = process_group.start(args.backend, args.dtype, path, flag=dataclasses.asdict(args))
+    world = process_group.start(args.backend, args.dtype)
     bare.loop(recipe, part, args, part["make_mesh"](args, world))
     Path(out, str(world.rank)).write_text(json.dumps([peak_mib()]))
-    process_group.finish()
+    process_group.finish(world.process)
 
 
 def measure_recipe(_recipe: str, path: str, argv: list[str], out: str) -> None:

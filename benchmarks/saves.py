@@ -78,9 +78,9 @@ def measure(folder: str) -> None:
     savers = []
     for in_background in (False, True):
         path = place / f"run{in_background}"
-        run_dir.claim(path)
+        run_dir.claim(path, world.process)
         dist.barrier()
-        savers.append(saver.Saver(path, __file__, mesh, check, {}, 2, in_background, has_one=True))
+        savers.append(saver.Saver(path, __file__, mesh, check, world.process, {}, 2, in_background, has_one=True))
     plain, background = savers
 
     def save_dcp(i: int) -> None:
@@ -130,7 +130,7 @@ def measure(folder: str) -> None:
         (place / "reads").write_text(
             "\n".join([f"| {size:.0f} MB in the page cache | |", "|---|---|", *lines, *digest_rows()])
         )
-    process_group.finish()
+    process_group.finish(world.process)
 
 
 def once(save: Callable[[int], None], i: int, place: Path, background: saver.Saver) -> tuple[float, float, float]:

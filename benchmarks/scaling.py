@@ -38,7 +38,7 @@ def parameters(workload: str) -> int:
 
 def time_all_reduce(elements: int, out: str) -> None:
     """One rank's part: rank 0 writes the milliseconds of a sum over all ranks, in DDP's buckets of 25 MB."""
-    process_group.start()
+    world = process_group.start()
     buckets = torch.zeros(elements).split(25 * 2**20 // 4)
     took = []
     for _ in range(TIMES):
@@ -49,7 +49,7 @@ def time_all_reduce(elements: int, out: str) -> None:
         took.append(1e3 * (time.perf_counter() - began))
     if dist.get_rank() == 0:
         Path(out).write_text(str(statistics.median(took)))
-    process_group.finish()
+    process_group.finish(world.process)
 
 
 def sent_ms(workload: str, size: int) -> float:

@@ -50,13 +50,12 @@ def measure(folder: str) -> None:
     model = DistributedDataParallel(make_resnet("resnet18", 3, 10, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     path = Path(folder, "run")
-    run_dir.claim(path)
+    run_dir.claim(path, world.process)
     division = sampler.Division(100, 100, world.size)
     plan = sampler.make_plan(division, 10000, run_seed=0, epochs=0, max_steps=10**6, progress={})
     idle_before = idle_s(lambda step: None)
     stopping = stop.Stop(world, 0, 0, plan.max_steps)
-    watching = watch.alive
-    assert watching, "process_group.start has made it"
+    watching = watch.Watch(world)
     watching.begin(path, 0, 60.0)
     finite = guard.FiniteGuard(model, optimizer, plan, 3)
     check = state_check.StateCheck(model, compare=True)
@@ -77,7 +76,7 @@ def measure(folder: str) -> None:
         lines = [f"| {name} | {1e6 * seconds:,.1f} |" for name, seconds in rows.items()]
         lines.append(f"| **sum, of a step of {1e3 * STEP_S:.0f} ms** | **{1e6 * total:,.0f} = {total / STEP_S:.2%}** |")
         Path(folder, "rows").write_text("\n".join(lines))
-    process_group.finish()
+    process_group.finish(world.process)
 
 
 def main() -> None:

@@ -44,11 +44,27 @@ def load(path: Path) -> ModuleType:
 
 @functools.cache
 def fields(recipe: str) -> dict[str, ast.AnnAssign]:
-    """The fields of a recipe's Args by name, as its source declares them."""
-    args = next(node for node in ast.parse(source(recipe)).body if getattr(node, "name", "") == "Args")
-    assert isinstance(args, ast.ClassDef)
-    found = [node for node in args.body if isinstance(node, ast.AnnAssign)]
-    return {node.target.id: node for node in found if isinstance(node.target, ast.Name)}
+    """The fields of a recipe's Args by name, its own and those that it inherits, as their sources declare them."""
+    return _fields(ROOT / "recipes" / recipe / "train.py", "Args")
+
+
+def _fields(path: Path, name: str) -> dict[str, ast.AnnAssign]:
+    """Of a dataclass in a file; an own field replaces an inherited one."""
+    tree = ast.parse(path.read_text())
+    places = {alias.name: one.module for one in tree.body if isinstance(one, ast.ImportFrom) for alias in one.names}
+    kind = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
+    if kind is None:
+        return _fields(_file(f"{places[name]}"), name)
+    found: dict[str, ast.AnnAssign] = {}
+    for base in reversed(kind.bases):
+        module, _, attribute = ast.unparse(base).rpartition(".")
+        found |= _fields(_file(f"{places[module]}.{module}") if module else path, attribute)
+    own = [node for node in kind.body if isinstance(node, ast.AnnAssign)]
+    return found | {node.target.id: node for node in own if isinstance(node.target, ast.Name)}
+
+
+def _file(module: str) -> Path:
+    return ROOT / f"{module.replace('.', '/')}.py"
 
 
 def has_flag(recipe: str, flag: str) -> bool:

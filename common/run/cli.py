@@ -8,6 +8,7 @@ import difflib
 import inspect
 import io
 import itertools
+import keyword
 import math
 import os
 import re
@@ -138,20 +139,27 @@ def _parse(args_type: type[Args], argv: list[str] | None) -> Args:
 
 
 def grouped(args_type: Any) -> Any:
-    """The same flags in groups, for --help: the recipe's own first, each group under the comment line above it."""
+    """The same flags in groups, for --help: the recipe's own first, each group under the comment line above it.
+
+    It returns the type itself if its source cannot be read, as that of a class in a notebook.
+    """
     hints = typing.get_type_hints(args_type, include_extras=True)
-    defaults = {field.name: field.default for field in dataclasses.fields(args_type)}
+    left = {field.name: field for field in dataclasses.fields(args_type)}
     groups: dict[str, list[Any]] = {}
     classes: list[Any] = [one for one in args_type.__mro__ if dataclasses.is_dataclass(one)]
     for kind in classes:
         title = (kind.__doc__ or kind.__name__).splitlines()[0].rstrip(".")
-        for name, heading, text in _fields_in_source(kind):
-            if name in defaults:  # not one that a class above it has again
-                shown: Any = Annotated[hints[name], tyro.conf.arg(help=text)]
-                field = (name, shown, dataclasses.field(default=defaults.pop(name)))
-                groups.setdefault(heading or title, []).append(field)
-    kinds = {re.sub(r"\W+", "_", title).strip("_"): fields for title, fields in groups.items()}
-    made = {key: dataclasses.make_dataclass(key, fields, frozen=True) for key, fields in kinds.items()}
+        with contextlib.suppress(OSError, TypeError, SyntaxError):
+            for name, heading, text in _fields_in_source(kind):
+                if field := left.pop(name, None):  # not one that a class above it has again
+                    shown: Any = Annotated[hints[name], tyro.conf.arg(help=text)]
+                    default = dataclasses.field(default=field.default, default_factory=field.default_factory)
+                    key = re.sub(r"\W+", "_", heading or title).strip("_")
+                    key = key if key.isidentifier() and not keyword.iskeyword(key) else f"_{key}"
+                    groups.setdefault(key, []).append((name, shown, default))
+    if left:
+        return args_type
+    made = {key: dataclasses.make_dataclass(key, fields, frozen=True) for key, fields in groups.items()}
     members = [(key, group, dataclasses.field(default_factory=group)) for key, group in made.items()]
     return dataclasses.make_dataclass(args_type.__name__, members)
 

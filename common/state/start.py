@@ -81,7 +81,7 @@ def _restore_strategy(
 
 
 def begin_with(init: str, model: nn.Module) -> None:
-    """Fill what fits of a model from other weights; the rest stays as it was drawn, and is listed (all ranks).
+    """Fill what fits of a model from other weights; the rest keeps its random values, and is listed (all ranks).
 
     Args:
         init: a run's folder, a checkpoint, a .safetensors file or a folder of them, as Hugging Face has it, a .pth, .pt
@@ -105,18 +105,18 @@ def begin_with(init: str, model: nn.Module) -> None:
                 f"{missing[0]} {tuple(wanted[missing[0]])}; the file has {next(iter(saved.items()), 'nothing')}"
             )
         load({name: tensor for name, tensor in tensors.items() if name not in missing})
-    drawn = [f"{name} {tuple(wanted[name])} (there: {saved.get(name, 'none')})" for name in missing]
+    left = [f"{name} {tuple(wanted[name])} (there: {saved.get(name, 'none')})" for name in missing]
     frozen = {keymap.canonical(name) for name, one in model.named_parameters() if not one.requires_grad}
     stuck = sorted(frozen.union(*ranks.gather(sorted(frozen))) & set(missing))
     unused = [name for name in saved if name not in wanted and not name.startswith(keymap.NO_WEIGHTS)]
     ranks.print0(
-        f"init     {len(wanted) - len(missing)} of {len(wanted)} tensors from {init}{_listed('drawn anew', drawn)}"
+        f"init     {len(wanted) - len(missing)} of {len(wanted)} tensors from {init}{_listed('random', left)}"
         f"{_listed('not used', unused)}"
     )
     if stuck:
         ranks.print0(
-            f"warning: {', '.join(stuck[:MOST_LISTED])}: drawn anew and frozen, so the numbers stay random: train it, "
-            f"as by --rates {stuck[0].partition('.')[0]}=1, or begin with weights that have it"
+            f"warning: {', '.join(stuck[:MOST_LISTED])}: random and frozen: train it, "
+            f"as by --rates {stuck[0].partition('.')[0]}=1, or start from weights that have it"
         )
 
 

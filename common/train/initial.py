@@ -11,7 +11,7 @@ from common import UserError, keymap, seed
 
 
 def materialize(model: Any, run_seed: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Move a model to its device, and draw its initial weights if it was built on the meta device.
+    """Move a model to its device, and initialise its weights if it was built on the meta device.
 
     Weights are drawn one tensor at a time, and each rank keeps only its part, so no rank ever holds the whole model.
     They are drawn on the CPU, so that every kind of device starts from the same numbers.

@@ -156,7 +156,7 @@ def _facts(tokenizer: Path) -> dict[str, Any]:
         return facts | ({"chat_template": template.read_text()} if template.is_file() else {})
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
-            f"--tokenizer {tokenizer}: a file beside it cannot be read: {error}; mend or remove it"
+            f"--tokenizer {tokenizer}: a file beside it cannot be read: {error}; correct or remove it"
         ) from error
 
 

@@ -520,7 +520,7 @@ def try_checkpoint(case: Case) -> str:
         if case.mutant:
             manifest.verify = lambda path, *_: (json.loads((path / manifest.NAME).read_text()), "")
         try:
-            found = checkpoint.find(case.folder, "")
+            found = states.find(case.folder)
         except UserError as error:
             if both:
                 raise

@@ -1,6 +1,7 @@
 """Checkpoints to test with, of every type and layout that a recipe saves; and whether two of them hold the same."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from common.run.process import Process
@@ -76,8 +77,13 @@ def steps(run_dir: Path) -> list[int]:
     return sorted(int(name.removeprefix("step_")) for name in names)
 
 
+def find(run_dir: Path, resume: str = "", model: torch.nn.Module | None = None, **facts: Any) -> checkpoint.Found:
+    """`checkpoint.find` for the run in a folder."""
+    return checkpoint.find(str(run_dir.parent), run_dir.name, resume, model, **facts)
+
+
 def find_step(run_dir: Path, resume: str = "") -> int:
-    found = checkpoint.find(str(run_dir.parent), run_dir.name, resume, seed=3)
+    found = find(run_dir, resume, seed=3)
     assert found.path is not None
     step = found.progress["step"]
     assert found.progress["samples"] == 10 * step

@@ -113,7 +113,7 @@ class Job:
         self.recipe.mkdir()
         path = runner.ROOT / "recipes" / recipe / "train.py"
         call = f"test_machines.train({str(path)!r}, {str(folder)!r}, sys.argv[1:])"
-        self.recipe.joinpath("train.py").write_text(f"import sys\nfrom tests import test_machines\n\n{call}\n")
+        self.recipe.joinpath("train.py").write_text(f"import sys\nfrom tests.launch import test_machines\n\n{call}\n")
 
     def start(self, machine: Machine, *options: str, **environ: str) -> subprocess.Popen[bytes]:
         command = ["bash", LAUNCHER, *options, self.recipe, *self.flags]

@@ -8,10 +8,10 @@ import re
 import sys
 import typing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
-from common import UserError, bounds, seed
+from common import UserError, bounds, seed, session
 from common.run import cli, exits
 
 from tests.harness import module, runner
@@ -174,9 +174,9 @@ def test_numbers_without_bounds_are_the_adopter_s_own() -> None:
             assert found == float(value) or (math.isnan(found) and value == "nan"), argv
 
 
-@pytest.mark.parametrize(("name", "value", "bounds"), REFUSED)
-def test_numbers_out_of_their_bounds_are_refused(name: str, value: str, bounds: str) -> None:
-    told = f"--{name} {value} is out of range: it must be {bounds}"
+@pytest.mark.parametrize(("name", "value", "said"), REFUSED)
+def test_numbers_out_of_their_bounds_are_refused(name: str, value: str, said: str) -> None:
+    told = f"--{name} {value} is out of range: it must be {said}"
     with pytest.raises(UserError, match=f"^{re.escape(told)}$"):
         cli.parse(Adopted, [f"--{name}", value])
 
@@ -193,12 +193,12 @@ FRACTIONS = ("momentum", "label_smoothing", "gamma", "gae_lambda")
 def out_of_bounds(args_type: type) -> list[str]:
     """Names of a recipe's numeric flags that would take a value which makes no sense."""
     found = []
-    bounds = dict(cli._annotated(args_type, bounds.Bounds))
+    annotated = dict(cli._annotated(args_type, bounds.Bounds))
     for name, hint in typing.get_type_hints(args_type).items():  # int and float, whatever is annotated
         if hint in (int, float):
             least = 1 if name in AT_LEAST_1 else 0
             most = 1 if name in FRACTIONS else 2**64 - 1 if name == "seed" else math.inf
-            has = bounds.get(name, bounds.Bounds())
+            has = annotated.get(name, bounds.Bounds())
             found += [name] * (has.least < least or has.most > most)
     return found
 
@@ -332,3 +332,196 @@ def test_help_names_every_flag_with_its_meaning(capsys: pytest.CaptureFixture[st
     assert "Train a test." in text
     assert "--config" in text
     assert "samples" in text, "the comment beside a field"
+
+
+# --- groups of --help ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Below:
+    """Flags of every test."""
+
+    # every test
+    out: str = "runs"  # where to
+    seed: bounds.Seed = 0  # where from
+    depth: int = 3  # how deep
+
+
+@dataclasses.dataclass(frozen=True)
+class Above(Below):
+    """Train a test in groups."""
+
+    # run
+    out: str = "runs/above"  # another place
+    epochs: bounds.PositiveInt = 1  # how long
+    # 2 rates
+    lr: bounds.NonNegativeFloat = 0.1  # first rate, of two
+    betas: tuple[float, float] = dataclasses.field(default_factory=lambda: (0.5, 0.75))  # the others
+    # class
+    classes: int = 10  # how many
+    # run!
+    flip: bool = False  # a name that is another one's but for a sign
+
+
+def groups(args_type: type) -> dict[str, dict[str, tuple[Any, str]]]:
+    """Of each group, in order: its flags, with their defaults and help."""
+    found = {}
+    for group in dataclasses.fields(cli.grouped(args_type)):
+        values = group.default_factory()  # type: ignore[misc]
+        hints = typing.get_type_hints(type(values), include_extras=True)
+        helps = {name: hint.__metadata__[-1].help for name, hint in hints.items()}
+        found[group.name] = {name: (getattr(values, name), text) for name, text in helps.items()}
+    return found
+
+
+def test_groups_are_under_their_comments() -> None:
+    """The class's own first; what it has again from below stands there alone; two like names are one group."""
+    assert groups(Above) == {
+        "run": {"out": ("runs/above", "another place"), "epochs": (1, "how long"), "flip": (False, SIGN)},
+        "_2_rates": {"lr": (0.1, "first rate, of two"), "betas": ((0.5, 0.75), "the others")},
+        "_class": {"classes": (10, "how many")},
+        "every_test": {"seed": (0, "where from"), "depth": (3, "how deep")},
+    }
+    assert list(groups(Args)) == ["Train_a_test"], "without a comment, what the class says of itself"
+
+
+SIGN = "a name that is another one's but for a sign"
+
+
+def options(text: str) -> list[str]:
+    """The flags that a --help lists, in order; on or off is one."""
+    return re.findall(r"^[|│] --([a-z0-9-]+)", text, re.MULTILINE)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal on which no line is broken."""
+    monkeypatch.setenv("COLUMNS", "250")
+
+
+def help_of(args_type: type, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as refusal:
+        cli.parse(args_type, ["--help"])
+    assert refusal.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("recipe", runner.RECIPES)
+def test_help_has_each_flag_of_a_recipe_once(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With its meaning and its default; the recipe's own come before those of every run."""
+    args_type = module.load(recipe).Args
+    fields = {field.name: field.default for field in dataclasses.fields(args_type)}
+    found = groups(args_type)
+    assert len(found) > 3
+    names = [name for group in found.values() for name in group]
+    assert sorted(names) == sorted(fields)
+    own = typing.cast("dict[str, Any]", args_type.__dict__["__annotations__"])
+    assert set(names[: len(own)]) == own.keys()
+    assert list(found)[-1] == "every_run"
+    for group in found.values():
+        for name, (default, text) in group.items():
+            assert default == fields[name]
+            assert text, f"--{name} has no meaning"
+    printed = help_of(args_type, capsys)
+    assert options(printed) == [name.replace("_", "-") for name in names]
+    for group in found.values():
+        for _, text in group.values():
+            assert text in printed
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("args_type", [Args, Above, Adopted, Lengths], ids=lambda one: one.__name__)
+def test_help_of_a_user_s_own_class(args_type: type, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sorted(options(help_of(args_type, capsys))) == sorted(
+        field.name.replace("_", "-") for field in dataclasses.fields(args_type)
+    )
+
+
+NOTEBOOK = """
+import dataclasses
+from common.run import cli
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    # a group
+    lr: float = 0.1
+    seed: int = 3
+
+@dataclasses.dataclass(frozen=True)
+class More({base}):
+    # another
+    width: int = 8
+"""
+
+
+@pytest.mark.parametrize("base", ["Args", "Below"])
+def test_help_without_a_source_has_no_groups(base: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a class in a notebook: all flags, in one list, also where the source of a class below it can be read."""
+    found: dict[str, Any] = {"__name__": __name__, "Below": Below}
+    exec(NOTEBOOK.format(base=base), found)
+    args_type = found["More"]
+    assert cli.grouped(args_type) is args_type
+    printed = help_of(args_type, capsys)
+    assert options(printed) == [field.name for field in dataclasses.fields(args_type)]
+    assert "group" not in printed
+    assert cli.parse(args_type, ["--width", "9"]).width == 9
+
+
+# --- what another value of a flag would save ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Noted:
+    """Train a test that has flags to advise."""
+
+    recompute: Annotated[str, bounds.Frees("full")] = "none"  # what is computed twice
+    lr: float = 0.1  # rate
+    compress: Annotated[str, bounds.Shortens("exposed", "bf16")] = "none"  # what is sent
+    micro_batch_size: bounds.Smaller = 0  # samples
+    keep: Annotated[float, bounds.Fraction, bounds.Frees("0.5")] | None = None  # inside another type
+
+
+def test_flags_that_free_memory_in_their_order() -> None:
+    """And none that frees it already."""
+
+    def advised(*flags: str) -> list[str]:
+        return [flag for flag, _ in cli.noted(cli.parse(Noted, list(flags)), bounds.Frees)]
+
+    smaller = "--micro-batch-size smaller, where 0 is the largest (now {})"
+    assert advised() == ["--recompute full (now none)", smaller.format(0), "--keep 0.5 (now None)"]
+    assert advised("--recompute", "full", "--micro-batch-size", "4") == [smaller.format(4), "--keep 0.5 (now None)"]
+
+
+def test_flags_that_shorten_a_part() -> None:
+    ((flag, note),) = cli.noted(Noted(), bounds.Shortens)
+    assert (flag, note.part) == ("--compress bf16 (now none)", "exposed")
+    assert list(cli.noted(Noted(compress="bf16"), bounds.Shortens)) == []
+
+
+# --- config.json of before the flags of every run stood once ---
+
+# What each recipe wrote into its config.json when it had all of its flags itself, and no option was given.
+BEFORE = json.loads(Path(__file__).with_name("flags_before.json").read_text())
+SET = {  # another value of each flag of every run
+    **{"out": "elsewhere", "resume": "runs/old", "seed": 7, "backend": "gloo", "log_every": 3, "eval_every": 4},
+    **{"save_every": 5, "keep": 6, "async_save": True, "check_every": 0, "on_bad_state": "rewind", "profile": 2},
+    **{"matmul_precision": "high", "deterministic": True, "hang_timeout": 20.5, "init": "weights", "keep_best": "loss"},
+    **{"patience": 8, "max_skips": 9, "dtype": "float64", "compile": True},
+}
+
+
+@pytest.mark.parametrize("recipe", runner.RECIPES)
+def test_flags_and_defaults_of_before(recipe: str, tmp_path: Path) -> None:
+    """An old config.json gives the run of then: no flag is missing, and no default has changed."""
+    args_type = module.load(recipe).Args
+    before = BEFORE[recipe]
+    of_every_run = {field.name for field in dataclasses.fields(session.TrainArgs)}
+    assert SET.keys() == of_every_run - {*cli.OF_ONE_RUN}
+    now = dataclasses.asdict(args_type())
+    assert {name: now.get(name) for name in before} == before
+    assert cli.parse(args_type, ["--config", write_config(tmp_path, before)]) == args_type()
+    others = {name: value for name, value in SET.items() if name in before}
+    assert len(others) >= 15
+    path = write_config(tmp_path, before | others)
+    assert cli.parse(args_type, ["--config", path]) == dataclasses.replace(args_type(), **others)

@@ -16,7 +16,7 @@ import xxhash
 from common import UserError, manifest
 from common.state import checkpoint
 
-from tests.harness import runner
+from tests.harness import runner, states
 from tests.harness.damage import flip_bit, rewrite_manifest
 from tests.harness.states import (
     bits,
@@ -76,7 +76,7 @@ def load_and_save(first: str, second: str) -> None:
 def test_from_one_rank_to_two_to_one(saved: Path, tmp_path: Path) -> None:
     result = runner.spawn(load_and_save, [(str(saved), str(tmp_path))] * 2)
     assert result.ok, str(result)
-    found = checkpoint.find(tmp_path, "")
+    found = states.find(tmp_path, "")
     assert found.path is not None
     names = {file.name for file in found.path.iterdir()} - {manifest.NAME}
     assert names == found.progress["files"].keys(), "the manifest vouches for every file"
@@ -272,11 +272,11 @@ def test_copy_under_another_number_is_not_the_newest(tmp_path: Path, capsys: pyt
     assert find_step(tmp_path) == 4
     assert "step_00000999: it is of step 2, and the folder's number is 999" in capsys.readouterr().out
     copy = shutil.copytree(checkpoint.folder(tmp_path, 2), tmp_path / "best")
-    assert checkpoint.find(tmp_path / "new", str(copy)).progress["step"] == 2, "a name without a number is free"
+    assert states.find(tmp_path / "new", str(copy)).progress["step"] == 2, "a name without a number is free"
 
 
 def test_find_takes_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert checkpoint.find(tmp_path, "", seed=3) == checkpoint.Found(tmp_path, {"seed": 3}, None, {})
+    assert states.find(tmp_path, "", seed=3) == checkpoint.Found(tmp_path, {"seed": 3}, None, {})
     for step in (9, 100, 20):
         save(tmp_path, step)
     assert find_step(tmp_path) == 100
@@ -290,7 +290,7 @@ def test_find_takes_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureF
     assert find_step(tmp_path) == 9
     damage(tmp_path, 9)
     with pytest.raises(UserError, match="every checkpoint is damaged") as refusal:
-        checkpoint.find(tmp_path, "")
+        states.find(tmp_path, "")
     assert all(f"step_{step:08d}: " in str(refusal.value) for step in (9, 20, 100))
     assert "another --name" in str(refusal.value)
 
@@ -392,7 +392,7 @@ def bad_sector() -> NoReturn:
 @pytest.mark.parametrize("resume", ["~nobody-here/x", "a" * 300])
 def test_resume_from_what_cannot_be_a_folder(resume: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^--resume {resume}(: no checkpoint there| cannot be read: )"):
-        checkpoint.find(tmp_path, resume)
+        states.find(tmp_path, resume)
 
 
 def test_leftovers_are_never_chosen(tmp_path: Path) -> None:
@@ -402,9 +402,9 @@ def test_leftovers_are_never_chosen(tmp_path: Path) -> None:
     assert find_step(tmp_path) == 5
     assert find_step(tmp_path / "new", resume=str(tmp_path)) == 5
     shutil.rmtree(path)
-    assert checkpoint.find(tmp_path, "").path is None
+    assert states.find(tmp_path, "").path is None
     with pytest.raises(UserError, match="no checkpoint there"):
-        checkpoint.find(tmp_path / "new", str(tmp_path))
+        states.find(tmp_path / "new", str(tmp_path))
 
 
 def test_resume_names_a_run_or_a_checkpoint(tmp_path: Path) -> None:
@@ -414,11 +414,11 @@ def test_resume_names_a_run_or_a_checkpoint(tmp_path: Path) -> None:
     assert find_step(own, resume=str(other)) == 6
     assert find_step(own, resume=str(other / "checkpoints" / "step_00000005")) == 5
     with pytest.raises(UserError, match=r"--resume \S+/missing: no checkpoint there"):
-        checkpoint.find(own, str(tmp_path / "missing"))
+        states.find(own, str(tmp_path / "missing"))
     damage(other, 6)
     assert find_step(own, resume=str(other)) == 5
     with pytest.raises(UserError, match="every checkpoint is damaged"):
-        checkpoint.find(own, str(other / "checkpoints" / "step_00000006"))
+        states.find(own, str(other / "checkpoints" / "step_00000006"))
     save(own, 2)
     assert find_step(own, resume=str(other)) == 2, "a run that has checkpoints continues from its own"
 
@@ -430,7 +430,7 @@ def test_folders_that_everybody_can_write_are_not_trusted(tmp_path: Path) -> Non
         place.chmod(mode | 0o002)
         for run_dir, resume in ((tmp_path, ""), (tmp_path / "new", str(tmp_path)), (tmp_path / "new", str(path))):
             with pytest.raises(UserError, match=re.escape(f"chmod o-w {place};")):
-                checkpoint.find(run_dir, resume)
+                states.find(run_dir, resume)
         place.chmod(mode)
         assert find_step(tmp_path) == 5
     path.parent.chmod(0o1777)
@@ -458,9 +458,9 @@ def test_weights_alone_are_loaded_and_the_optimizer_starts_anew(
 
 def test_another_fingerprint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 5)
-    checkpoint.find(tmp_path, "", seed=3)
+    states.find(tmp_path, "", seed=3)
     assert "note:" not in capsys.readouterr().out
-    found = checkpoint.find(tmp_path, "", seed=4, data="abc")
+    found = states.find(tmp_path, "", seed=4, data="abc")
     assert found.fingerprint == {"seed": 4, "data": "abc"}, "this run's, for the checkpoints that it will write"
     said = capsys.readouterr().out
     assert "note: the checkpoint was written with seed 3, this run has seed 4" in said
@@ -474,8 +474,8 @@ def test_find_refuses_another_model(tmp_path: Path) -> None:
         model = torch.nn.Linear(2, 3)
     for run_dir, resume in ((tmp_path, ""), (tmp_path / "new", str(tmp_path))):
         with pytest.raises(UserError, match=r"step_00000005 does not fit this model .*:\n  weight: only in the model"):
-            checkpoint.find(run_dir, resume, model)
-    assert checkpoint.find(tmp_path / "new", "", model).path is None
+            states.find(run_dir, resume, model)
+    assert states.find(tmp_path / "new", "", model).path is None
 
 
 def find_on_each(run_dir: str, wanted: Any) -> None:
@@ -484,9 +484,9 @@ def find_on_each(run_dir: str, wanted: Any) -> None:
     own = Path(run_dir) if dist.get_rank() == 0 else Path(run_dir) / "elsewhere"
     if wanted is None:
         with pytest.raises(UserError, match="every checkpoint is damaged"):
-            checkpoint.find(own, "")
+            states.find(own, "")
     else:
-        found = checkpoint.find(own, "")
+        found = states.find(own, "")
         assert found.path == Path(run_dir) / "checkpoints" / f"step_{wanted:08d}"
         assert found.progress["step"] == wanted
     dist.destroy_process_group()

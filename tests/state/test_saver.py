@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from common import UserError, manifest, ranks
 from common.run import process_group
+from common.run.process import Process
 from common.state import checkpoint, saver, shards, state_check
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -49,7 +51,7 @@ def save_own_and_common(run_dir: str) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "part"))
     for step, in_background in ((1, False), (2, True)):
         check = state_check.StateCheck(torch.nn.Module(), compare=True)
-        saving = saver.Saver(Path(run_dir), str(RECIPE), mesh, check, {}, 9, in_background, has_one=True)
+        saving = saver.Saver(Path(run_dir), str(RECIPE), mesh, check, Process(), {}, 9, in_background, has_one=True)
         saving.save(step, state, samples=0, last=False)
         saving.drain()
     dist.destroy_process_group()
@@ -79,7 +81,7 @@ def save_replicas(run_dir: str, compare: bool) -> None:
     statistic = {"running_mean": torch.full((9,), float(dist.get_rank()))}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     check = state_check.StateCheck(torch.nn.Module(), compare=compare)
-    saver.Saver(Path(run_dir), str(RECIPE), mesh, check, {}, 9, False, has_one=True).save(
+    saver.Saver(Path(run_dir), str(RECIPE), mesh, check, Process(), {}, 9, False, has_one=True).save(
         1, REPLICA | statistic, 0, True
     )
     dist.destroy_process_group()
@@ -191,7 +193,7 @@ def test_death_while_saving_leaves_the_older_ones(moment: str, tmp_path: Path, m
     def die(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    where = {"save": saver.dcp, "seal": manifest, "rename": Path}[moment]
+    where = {"save": dcp, "seal": manifest, "rename": Path}[moment]
     with monkeypatch.context() as patch:
         patch.setattr(where, moment, die)
         with pytest.raises(KeyboardInterrupt):
@@ -237,8 +239,8 @@ class Gate:
 def test_background_save_has_the_bits_of_when_it_was_called(
     copied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(saver.dcp.save)
-    monkeypatch.setattr(saver.dcp, "save", gate)
+    gate = Gate(dcp.save)
+    monkeypatch.setattr(dcp, "save", gate)
     saving = make_saver(tmp_path, in_background=True)
     if not copied:
         monkeypatch.setattr(saver.DefaultStager, "stage", lambda _, tensors: tensors)
@@ -311,7 +313,7 @@ def test_failure_beside_the_training_is_told_and_survived(
 def test_disk_without_room_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {"weight": torch.zeros(500_000)}
     wanted = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(saver.dcp, "save", lambda *_, **__: pytest.fail("it was written to"))
+    monkeypatch.setattr(dcp, "save", lambda *_, **__: pytest.fail("it was written to"))
     monkeypatch.setattr(saver.shutil, "disk_usage", lambda _: wanted._replace(free=1_999_999))
     with pytest.raises(saver.SaveError, match=r"it needs 2\.0 MB, the disk has 2\.0 MB free") as refusal:
         make_saver(tmp_path).save(7, state, 70, last=True)
@@ -341,7 +343,7 @@ def test_best_checkpoint_outlives_newer_ones(
     assert write(4, 2) == [2, 4]
     assert pointer.read_text() == "step_00000002"
     with monkeypatch.context() as broken:
-        broken.setattr(saver.dcp, "save", fail)
+        broken.setattr(dcp, "save", fail)
         assert write(5, 5) == [2, 4]
     assert write(6, 5) == [2, 6], "the save of a better one has failed: the one before is still the best"
     assert write(7, 7) == [7]
@@ -356,14 +358,14 @@ def test_first_checkpoint_that_fails_ends_the_run(
     state = {"weight": torch.zeros(3)}
     saving = make_saver(tmp_path, in_background=in_background, has_one=False)
     with monkeypatch.context() as broken:
-        broken.setattr(saver.dcp, "save", fail)
+        broken.setattr(dcp, "save", fail)
         saving.save(7, state, 70, last=False) if in_background else None
         with pytest.raises(saver.SaveError, match="the first checkpoint was not saved: no checkpoint of step 7: "):
             saving.drain() if in_background else saving.save(7, state, 70, last=False)
     saving = make_saver(tmp_path, in_background=in_background, has_one=False)
     saving.save(8, state, 80, last=False)
     saving.drain()
-    monkeypatch.setattr(saver.dcp, "save", fail)
+    monkeypatch.setattr(dcp, "save", fail)
     saving.save(9, state, 90, last=False)
     saving.drain()
     assert "warning: no checkpoint of step 9" in capsys.readouterr().out
@@ -473,7 +475,7 @@ def test_failure_without_a_word_is_told_by_its_name(
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(saver.dcp, "save", fail)
+    monkeypatch.setattr(dcp, "save", fail)
     make_saver(tmp_path).save(1, make_state(1), 10, last=False)
     wanted = r"warning: no checkpoint of step 1: rank 0 on \S+: MemoryError: rank 0 is out of memory .* \("
     assert re.search(wanted, capsys.readouterr().out)
@@ -505,8 +507,8 @@ def test_writing_beside_the_training_stays_on_this_ranks_gpu(tmp_path: Path, mon
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     saving = make_saver(tmp_path, in_background=True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: note(f"GPU {device}"))
-    real = saver.dcp.save
-    monkeypatch.setattr(saver.dcp, "save", lambda *args, **kwargs: (note("write"), real(*args, **kwargs)))
+    real = dcp.save
+    monkeypatch.setattr(dcp, "save", lambda *args, **kwargs: (note("write"), real(*args, **kwargs)))
     saving.save(7, make_state(7), 70, last=False)
     saving.drain()
     assert calls == [("save", "GPU 3"), ("save", "write")]

@@ -1,4 +1,4 @@
-"""--init begins with the weights that fit, from whatever holds them, under every strategy; the rest is drawn anew."""
+"""--init begins with the weights that fit, from whatever holds them, under every strategy; the rest stays random."""
 
 import itertools
 import tempfile
@@ -58,10 +58,10 @@ def test_what_fits_is_loaded(
     head = model[2].weight.clone()
     start.begin_with(str(tmp_path / NAMES[kind]), model)
     check(model, backbone())
-    assert torch.equal(model[2].weight, head), "drawn anew"
+    assert torch.equal(model[2].weight, head), "random"
     printed = capsys.readouterr().out
     assert "init     7 of 9 tensors from" in printed
-    assert "drawn anew: 2.weight (3, 6) (there: (7, 6)), 2.bias (3,) (there: (7,)); not used: other.weight" in printed
+    assert "random: 2.weight (3, 6) (there: (7, 6)), 2.bias (3,) (there: (7,)); not used: other.weight" in printed
 
 
 def check(model: nn.Module, wanted: Mapping[str, torch.Tensor]) -> None:
@@ -204,7 +204,7 @@ def test_frozen_weights_that_nothing_fills_are_named(
     file = tmp_path / "weights.safetensors"
     save_file({"0.bias": torch.zeros(6), "1.weight": torch.ones(2, 6), "1.bias": torch.ones(2)}, file)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
-    begin = "warning: 0.weight: drawn anew and frozen, so the numbers stay random: train it, as by --rates 0=1"
+    begin = "warning: 0.weight: random and frozen: train it, as by --rates 0=1"
     for trained, warned in ((False, True), (True, False)):
         model[0].weight.requires_grad_(trained)
         start.begin_with(str(file), model)

@@ -216,7 +216,7 @@ def test_another_vocabulary_is_drawn_anew(trained: Trained, tmp_path: Path, caps
             assert torch.equal(model.state_dict()[ours], saved[theirs]), ours
     assert torch.equal(model.head.weight, before)
     printed = capsys.readouterr().out
-    assert "drawn anew: embed.weight (400, 40) (there: (320, 40)), head.weight (400, 40) (there: (320, 40))" in printed
+    assert "random: embed.weight (400, 40) (there: (320, 40)), head.weight (400, 40) (there: (320, 40))" in printed
     first = Path(shutil.copytree(trained.folder, tmp_path / "first"))
     config = json.loads((first / "config.json").read_text())
     for changes, refusal in (

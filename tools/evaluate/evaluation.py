@@ -181,7 +181,7 @@ def run(args: Args, rows: Rows | None) -> None:
     )
     for metric, value in held_out.metrics(metrics.means(evaluate(recipe, flags, model, batches, rows))).items():
         print(f"{'test' if args.split == 'test' else 'val'}/{metric} {value:.12g}")
-    process_group.finish()
+    process_group.finish(world.process)
 
 
 def write(rows: Rows, path: Path) -> None:

@@ -34,6 +34,8 @@ from torch.utils.flop_counter import flop_registry
 
 from common import UserError, keymap
 from common.run import cli, process_group
+from common.run.process import World
+from common.state import state_check
 from common.train import data, flops, guard, initial, sampler
 from common.train.data import map_tensors
 from launch import strategy
@@ -448,7 +450,7 @@ def measure(
         believe = fake_device.ranks_without_devices(place, size, rank, local_size, gpu, memory_bytes, bf16)
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         nobody: Any = None  # no store, as nobody asks it
-        world = process_group.World(rank, size, min(size, local_size), "host", place, backend, nobody)
+        world = World(rank, size, min(size, local_size), "host", place, backend, nobody)
         with (
             believe,
             mock.patch.object(process_group, "joined", world),
@@ -556,7 +558,7 @@ def _steps(
     recipe["evaluate"](args, model, data.Loader(train, requests, 0, counter.device))
     found["evaluate"] = counter.report()
     counter.begin()
-    guard.StateCheck(model, compare=True).summarize(keymap.model_tensors(model))
+    state_check.StateCheck(model, compare=True).summarize(keymap.model_tensors(model))
     found["check"] = counter.report()
     return found
 

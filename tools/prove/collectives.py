@@ -50,7 +50,7 @@ def run(flags: list[str], env: dict[str, str], log: str) -> None:
         size *= 16
     if world.rank == 0:
         Path(flags[0]).write_text(json.dumps(rows))
-    process_group.finish()
+    process_group.finish(world.process)
 
 
 def wait(world: Any) -> None:

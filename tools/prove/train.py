@@ -12,13 +12,15 @@ import time
 from pathlib import Path
 
 from common import UserError, ranks
+from common.protect import watch
 from common.run import cli, exits, process_group
+from common.run.process import Process
 from tools import about
 from tools.prove import flags, page, proofs, world
 
 
 @exits.entry
-def main() -> None:
+def main(process: Process) -> None:
     """Run all proofs and write the page.
 
     Raises:
@@ -30,7 +32,9 @@ def main() -> None:
     run_key = os.environ.get("RUN_KEY", "")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these ranks only start others, which get the GPUs
-    place = process_group.start("gloo", flag=dataclasses.asdict(args))
+    place = process_group.start("gloo", process=process)
+    ranks.check_same(flag=dataclasses.asdict(args), version=ranks.versions())
+    process.watch = watch.Watch(place)
     gpus = bool(ranks.env_int("GPUS_ON_NODE", default=0)) and visible not in ("", "-1")
     out = Path(ranks.from_rank0(lambda: str((Path(args.out).expanduser() / args.name).resolve())))
     folder = Path(ranks.from_rank0(lambda: str(out / time.strftime("%Y%m%d-%H%M%S"))))
@@ -52,7 +56,7 @@ def main() -> None:
     if set(verdicts) != {"passed"}:
         raise UserError(f"{told} (--minutes {args.minutes:g} ends the time)")
     ranks.print0(told)
-    process_group.finish()
+    process_group.finish(process)
 
 
 if __name__ == "__main__":

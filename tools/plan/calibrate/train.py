@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from common import ranks
+from common.protect import watch
 from common.run import cli, exits, process_group
+from common.run.process import Process
 
 SIDES = (256, 512, 1024, 2048)  # of square matrices; GPUs take 8 times as many
 COPY_BYTES = 2**27
@@ -75,10 +77,12 @@ def line(points: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 @exits.entry
-def main() -> None:
+def main(process: Process) -> None:
     """Measure, and write."""
     args = cli.parse(Args)
-    world = process_group.start(args.backend, "float32", __file__)
+    world = process_group.start(args.backend, "float32", process)
+    ranks.check_same(code=ranks.code_digests(__file__), version=ranks.versions())
+    process.watch = watch.Watch(world)
     device = world.device
     # A cache's worth would be no memory: a copy reads and writes as many bytes as it has.
     source = torch.zeros(COPY_BYTES // 4, device=device)
@@ -107,7 +111,7 @@ def main() -> None:
         folder = Path(args.out)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / args.name).write_text(json.dumps(found | slowest))
-    process_group.finish()
+    process_group.finish(process)
 
 
 if __name__ == "__main__":
