@@ -80,7 +80,8 @@ def measure(folder: str) -> None:
         path = place / f"run{in_background}"
         run_dir.claim(path, world.process)
         dist.barrier()
-        savers.append(saver.Saver(path, __file__, mesh, check, world.process, {}, 2, in_background, has_one=True))
+        found = checkpoint.Found(path, {}, None, {}, newest=0)
+        savers.append(saver.Saver(found, __file__, mesh, check, world.process, 2, in_background))
     plain, background = savers
 
     def save_dcp(i: int) -> None:

@@ -25,6 +25,7 @@ STRATEGY = "strategy."
 # Beside the weights: the second is the state of the environments that generate training data, the third an adopter's
 # own, such as the running average of the weights.
 NO_WEIGHTS = (OPTIMIZER, "rollout.", "extra.", STRATEGY)
+Tensors = Mapping[str, torch.Tensor]
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _counters_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[str]] = weakref.WeakKeyDictionary()
 
@@ -43,15 +44,12 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         UserError: a module has state that is not a tensor.
     """
-    seen: set[int] = set()
-    found = {}
+    found: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():  # the parameters themselves
         if not isinstance(tensor, torch.Tensor):  # what get_extra_state returns
             raise UserError(f"the model keeps a {type(tensor).__name__} in {name}, which no checkpoint can hold")
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[canonical(name)] = tensor.detach()
-    return found
+        found.setdefault(id(tensor), (canonical(name), tensor.detach()))
+    return dict(found.values())
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -65,7 +63,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return {name: value for name, *_, value in _state(model, optimizer)}
 
 
-def set_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor]) -> None:
+def set_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
     """After a load: give the optimizer the numbers that `optimizer_tensors` had to copy."""
     for name, place, key, _ in _state(model, optimizer):
         if isinstance(place[key], int | float):
@@ -137,14 +135,12 @@ def _counters(optimizer: torch.optim.Optimizer) -> set[str]:
     if optimizer.defaults.get("fused"):  # torch's, which have none
         return set()
     if optimizer not in _counters_of:
+        _counters_of[optimizer] = set()
         try:
             _counters_of[optimizer] = _find_counters(optimizer)
         except Exception as error:  # its step may need more than a small matrix
-            name = type(optimizer).__name__
-            ranks.print0(
-                f"note: numbers that {name} counts in its groups are not saved ({type(error).__name__}: {error})"
-            )
-            _counters_of[optimizer] = set()
+            what = f"numbers that {type(optimizer).__name__} counts in its groups"
+            ranks.print0(f"note: {what} are not saved ({type(error).__name__}: {error})")
     return _counters_of[optimizer]
 
 
@@ -201,22 +197,20 @@ def part_of(whole: torch.Tensor, like: Any) -> torch.Tensor:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def differences(
-    wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], most: int = 5
-) -> list[str]:
+def differences(wanted: Tensors, found: Tensors, most: int = 5) -> list[str]:
     """List the first `most` differences between two sets of names and shapes, one line each.
 
     Args:
-        wanted: the model's shapes by name.
-        found: the checkpoint's shapes by name.
+        wanted: the model's tensors by name; only their shapes count.
+        found: the checkpoint's.
         most: differences to list; the rest is counted.
     """
     lines = []
-    for name in [*wanted, *(name for name in found if name not in wanted)]:
-        in_model = wanted.get(name)
-        in_checkpoint = found.get(name)
-        if in_model is None or in_checkpoint is None:
-            lines.append(f"{name}: only in the {'checkpoint' if in_model is None else 'model'}")
-        elif tuple(in_model) != tuple(in_checkpoint):
-            lines.append(f"{name}: {tuple(in_checkpoint)} in the checkpoint, {tuple(in_model)} in the model")
+    for name in {**wanted, **found}:
+        if name not in wanted or name not in found:
+            lines.append(f"{name}: only in the {'model' if name in wanted else 'checkpoint'}")
+        elif wanted[name].shape != found[name].shape:
+            lines.append(
+                f"{name}: {tuple(found[name].shape)} in the checkpoint, {tuple(wanted[name].shape)} in the model"
+            )
     return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]

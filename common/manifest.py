@@ -11,10 +11,10 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -72,35 +72,29 @@ def replace(path: Path, text: str) -> None:
 
 def write_blocks(file: BinaryIO, contents: Iterable[memoryview]) -> list[str]:
     """Write bytes to a file; returns the digest of each chunk."""
-    digests = []
-    digest = xxhash.xxh3_128()
-    room = CHUNK_BYTES
+    digests: list[Any] = []
+    num_bytes = 0
     for content in contents:
         rest = content
         while len(rest):
-            block = rest[: min(BLOCK_BYTES, room)]
+            written = num_bytes % CHUNK_BYTES  # of the chunk that is being written
+            if not written:
+                digests.append(xxhash.xxh3_128())
+            block = rest[: min(BLOCK_BYTES, CHUNK_BYTES - written)]
             file.write(block)
-            digest.update(block)
+            digests[-1].update(block)
             rest = rest[len(block) :]
-            room -= len(block)
-            if not room:
-                digests.append(digest.hexdigest())
-                digest = xxhash.xxh3_128()
-                room = CHUNK_BYTES
-    return [*digests, digest.hexdigest()] if room < CHUNK_BYTES else digests
+            num_bytes += len(block)
+    return [digest.hexdigest() for digest in digests]
 
 
 def seal(path: Path, digests: list[str] | None = None) -> dict[str, Any]:
     """A file's entry: its size, and the digests of its chunks, which `write_blocks` has returned or the file gives."""
     num_bytes = path.stat().st_size
     if digests is None:
-        digests = [_digest(path, start, CHUNK_BYTES, xxhash.xxh3_128()) for start in _starts(num_bytes)]
+        starts = range(0, num_bytes, CHUNK_BYTES)
+        digests = [_digest(path, start, CHUNK_BYTES, xxhash.xxh3_128()) for start in starts]
     return {"bytes": num_bytes, "xxh3_128": digests}
-
-
-def _starts(num_bytes: int) -> range:
-    """Where the chunks of a file begin."""
-    return range(0, num_bytes, CHUNK_BYTES)
 
 
 def _digest(path: Path, start: int, num_bytes: int, digest: Any) -> str:
@@ -183,52 +177,37 @@ def _digest_json(value: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-class _Chunk(NamedTuple):
-    """A part of a file, and the digest that it must have."""
-
-    path: Path
-    file_bytes: int
-    start: int
-    num_bytes: int
-    kind: str
-    digest: str
-
-    def fault(self) -> str:
-        """What is wrong with it; "" if nothing is."""
-        name = _shown(self.path.name)
-        try:
-            found = size(self.path)
-            if found != self.file_bytes:
-                return f"{name} has {found} bytes instead of {self.file_bytes}"
-            digest = hashlib.sha256() if self.kind == "sha256" else xxhash.xxh3_128()
-            if _digest(self.path, self.start, self.num_bytes, digest) != self.digest:
-                return f"{name} has changed since it was written"
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except (OSError, ValueError) as error:  # a bad sector; a name that no file can have
-            return f"{name} cannot be read ({getattr(error, 'strerror', error)})"
-        return ""
+def _fault(path: Path, file_bytes: int, start: int, num_bytes: int, digest: Any, wanted: str) -> str:
+    """What is wrong with a part of a file, whose digest must be as wanted; "" if nothing is."""
+    name = _shown(path.name)
+    try:
+        found = size(path)
+        if found != file_bytes:
+            return f"{name} has {found} bytes instead of {file_bytes}"
+        if _digest(path, start, num_bytes, digest) != wanted:
+            return f"{name} has changed since it was written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except (OSError, ValueError) as error:  # a bad sector; a name that no file can have
+        return f"{name} cannot be read ({getattr(error, 'strerror', error)})"
+    return ""
 
 
-def _chunks(path: Path, manifest: dict[str, Any]) -> list[_Chunk]:
-    """All chunks of a checkpoint's files.
+def _chunks(path: Path, manifest: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """All chunks of a checkpoint's files: what `_fault` takes.
 
     Raises:
         KeyError, TypeError, ValueError: the manifest's entries are not what `seal` returns.
     """
-    chunks = []
     for name, entry in manifest["files"].items():
-        num_bytes = int(entry["bytes"])
+        file_bytes = int(entry["bytes"])
         if manifest["format"] == 1:
-            chunks.append(_Chunk(path / name, num_bytes, 0, num_bytes, "sha256", entry["sha256"]))
+            yield path / name, file_bytes, 0, file_bytes, hashlib.sha256(), entry["sha256"]
             continue
-        starts = _starts(num_bytes) or [0]  # an empty file has to be there, too
-        digests = entry["xxh3_128"] if num_bytes else [xxhash.xxh3_128().hexdigest()]
-        chunks += [
-            _Chunk(path / name, num_bytes, start, CHUNK_BYTES, "xxh3_128", digest)
-            for start, digest in zip(starts, digests, strict=True)
-        ]
-    return chunks
+        starts = range(0, file_bytes, CHUNK_BYTES) or [0]  # an empty file has to be there, too
+        digests = entry["xxh3_128"] if file_bytes else [xxhash.xxh3_128().hexdigest()]
+        for start, digest in zip(starts, digests, strict=True):
+            yield path / name, file_bytes, start, CHUNK_BYTES, xxhash.xxh3_128(), digest
 
 
 def verify(path: Path, part: int = 0, num_parts: int = 1) -> tuple[dict[str, Any], str]:
@@ -249,7 +228,7 @@ def verify(path: Path, part: int = 0, num_parts: int = 1) -> tuple[dict[str, Any
         manifest = read_json(path / NAME)
         intact = manifest.pop("sha256") == _digest_json(manifest)
         known = manifest.get("format") in FORMATS
-        chunks = _chunks(path, manifest) if intact and known else []
+        chunks = [*_chunks(path, manifest)] if intact and known else []
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return {}, f"{NAME} cannot be read ({type(error).__name__})"
     if not intact:
@@ -262,5 +241,5 @@ def verify(path: Path, part: int = 0, num_parts: int = 1) -> tuple[dict[str, Any
     if fault := _check(manifest, path):
         return {}, fault
     with ThreadPoolExecutor(READERS) as pool:
-        faults = [*filter(None, pool.map(_Chunk.fault, chunks[part::num_parts]))]
+        faults = [*filter(None, pool.map(lambda chunk: _fault(*chunk), chunks[part::num_parts]))]
     return ({}, faults[0]) if faults else (manifest, "")

@@ -7,12 +7,7 @@ import torch
 from common import UserError
 
 HALVES = (torch.bfloat16, torch.float16)  # which parameters are not stored in
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, *HALVES, torch.float64)}
 FIRST_SCALE = 2.0**16
 GROWTH_STEPS = 2000
 

@@ -128,12 +128,3 @@ class SealedStore(dist.Store):
     def wait(self, names: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all these names have values, foreign ones included."""
         self._store.wait(names, timeout or self.timeout)
-
-    def multi_get(self, names: list[str]) -> list[bytes]:
-        """`get` of each."""
-        return [self.get(name) for name in names]
-
-    def multi_set(self, names: list[str], values: list[Value]) -> None:
-        """`set` of each."""
-        for name, value in zip(names, values, strict=True):
-            self.set(name, value)

@@ -5,9 +5,9 @@ number of ranks or loader workers draws the same numbers.
 """
 
 import contextlib
-import functools
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,29 +30,27 @@ def mix(*keys: int | np.ndarray) -> np.ndarray:
         uint64 array of the broadcast shape.
     """
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is intended
-        z = np.zeros((), np.uint64)
-        for key in keys:
-            z = z + np.asarray(key).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            z = z ^ (z >> np.uint64(31))
-        return z
+        return _fold(np.zeros((), np.uint64), [np.asarray(key).astype(np.uint64) for key in keys])
+
+
+def mix_ints(*keys: int) -> int:
+    """`mix` of integers alone, in a tenth of NumPy's time: it is called for each step and each sample."""
+    return _fold(0, [int(key) for key in keys])
+
+
+def _fold(z: Any, keys: list[Any]) -> Any:
+    """SplitMix64 of Python's integers, which the mask keeps to 64 bits, or of uint64 arrays, which it does not change."""
+    for key in keys:
+        z = (z + key + 0x9E3779B97F4A7C15) & MASK
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
+        z = z ^ (z >> 31)
+    return z
 
 
 def uniform(*keys: int | np.ndarray) -> np.ndarray:
     """Hash integers to float64 numbers in [0, 1), one for each element of the broadcast keys."""
     return (mix(*keys) >> np.uint64(11)) * 2.0**-53
-
-
-def mix_ints(*keys: int) -> int:
-    """`mix` of integers alone, in a tenth of NumPy's time: it is called for each step and each sample."""
-    z = 0
-    for key in keys:
-        z = (z + int(key) + 0x9E3779B97F4A7C15) & MASK
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
-        z ^= z >> 31
-    return z
 
 
 def everything(*keys: int) -> None:
@@ -62,13 +60,8 @@ def everything(*keys: int) -> None:
     that took longer than all else around a small training.
     """
     bits = for_sample(*keys)
-    if _has_gpus():
+    if torch.cuda.is_available():
         torch.cuda.manual_seed_all(bits)
-
-
-@functools.cache
-def _has_gpus() -> bool:
-    return torch.cuda.is_available()
 
 
 def for_sample(*keys: int) -> int:

@@ -161,7 +161,7 @@ class Session:
         self._no_better = ""  # why --patience ends the run
         self._name = f"rank {world.rank} on {world.host}"
         carried = world.process.carried
-        self._doubts = Doubts(args.on_bad_state, carried.doubts if carried else None)
+        self._doubts = carried.doubts if carried else Doubts(args.on_bad_state)
         keeps = vars(args)
         self._best = Best(keeps.get("keep_best", ""), keeps.get("patience", 0), found.run_dir, plan.first_step)
         # The order matters: claim the folder before anything is written to it, take over signals before the first
@@ -182,17 +182,7 @@ class Session:
             world.process.owners = weakref.ref(model), weakref.ref(optimizer)
             self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips, self._scale)
         self._check = StateCheck(model, compare=args.check_every > 0)
-        self._saver = saver.Saver(
-            found.run_dir,
-            recipe,
-            mesh,
-            self._check,
-            world.process,
-            found.fingerprint,
-            args.keep,
-            args.async_save,
-            has_one=found.newest >= 0,
-        )
+        self._saver = saver.Saver(found, recipe, mesh, self._check, world.process, args.keep, args.async_save)
         rates = [group["lr"] for group in optimizer.param_groups] if optimizer else []
         sample = sample or flops.Sample()
         self._log = log.Run(found.run_dir, recipe, args, world, plan, dtype, sample, rates, computes_on)

@@ -36,7 +36,7 @@ FLAGS = {"resnet": 20, "gpt": 22}  # in section 1 of what stands for a workload
 # Changed lines of code of the lessons that one reads first.
 LESSONS = {
     ("dp_resnet", "ddp_resnet"): 25,
-    ("ddp_resnet", "multinode_resnet"): 17,
+    ("ddp_resnet", "multinode_resnet"): 18,
     ("ddp_gpt", "fsdp_gpt"): 38,
     ("fsdp_gpt", "tensor_gpt"): 70,
     ("ddp_gpt", "accelerate_gpt"): 70,
@@ -252,9 +252,8 @@ def lights(root: Path = ROOT) -> list[str]:
         look(f"{name}, lines of main", main_lines(path), MAIN)
         look(f"{name}, calls out of main", calls_out(root, path), CALLS)
         look(f"{name}, locals of main", num_locals(path), LOCALS)
-        if stands_for_workload(root, name):
-            most = FLAGS.get(workload(name), max(FLAGS.values()))
-            look(f"{name}, flags of its own", len(flags(root, path)[0]), most)
+        if workload(name) in FLAGS and stands_for_workload(root, name):
+            look(f"{name}, flags of its own", len(flags(root, path)[0]), FLAGS[workload(name)])
     for pair, most in LESSONS.items():
         before, after = (paths[name].read_text() for name in pair)
         look(f"{' -> '.join(pair)}, changed lines of code", changed(before, after), most)

@@ -272,10 +272,14 @@ def test_tied_weights_are_saved_once() -> None:
     assert (model["head"].weight == 7).all()
 
 
+def of_shapes(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+
 def test_differences() -> None:
-    model = {"a": (1,), "b": (2, 3), "c": ()}
-    assert keymap.differences(model, {"c": (), "b": (2, 3), "a": (1,)}) == []
-    assert keymap.differences(model, {"b": (3, 2), "c": (), "z": (9,)}) == [
+    model = of_shapes(a=(1,), b=(2, 3), c=())
+    assert keymap.differences(model, of_shapes(c=(), b=(2, 3), a=(1,))) == []
+    assert keymap.differences(model, of_shapes(b=(3, 2), c=(), z=(9,))) == [
         "a: only in the model",
         "b: (3, 2) in the checkpoint, (2, 3) in the model",
         "z: only in the checkpoint",
@@ -283,7 +287,7 @@ def test_differences() -> None:
 
 
 def test_differences_are_counted_when_there_are_many() -> None:
-    model = {f"layer{i}": (i,) for i in range(6)}
+    model = of_shapes(**{f"layer{i}": (i,) for i in range(6)})
     assert keymap.differences(model, {}, most=6) == [f"layer{i}: only in the model" for i in range(6)]
     lines = keymap.differences(model, {})
     assert lines == [*(f"layer{i}: only in the model" for i in range(5)), "and 1 more"]

@@ -388,7 +388,7 @@ def write_parts(folder: str, one_by_one: bool) -> None:
     assert len([*Path(folder).glob("*.safetensors")]) == 2
     wanted = make_parts(0) | make_parts(1) | {"split": whole}
     found = {name: torch.empty_like(tensor) for name, tensor in wanted.items()}
-    assert {name: entry.size for name, entry in checkpoint.tensors_in(Path(folder)).items()} == {
+    assert {name: entry.shape for name, entry in checkpoint.tensors_in(Path(folder)).items()} == {
         name: tensor.shape for name, tensor in wanted.items()
     }
     dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(folder))

@@ -124,7 +124,7 @@ def meet() -> None:
     dist.barrier()
     assert world.store.clone().peek("from/0") == world.store.peek("from/1") == ""
     assert len({*ranks.gather(world.store._key.hex())}) == 1
-    process_group.finish()
+    process_group.finish(world.process)
 
 
 def test_ranks_share_a_key() -> None:

@@ -102,7 +102,7 @@ def test_everything_fixes_all_generators(run_seed: int) -> None:
 def test_everything_draws_what_torch_would(run_seed: int, gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, on GPUs as well: a run that began with torch.manual_seed resumes with the same numbers."""
     seeds: list[int] = []
-    monkeypatch.setattr(seed, "_has_gpus", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
     bits = int(seed.mix(run_seed, seed.STEP, 5))
     random.seed(bits)

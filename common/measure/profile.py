@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import gzip
+import itertools
 import json
 import math
 import os
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity
 
 from common import UserError, bounds, private_api, ranks
 from common.measure import timeline
@@ -83,7 +83,6 @@ class Profile:
         self._device = device
         self._folder = folder / "profile" / f"step_{self._first:08d}"
         self._began: list[float] = []  # of each step, and the end of the last one
-        self._offset_s = 0.0
         self._profiler: Any = None  # torch's, while it runs
         if steps and self._last > last_step:
             short = (
@@ -99,20 +98,18 @@ class Profile:
         """A step begins (all ranks)."""
         if step > self._last:
             return
-        if step == self._first:
-            self._synchronize()
+        if step == self._first:  # no kernel of one step counts for another
+            torch.get_device_module(self._device).synchronize(self._device)
         self._began.append(time.perf_counter())
         if self._profiler:
             self._profiler.step()
-        elif step == self._first - 1:
-            self._offset_s = clock_offset_s()
-            if self._device.type == "cpu":
-                os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it complains that there is no GPU
-            on_gpu = [ProfilerActivity.CUDA] if self._device.type == "cuda" else []
-            schedule = torch.profiler.schedule(wait=0, warmup=1, active=self._last - step, repeat=1)
-            kinds = [ProfilerActivity.CPU, *on_gpu]
-            self._profiler = torch.profiler.profile(activities=kinds, record_shapes=True, schedule=schedule)
-            self._profiler.start()
+            return
+        if self._device.type == "cpu":
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it complains that there is no GPU
+        active = self._last - self._first + 1
+        schedule = torch.profiler.schedule(skip_first=SKIPPED - 1, wait=0, warmup=1, active=active, repeat=1)
+        self._profiler = torch.profiler.profile(record_shapes=True, schedule=schedule)
+        self._profiler.start()
 
     def end(self, step: int, host: str) -> Found | None:
         """A step has ended (all ranks); what the profile shows, if it was the last one to profile.
@@ -135,37 +132,30 @@ class Profile:
 
     def _read(self, host: str) -> Found | None:
         """What the profile shows (all ranks)."""
-        self._synchronize()
+        torch.get_device_module(self._device).synchronize(self._device)
         self._began.append(time.perf_counter())
         ended = self._profiler
         self.close()
-        base_us = 0.0
+        trace: dict[str, Any] = {}
         mine = None
         problem = ""
         try:
             trace = self._export(ended)
-            base_us = trace.get("baseTimeNanoseconds", 0) / 1e3
-            mine = timeline.window(trace, self._recorded(timeline.window(trace).frame, base_us))
+            recorded = private_api.flight_recorder(self._device, only_active=False).get("entries", [])
+            mine = timeline.window(trace, recorded)
         except (OSError, ValueError) as error:  # a full disk, or no JSON: the training continues
             problem = f"{host}: {error}"
-        problems = [one for one in ranks.gather(problem) if one]
+        clock_us = clock_offset_s() * 1e6 + trace.get("baseTimeNanoseconds", 0) / 1e3
+        everyone = ranks.gather([problem, clock_us])
+        problems = [one for one, _ in everyone if one]
         if problems or not mine:
             ranks.print0(f"warning: there is no profile: {problems[0]}")
             return None
-        clocks = ranks.gather([self._offset_s * 1e6, base_us])
-        shifts = [offset + base - clocks[0][1] for offset, base in clocks]  # onto rank 0's clock
-        shift = shifts[dist.get_rank()]
-        sent = [replace(one, begin=one.begin + shift, end=one.end + shift) for one in mine.messages]
-        everyone = [
-            [timeline.Message(**one | {"group": tuple(one["group"]), "peers": tuple(one["peers"])}) for one in rows]
-            for rows in ranks.gather([asdict(one) for one in sent])
-        ]
-        waited = timeline.waits(everyone)[dist.get_rank()]
-        steps = [after - before for before, after in zip(self._began, self._began[1:], strict=False)]
-        step_s = statistics.fmean(steps[SKIPPED:])
+        shifts = [one - everyone[0][1] for _, one in everyone]  # onto rank 0's clock
+        steps = [after - before for before, after in itertools.pairwise(self._began)]
         before_s = statistics.median(steps[1 : SKIPPED - 1])
-        found = _judge(mine, step_s, shift, waited, host)
-        head = f"profile  steps {self._first} to {self._last}: {step_s * 1e3:,.1f} ms a step"
+        found = _judge(mine, statistics.fmean(steps[SKIPPED:]), _waits(mine, shifts[dist.get_rank()]), host)
+        head = f"profile  steps {self._first} to {self._last}: {found.parts['step'] * 1e3:,.1f} ms a step"
         head = f"{head}, where those before them took {before_s * 1e3:,.1f} ms"
         if dist.get_rank() == 0:
             try:
@@ -175,11 +165,6 @@ class Profile:
         path = f"{self._folder}/merged.json.gz"
         tail = f"         {path} shows each operator: open it at https://ui.perfetto.dev"
         return replace(found, lines=[head, *found.lines, tail])
-
-    def _synchronize(self) -> None:
-        """Let no kernel of one step count for another."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _export(self, profiler: Any) -> dict[str, Any]:
         """Write this rank's trace, and read it."""
@@ -191,12 +176,6 @@ class Profile:
 
     def _file(self, rank: int) -> Path:
         return self._folder / f"rank_{rank:05d}.json.gz"
-
-    def _recorded(self, frame: timeline.Interval, base_us: float) -> list[Any]:
-        """The flight recorder's entries of these steps, in order."""
-        begin, end = ((at + base_us) * 1e3 for at in frame)
-        entries = private_api.flight_recorder(self._device, only_active=False).get("entries", [])
-        return [entry for entry in entries if begin <= entry["time_created_ns"] < end]
 
     def _merge(self, shifts: Sequence[float]) -> None:
         """Write one trace of the first ranks, with one clock (rank 0, when each has written its own)."""
@@ -227,17 +206,24 @@ def _give_back() -> None:
         libc.malloc_trim(0)
 
 
-def _judge(
-    mine: timeline.Window, step_s: float, shift: float, waited: Sequence[timeline.Wait | None], host: str
-) -> Found:
+def _waits(mine: timeline.Window, shift_us: float) -> list[timeline.Wait | None]:
+    """For each of this rank's messages, how long it waited for another rank (all ranks)."""
+    sent = [replace(one, begin=one.begin + shift_us, end=one.end + shift_us) for one in mine.messages]
+    everyone = [
+        [timeline.Message(**one | {"group": tuple(one["group"]), "peers": tuple(one["peers"])}) for one in rows]
+        for rows in ranks.gather([asdict(one) for one in sent])
+    ]
+    return timeline.waits(everyone)[dist.get_rank()]
+
+
+def _judge(mine: timeline.Window, step_s: float, waited: Sequence[timeline.Wait | None], host: str) -> Found:
     """Add up the steps of all ranks (all ranks)."""
-    back = [(one.rank, (one.interval[0] - shift, one.interval[1] - shift)) for one in waited if one]
-    parts = timeline.parts(mine, [interval for _, interval in back])
-    parts["step"] = step_s
-    causes = {
-        rank: timeline.parts(mine, [interval for other, interval in back if other == rank])["slower"]
-        for rank in {rank for rank, _ in back}
-    }
+    by_rank: dict[int, list[timeline.Interval]] = defaultdict(list)
+    for one, wait in zip(mine.messages, waited, strict=True):
+        if wait:
+            by_rank[wait.rank].append((one.begin, one.begin + wait.took_us))
+    parts = timeline.parts(mine, [*itertools.chain(*by_rank.values())]) | {"step": step_s}
+    causes = {rank: timeline.parts(mine, intervals)["slower"] for rank, intervals in by_rank.items()}
     everyone = ranks.gather([host, parts, causes])
     size = len(everyone)
     means = {part: statistics.fmean(one[1][part] for one in everyone) for part in parts}
@@ -252,18 +238,18 @@ def _judge(
         lines.append(f"         {'sent while it computed':<24}{means['hidden'] * 1e3:>10,.1f} ms")
     lines += _traffic(mine, waited)
     # What the others waited for a rank, less what it waited itself: ranks also wait for each other in turns.
-    net = [sum(one[2].get(str(rank), 0.0) for one in everyone) / max(size - 1, 1) for rank in range(size)]
-    net = [waited_for - one[1]["slower"] for waited_for, one in zip(net, everyone, strict=True)]
-    slowest = max(range(size), key=lambda rank: net[rank])
-    return Found(means, lines, slowest=everyone[slowest][0], slowest_s=max(net[slowest], 0.0))
+    caused = [sum(one[2].get(str(rank), 0.0) for one in everyone) / max(size - 1, 1) for rank in range(size)]
+    net = [(took_s - one[1]["slower"], one[0]) for took_s, one in zip(caused, everyone, strict=True)]
+    slowest_s, slowest = max(net)
+    return Found(means, lines, slowest, max(slowest_s, 0.0))
 
 
 def _traffic(mine: timeline.Window, waited: Sequence[timeline.Wait | None]) -> list[str]:
     """Lines on each kind of message: how often in a step, how much, and how fast once all ranks had begun."""
     kinds: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for one, wait in zip(mine.messages, waited, strict=True):
-        took = one.end - one.begin - (wait.interval[1] - wait.interval[0] if wait else 0.0)
-        kinds[one.name].append((one.num_bytes, took / 1e6))
+        took_us = one.end - one.begin - (wait.took_us if wait else 0.0)
+        kinds[one.name].append((one.num_bytes, took_us / 1e6))
     lines = []
     for name, calls in kinds.items():
         often = len(calls) / mine.num_steps

@@ -6,20 +6,21 @@ is computed while something is being sent, the sending is exposed; as long as a 
 send, the others wait for that rank.
 """
 
-import bisect
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from common.marks import BESIDE, EVALUATED, EVALUATES, READS
 
 Interval = tuple[float, float]
 Event = Mapping[str, Any]
-COMPUTE = ("forward", "backward", "optimizer")
-PARTS = ("data", *COMPUTE, "exposed", "slower", "evaluation", "beside", "idle")
+# An instant belongs to the first of these parts that claims it, and is idle if none does.
+PARTS = ("forward", "backward", "optimizer", "slower", "exposed", "evaluation", "beside", "data", "idle")
 DATA = ("enumerate(DataLoader)", READS)  # torch's DataLoader has a mark of its own
 SENDS = ("gloo:", "nccl:", "ncclDevKernel", "ncclKernel")
 WAITS = ("c10d::", "_c10d_functional::", "c10d_functional::")  # operators that start what is sent, or wait for it
@@ -28,48 +29,22 @@ CONTAINERS = re.compile(r"autograd::|Backward\d*$")  # hooks may send and wait b
 UPDATE = "Optimizer.step#"
 STEP = "ProfilerStep#"
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST = ("data", "evaluation", "beside")  # what this process does beside the computing
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 BYTES = {"double": 8, "long": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2, "bool": 1, "unsigned char": 1}
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same instants, in intervals that do not touch, in order."""
-    found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        elif end > begin:
-            found.append((begin, end))
-    return found
+def inside(at: Sequence[float] | np.ndarray, intervals: Sequence[Interval]) -> np.ndarray:
+    """Whether each instant is in one of the intervals: more of them have begun than have ended."""
+    begins, ends = np.sort(np.array(intervals, dtype=float).reshape(-1, 2), axis=0).T
+    return np.searchsorted(begins, at, side="right") > np.searchsorted(ends, at, side="right")
 
 
 def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What of the first is in none of the others; both as `union` returns them."""
-    found = []
-    first = 0
-    for begin, end in intervals:
-        while first < len(others) and others[first][1] <= begin:
-            first += 1
-        at = begin
-        for other_begin, other_end in others[first:]:
-            if other_begin >= end:
-                break
-            if other_begin > at:
-                found.append((at, other_begin))
-            at = max(at, other_end)
-        if at < end:
-            found.append((at, end))
-    return found
-
-
-def within(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What of the first is in one of the others; both as `union` returns them."""
-    return without(intervals, without(intervals, others))
-
-
-def seconds(intervals: Iterable[Interval]) -> float:
-    """Length of intervals that do not overlap."""
-    return sum(end - begin for begin, end in intervals) / 1e6
+    """What of the first is in none of the others, in order and without overlaps."""
+    cuts = np.unique([*intervals, *others])
+    kept = inside(cuts[:-1], intervals) & ~inside(cuts[:-1], others)
+    return [*zip(cuts[:-1][kept].tolist(), cuts[1:][kept].tolist(), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -113,12 +88,12 @@ class Window:
     messages: list[Message]
 
 
-def window(trace: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]] = ()) -> Window:
+def window(trace: Mapping[str, Any], recorded: Iterable[Event] = ()) -> Window:
     """The profiled steps of one rank.
 
     Args:
         trace: as `torch.profiler.profile.export_chrome_trace` writes it.
-        recorded: the flight recorder's entries of these steps, which know the groups of collectives.
+        recorded: the flight recorder's entries, in order, which know the groups of collectives.
 
     Raises:
         ValueError: no step is in the trace.
@@ -129,25 +104,27 @@ def window(trace: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]] = ())
         raise ValueError("the trace has no step")
     mine = [one for one in events if one["tid"] == steps[0]["tid"]]
     marks = [one for one in mine if one["cat"] == "user_annotation"]
-    frames = _frames(marks)
+    frames = [_interval(one) for one in _named(marks, STEP)]
     frame = (frames[0][0], frames[-1][1])
-    host = {
-        "data": union(map(_interval, _named(marks, DATA))),
-        "evaluation": _evaluations(marks),
-        "beside": union(map(_interval, _named(marks, BESIDE))),
-    }
-    phases = _Phases(events, marks, host)
-    on_gpu = any(one["cat"] in DEVICE for one in events)
-    found = _kernels(events, phases) if on_gpu else _operators(_named(mine, "", "cpu_op"), phases)
-    for part, intervals in host.items():
-        found[part] += intervals
-    beside = union([*host["evaluation"], *host["beside"]])
-    messages = [one for one in _messages(events, trace, recorded) if not _inside(one.begin, beside)]
-    found["exposed"] = [(one.begin, one.end) for one in messages]
-    if not on_gpu:  # a CPU without an operator runs Python
-        for gap in without([frame], union(interval for intervals in found.values() for interval in intervals)):
-            found[phases.computes(gap[0])].append(gap)
-    return Window(frame, len(frames), {part: union(intervals) for part, intervals in found.items()}, messages)
+    phases = _phases(events, marks, frames)
+    base_us = trace.get("baseTimeNanoseconds", 0) / 1e3
+    recorded = [one for one in recorded if frame[0] <= one["time_created_ns"] / 1e3 - base_us < frame[1]]
+    messages = _messages(events, trace.get("distributedInfo", {}), recorded)
+    beside = inside([one.begin for one in messages], phases["evaluation"] + phases["beside"])
+    messages = [one for one, is_beside in zip(messages, beside, strict=True) if not is_beside]
+    claims: dict[str, list[Interval]] = {part: phases[part] for part in HOST}
+    claims["exposed"] = [(one.begin, one.end) for one in messages]
+    if any(one["cat"] in DEVICE for one in events):
+        since, computed = _kernels(events)
+    else:
+        computed = _operators(_named(mine, "", "cpu_op"))
+        busy = [*computed, *(interval for intervals in claims.values() for interval in intervals)]
+        computed += without([frame], busy)  # a CPU without an operator runs Python
+        since = [begin for begin, _ in computed]
+    found = np.select([inside(since, intervals) for intervals in phases.values()], [*phases], "forward").tolist()
+    for part, interval in zip(found, computed, strict=True):
+        claims.setdefault(part, []).append(interval)
+    return Window(frame, len(frames), claims, messages)
 
 
 def parts(one: Window, slower: Sequence[Interval] = ()) -> dict[str, float]:
@@ -157,26 +134,25 @@ def parts(one: Window, slower: Sequence[Interval] = ()) -> dict[str, float]:
         one: the steps of this rank.
         slower: when this rank waited for another one to begin to send, as `waits` finds it.
     """
-    frame = [one.frame]
-    sends = within(one.claims["exposed"], frame)
-    order = [*COMPUTE, "slower", "exposed", "evaluation", "beside", "data"]
-    claims = one.claims | {"slower": within(union(slower), sends)}
-    found = dict.fromkeys(PARTS, 0.0)
-    claimed: list[Interval] = []
-    for part in order:
-        mine = without(within(claims.get(part, []), frame), claimed)
-        found[part] = seconds(mine) / one.num_steps
-        claimed = union([*claimed, *mine])
-    found["idle"] = seconds(without(frame, claimed)) / one.num_steps
-    found["hidden"] = seconds(sends) / one.num_steps - found["exposed"] - found["slower"]
-    return found
+    claims = one.claims | {"slower": [*slower], "idle": [one.frame]}
+    cuts = np.unique([interval for intervals in claims.values() for interval in intervals])
+    took_s = np.diff(cuts) / 1e6 / one.num_steps
+    within = {part: inside(cuts[:-1], claims.get(part, [])) for part in PARTS}
+    sends = within["exposed"] & within["idle"]
+    within["slower"] &= sends
+    left = within["idle"]  # the steps, of which each part takes what it claims
+    found = {}
+    for part in PARTS:
+        found[part] = float(took_s[left & within[part]].sum())
+        left = left & ~within[part]
+    return found | {"hidden": float(took_s[sends].sum()) - found["exposed"] - found["slower"]}
 
 
 @dataclass(frozen=True)
 class Wait:
     """That a rank waited for another one to begin to send."""
 
-    interval: Interval
+    took_us: float
     rank: int  # the other one
 
 
@@ -186,86 +162,79 @@ def waits(messages: Sequence[Sequence[Message]]) -> list[list[Wait | None]]:
     Args:
         messages: of each rank, with one clock.
     """
-    found: list[dict[Message, Wait]] = [{} for _ in messages]
-    together: dict[Any, dict[int, Message]] = defaultdict(dict)
+    last: dict[Any, tuple[float, int]] = {}  # when the last rank began each collective, and which rank that is
     for rank, mine in enumerate(messages):
         for one in mine:
-            if one.group:
-                together[one.name, one.group, one.number][rank] = one
-    for began in together.values():
-        last = max(began, key=lambda rank: began[rank].begin)
-        for rank, one in began.items():
-            if one.begin < began[last].begin:
-                found[rank][one] = Wait((one.begin, min(one.end, began[last].begin)), last)
-    for rank, mine in enumerate(messages):
-        for one, sent, sender in _received(rank, mine, messages):
-            if one.begin < sent.begin:
-                found[rank][one] = Wait((one.begin, min(one.end, sent.begin)), sender)
-    return [[waited.get(one) for one in mine] for mine, waited in zip(messages, found, strict=True)]
-
-
-def _received(
-    rank: int, mine: Sequence[Message], messages: Sequence[Sequence[Message]]
-) -> Iterator[tuple[Message, Message, int]]:
-    """What a rank received, what was sent for it, and by whom: of equal sizes, the n-th answers the n-th."""
-    for peers, num_bytes in {(one.peers, one.num_bytes) for one in mine if one.name == "recv"}:
-        received = [one for one in mine if (one.name, one.peers, one.num_bytes) == ("recv", peers, num_bytes)]
-        for sender in peers:
-            sent = [
-                one
-                for one in messages[sender]
-                if one.name == "send" and rank in one.peers and one.num_bytes == num_bytes
-            ]
-            if len(sent) == len(received) and all(b.begin < a.end for a, b in zip(received, sent, strict=True)):
-                yield from ((a, b, sender) for a, b in zip(received, sent, strict=True))
-                break
-
-
-def _messages(
-    events: Sequence[Event], trace: Mapping[str, Any], recorded: Sequence[Mapping[str, Any]]
-) -> list[Message]:
-    """What a rank sent, in order."""
-    about = trace.get("distributedInfo", {})
-    groups = {one["pg_name"]: tuple(one["ranks"]) for one in about.get("pg_config", [])}
+            key = (one.name, one.group, one.number)
+            if key not in last or one.begin > last[key][0]:
+                last[key] = (one.begin, rank)
     found = []
-    numbers: Counter[str] = (
-        Counter()
-    )  # of NCCL's kernels, which name their group, and are in the same order on all ranks
-    for one, entry in _with_entries(sorted(_named(events, SENDS), key=_begin), recorded):
+    for rank, mine in enumerate(messages):
+        sent = _sent_to(rank, messages)
+        began = [last[one.name, one.group, one.number] if one.group else sent.get(one, (0.0, rank)) for one in mine]
+        pairs = zip(mine, began, strict=True)
+        found.append([Wait(min(one.end, at) - one.begin, by) if at > one.begin else None for one, (at, by) in pairs])
+    return found
+
+
+def _sent_to(rank: int, messages: Sequence[Sequence[Message]]) -> dict[Message, tuple[float, int]]:
+    """For what a rank received, when it was sent and by whom: of equal sizes, the n-th answers the n-th."""
+    found: dict[Message, tuple[float, int]] = {}
+    same: dict[Any, list[Message]] = defaultdict(list)
+    for one in messages[rank]:
+        if one.name == "recv":
+            same[one.peers, one.num_bytes].append(one)
+    for (peers, num_bytes), received in same.items():
+        for sender in peers:
+            sends = [one for one in messages[sender] if (one.name, one.num_bytes) == ("send", num_bytes)]
+            sent = [one for one in sends if rank in one.peers]
+            pairs = [*zip(received, sent, strict=False)]
+            if len(sent) == len(received) and all(answer.begin < one.end for one, answer in pairs):
+                found |= {one: (answer.begin, sender) for one, answer in pairs}
+                break
+    return found
+
+
+def _messages(events: Sequence[Event], about: Mapping[str, Any], recorded: Sequence[Event]) -> list[Message]:
+    """What a rank sent, in order; `about` says which rank it is, and its groups."""
+    groups = {one["pg_name"]: tuple(one["ranks"]) for one in about.get("pg_config", [])}
+    sends = _named(events, SENDS)
+    entries = _entries(sends, recorded)
+    numbers: Counter[str] = Counter()  # of NCCL's kernels, which name their group, in the same order on all ranks
+    places = {}
+    for name in ("send", "recv"):
+        operators = _named(events, f"c10d::{name}")
+        places[name] = iter([int(one["args"]["Concrete Inputs"][2]) for one in operators])
+    found = []
+    for one in sends:
         name = one["name"].partition(":")[2] or one["args"].get("Collective name", one["name"])
         message = Message(name, *_interval(one), _num_bytes(one["args"]))
         group_name = one["args"].get("Process Group Name")
-        if group_name and name not in ("send", "recv"):
+        if group_name and name not in places:
             numbers[group_name] += 1
             message = replace(message, group=groups.get(group_name, ()), number=numbers[group_name])
-        elif entry:
+        elif entry := entries.get(id(one)):
             group = groups.get(entry["process_group"][0], ())
             message = replace(message, group=group, number=entry["collective_seq_id"])
+        place = next(places[name], None) if name in places else None
+        if place is not None:
+            peers = {ranks[place] for ranks in groups.values() if about["rank"] in ranks and place < len(ranks)}
+            message = replace(message, peers=tuple(sorted(peers - {about["rank"]})))
         found.append(message)
-    for name in ("send", "recv"):
-        operators = sorted(_named(events, f"c10d::{name}"), key=_begin)
-        places = iter([int(one["args"]["Concrete Inputs"][2]) for one in operators])
-        for index, message in enumerate(found):
-            place = next(places, None) if message.name == name else None
-            if place is not None:
-                peers = {ranks[place] for ranks in groups.values() if about["rank"] in ranks and place < len(ranks)}
-                found[index] = replace(message, peers=tuple(sorted(peers - {about["rank"]})))
-    return sorted(found, key=lambda one: one.begin)
+    return found
 
 
-def _with_entries(
-    events: Sequence[Event], recorded: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[Event, Mapping[str, Any] | None]]:
-    """Each event with its entry in the flight recorder: of equal names and sizes, the n-th is the n-th."""
-    entries: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
-    for entry in recorded:
-        entries[entry["profiling_name"], str(entry["input_sizes"])].append(entry)
-    same: dict[Any, list[Event]] = defaultdict(list)
+def _entries(events: Sequence[Event], recorded: Sequence[Event]) -> dict[int, Event]:
+    """The flight recorder's entry of each event, by its id: of equal names and sizes, the n-th is the n-th."""
+    same: dict[Any, tuple[list[int], list[Event]]] = defaultdict(lambda: ([], []))
     for one in events:
-        same[one["name"], str(one["args"].get("Input Dims"))].append(one)
-    for key, alike in same.items():
-        known = entries[key] if len(entries[key]) == len(alike) else [None] * len(alike)
-        yield from zip(alike, known, strict=True)
+        same[one["name"], str(one["args"].get("Input Dims"))][0].append(id(one))
+    for entry in recorded:
+        same[entry["profiling_name"], str(entry["input_sizes"])][1].append(entry)
+    found: dict[int, Event] = {}
+    for numbers, entries in same.values():
+        found |= zip(numbers, entries, strict=True) if len(numbers) == len(entries) else {}
+    return found
 
 
 def _num_bytes(args: Mapping[str, Any]) -> int:
@@ -275,84 +244,52 @@ def _num_bytes(args: Mapping[str, Any]) -> int:
     return sum(math.prod(size) * BYTES.get(kind, 4) for size, kind in zip(sizes, kinds, strict=False))
 
 
-class _Phases:
-    """Which part of the step an instant of the main thread belongs to."""
-
-    def __init__(self, events: Sequence[Event], marks: Sequence[Event], host: Mapping[str, list[Interval]]) -> None:
-        """Look for the passes and updates of each step; `host` has what this process did beside them."""
-        self._host = host
-        self._frames = _frames(marks)
-        self._backward = union(map(_interval, _named(events, BACKWARD)))
-        self._update = union(map(_interval, _named(marks, UPDATE)))
-        # When each step's last backward pass had ended: clipping and checks belong to the update.
-        ends = [within(self._backward, [frame]) for frame in self._frames]
-        self._after = [inside[-1][1] if inside else math.inf for inside in ends]
-
-    def part(self, at: float) -> str:
-        """The part at this instant."""
-        for part, intervals in self._host.items():
-            if _inside(at, intervals):
-                return part
-        return self.computes(at)
-
-    def computes(self, at: float) -> str:
-        """The same, but what this process did beside."""
-        if _inside(at, self._backward):
-            return "backward"
-        step = max(bisect.bisect_right(self._frames, (at, math.inf)) - 1, 0)
-        return "optimizer" if at >= self._after[step] or _inside(at, self._update) else "forward"
+def _phases(events: Sequence[Event], marks: Sequence[Event], frames: Sequence[Interval]) -> dict[str, list[Interval]]:
+    """When the main thread was in each part; what it does in none of them is forward, in several of the first."""
+    backward = [_interval(one) for one in _named(events, BACKWARD)]
+    update = [_interval(one) for one in _named(marks, UPDATE)]
+    for first, last in frames:  # clipping and checks, after a step's last backward pass, belong to the update
+        if ends := [end for begin, end in backward if first <= begin < last]:
+            update.append((max(ends), last))
+    # An evaluation lasts from where one was due to where its result came.
+    done = [end for _, end in map(_interval, _named(marks, EVALUATED))]
+    due = [begin for begin, _ in map(_interval, _named(marks, EVALUATES))]
+    return {
+        "data": [_interval(one) for one in _named(marks, DATA)],
+        "evaluation": [(begin, next((end for end in done if end > begin), begin)) for begin in due],
+        "beside": [_interval(one) for one in _named(marks, BESIDE)],
+        "backward": backward,
+        "optimizer": update,
+    }
 
 
-def _operators(operators: Sequence[Event], phases: _Phases) -> defaultdict[str, list[Interval]]:
-    """When a CPU computed, by part: in operators that neither send nor wait, also not for what they call."""
+def _operators(operators: Sequence[Event]) -> list[Interval]:
+    """When a CPU computed: in operators that neither send nor wait, also not for what they call."""
     ordered = sorted(operators, key=lambda one: (one["ts"], -one["dur"]))
-    computing: defaultdict[str, list[Interval]] = defaultdict(list)
-    waiting = union(map(_interval, _named(operators, WAITS)))
+    found = []
     for number, one in enumerate(ordered):
         begin, end = _interval(one)
         calls = number + 1 < len(ordered) and ordered[number + 1]["ts"] < end
         if not one["name"].startswith(WAITS) and not (calls and CONTAINERS.search(one["name"])):
-            computing[phases.part(begin)] += without([(begin, end)], waiting)
-    return computing
+            found.append((begin, end))
+    return without(found, [_interval(one) for one in _named(operators, WAITS)])
 
 
-def _kernels(events: Sequence[Event], phases: _Phases) -> defaultdict[str, list[Interval]]:
-    """When a GPU computed, by the part of the step in which this process launched it. Not run on a GPU."""
+def _kernels(events: Sequence[Event]) -> tuple[list[float], list[Interval]]:
+    """When this process launched what a GPU computed, and when it computed that. Not run on a GPU."""
     launched: dict[Any, float] = {
         one["args"]["correlation"]: one["ts"] for one in events if one["cat"] in LAUNCHES and "args" in one
     }
-    computing: defaultdict[str, list[Interval]] = defaultdict(list)
-    for one in events:
-        if one["cat"] in DEVICE and not one["name"].startswith(SENDS):
-            at = launched.get(one["args"].get("correlation")) or one["ts"]
-            computing[phases.part(at)].append(_interval(one))
-    return computing
-
-
-def _frames(marks: Iterable[Event]) -> list[Interval]:
-    return sorted(map(_interval, _named(marks, STEP)))
-
-
-def _evaluations(marks: Sequence[Event]) -> list[Interval]:
-    """From where one was due to where its result came."""
-    due = sorted(one["ts"] for one in _named(marks, EVALUATES))
-    done = sorted(one["ts"] + one["dur"] for one in _named(marks, EVALUATED))
-    ends = [next((end for end in done if end > begin), None) for begin in due]
-    return union((begin, end) for begin, end in zip(due, ends, strict=True) if end is not None)
-
-
-def _begin(event: Event) -> float:
-    return event["ts"]
+    kernels = [one for one in events if one["cat"] in DEVICE and not one["name"].startswith(SENDS)]
+    since = [launched.get(one["args"].get("correlation")) or one["ts"] for one in kernels]
+    return since, [_interval(one) for one in kernels]
 
 
 def _named(events: Iterable[Event], begin: str | tuple[str, ...], category: str = "") -> list[Event]:
-    return [one for one in events if one["name"].startswith(begin) and category in ("", one["cat"])]
+    """The events whose name begins so, in order."""
+    found = [one for one in events if one["name"].startswith(begin) and category in ("", one["cat"])]
+    return sorted(found, key=lambda one: one["ts"])
 
 
 def _interval(event: Event) -> Interval:
     return event["ts"], event["ts"] + event["dur"]
-
-
-def _inside(at: float, intervals: Sequence[Interval]) -> bool:
-    place = bisect.bisect_right(intervals, (at, math.inf)) - 1
-    return place >= 0 and at < intervals[place][1]

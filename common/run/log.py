@@ -80,19 +80,22 @@ class Run:
         self._sample = sample
         self._length_flag = "--max-steps" if args.max_steps else "--epochs"
         self._devices = computes_on
+        self._num_devices = world.size * len(computes_on)
         # Seconds that a sample would take on one device at its peak.
         peak_flops = flops.peak_flops(world.device, dtype) if sample.flops else 0.0
         self._ideal_s = peak_flops and sample.flops / peak_flops
         mfu_is_of = f"{peak_flops / 1e12:,.6g} TFLOP/s a device, {flops.source(world.device, dtype)}"
         self._began = self._since = time.perf_counter()
-        self._seconds = 0.0  # of training since the last record, until `_since`
-        self._trained_s = 0.0
+        self._seconds = 0.0  # of training, until `_since`
+        self._trained_s = 0.0  # until the latest record, and of waiting for data until then
         self._data_wait_s = 0.0
-        # Seconds of waiting for data, and of training, after the first line, which includes the start of the workers.
-        self._steady_wait_s = 0.0
-        self._steady_s = 0.0
+        self._first: tuple[float, float] | None = None  # these two at the first record, after the start of the workers
         self._records: TextIO | None = None  # metrics.jsonl and TensorBoard's events, opened when there is room
         self._events: Any = None
+        # disable=None shows a bar on a terminal, and none in a pipe or a file.
+        disable = True if world.rank else None
+        shown = {"total": plan.max_steps, "initial": plan.first_step, "unit": "step", "dynamic_ncols": True}
+        self._bar = tqdm(disable=disable, **shown)
         log = path / "logs" / f"rank_{world.rank:05d}.log"
         if world.rank != 0:
             output.redirect(log)
@@ -108,16 +111,14 @@ class Run:
             ranks.print0(f"warning: not all files of this start were written to {path}: {error}")
         details = "".join(f", {number:,} {unit} each" for unit, number in sample.units.items())
         details += f"; {str(dtype).removeprefix('torch.')}"
-        ranks.print0(f"{world}\n{plan}{details if plan.first_step < plan.max_steps else ''}")
-        for line in devices.notes(world.device, bool(vars(args).get("compile"))):
-            ranks.print0(line)
+        setup = [str(world), f"{plan}{details if plan.first_step < plan.max_steps else ''}"]
+        setup += devices.notes(world.device, bool(vars(args).get("compile")))
         if rates:
             peak = " to ".join(f"{rate:.4g}" for rate in sorted({min(rates), max(rates)}))
-            ranks.print0(f"peak learning rate {peak}{_after(args, plan.max_steps)}")
+            setup.append(f"peak learning rate {peak}{_after(args, plan.max_steps)}")
         if world.device.type == "cuda" and peak_flops:
-            ranks.print0(f"MFU is of {mfu_is_of}")
-        # disable=None shows a bar on a terminal, and none in a pipe or a file.
-        self._bar = tqdm(total=plan.max_steps, initial=plan.first_step, unit="step", disable=None, dynamic_ncols=True)
+            setup.append(f"MFU is of {mfu_is_of}")
+        ranks.print0("\n".join(setup))
 
     def add(self, sums: metrics.Sums) -> None:
         """Add this rank's sums of one step to the next record."""
@@ -136,21 +137,18 @@ class Run:
         """
         shown = {**metrics.means(self._sums), **more}
         self._sums = {}
-        now = time.perf_counter()
-        seconds = self._seconds + now - self._since
-        self._since = now
-        self._seconds = 0.0
-        if self._trained_s:
-            self._steady_wait_s += data_wait_s - self._data_wait_s
-            self._steady_s += seconds
-        self._trained_s += seconds
-        rate = (self._plan.position(step) - self._plan.position(self._rated_step)) / seconds
+        self.pause(False)
+        self.unpause()
+        num_samples = self._plan.position(step) - self._plan.position(self._rated_step)
+        rate = num_samples / (self._seconds - self._trained_s)
         self._rated_step = step
+        self._trained_s = self._seconds
+        self._first = self._first or (self._trained_s, data_wait_s)
         tagged = self._record(step, "train", shown)
         perf = {
             "samples_per_s": rate,
             **{f"{unit}_per_s": rate * number for unit, number in self._sample.units.items()},
-            **({"mfu": rate * self._ideal_s / (self._world.size * len(self._devices))} if self._ideal_s else {}),
+            **({"mfu": rate * self._ideal_s / self._num_devices} if self._ideal_s else {}),
             "memory_gib": sum(map(memory_gib, self._devices)),
             "data_wait_s": data_wait_s - self._data_wait_s,
         }
@@ -165,8 +163,7 @@ class Run:
 
     def log_images(self, step: int, tag: str, images: Any) -> None:
         """Show images, (N, H, W, 3) uint8, in TensorBoard (rank 0)."""
-        if self._world.rank == 0:
-            self._add_events(step, lambda events: events.add_images(tag, images, step, dataformats="NHWC"))
+        self._add_events(step, lambda events: events.add_images(tag, images, step, dataformats="NHWC"))
 
     def pause(self, something_is_due: bool) -> None:
         """Exclude the time until `unpause` from the rate of training.
@@ -176,8 +173,7 @@ class Run:
                 have not done yet, so that their time is waited for here, and counts as training.
         """
         for device in self._devices if something_is_due else ():
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            torch.get_device_module(device).synchronize(device)
         self._seconds += time.perf_counter() - self._since
 
     def unpause(self) -> None:
@@ -193,23 +189,19 @@ class Run:
             lines: the table.
             verdict: one line; "" for none.
         """
-        step_s = parts["step"]
-        rate = self._plan.division.global_batch_size / step_s
-        devices_used = self._world.size * len(self._devices)
-        rates = []
-        if self._sample.flops:
-            each = rate * self._sample.flops / devices_used
-            mfu = f", {rate * self._ideal_s / devices_used:.1%} MFU" if self._ideal_s else ""
-            rates.append(f"         {each / 1e12:,.3f} TFLOP/s a device{mfu}")
-        text = "\n".join(filter(None, [*lines, *rates, verdict]))
+        rate = self._plan.division.global_batch_size / parts["step"] / self._num_devices
+        mfu = f", {rate * self._ideal_s:.1%} MFU" if self._ideal_s else ""
+        flops_line = f"         {rate * self._sample.flops / 1e12:,.3f} TFLOP/s a device{mfu}" * bool(self._sample.flops)
+        text = "\n".join(filter(None, [*lines, flops_line, verdict]))
         ranks.print0(text)
         self._record(step, "profile", {f"{part}_s": value for part, value in parts.items()})
-        if self._world.rank == 0:
-            self._add_events(step, lambda events: events.add_text("profile", f"```\n{text}\n```", step))
+        self._add_events(step, lambda events: events.add_text("profile", f"```\n{text}\n```", step))
 
     def spent(self) -> Spent:
         """Where the time from the first step until now went."""
-        share = self._steady_wait_s / self._steady_s if self._steady_s else 0.0
+        trained_s, data_wait_s = self._first or (0.0, 0.0)
+        steady_s = self._trained_s - trained_s
+        share = (self._data_wait_s - data_wait_s) / steady_s if steady_s else 0.0
         return Spent(time.perf_counter() - self._began, self._trained_s, share)
 
     def finish(self, stopped: str = "", no_better: str = "", verdict: str = "") -> None:
@@ -250,8 +242,6 @@ class Run:
 
     def close(self) -> None:
         """Close the progress bar and the records."""
-        if self._world.rank != 0:
-            return
         self._bar.close()
         for file in (self._events, self._records):
             try:
@@ -262,13 +252,11 @@ class Run:
 
     def _record(self, step: int, group: str, values: Mapping[str, float]) -> dict[str, float]:
         tagged = {key if "/" in key else f"{group}/{key}": value for key, value in values.items()}
-        if self._world.rank != 0:
-            return tagged
         try:
-            if not self._records:
-                self._records = run_dir.open_records(self.path, self._plan.first_step)
-            self._records.write(run_dir.record_line({"step": step} | tagged))
-            self._records.flush()
+            if self._world.rank == 0:
+                self._records = self._records or run_dir.open_records(self.path, self._plan.first_step)
+                self._records.write(run_dir.record_line({"step": step} | tagged))
+                self._records.flush()
         except OSError as error:  # a full disk must not end the training
             ranks.print0(f"warning: step {step} was not recorded in {self.path}: {error}")
 
@@ -281,6 +269,8 @@ class Run:
 
     def _add_events(self, step: int, add: Callable[[Any], None]) -> None:
         """Record in TensorBoard, which nothing depends on; after an error with a new writer, once there is room."""
+        if self._world.rank != 0:
+            return
         try:
             if not self._events:
                 from torch.utils.tensorboard import SummaryWriter
@@ -296,11 +286,8 @@ class Run:
             ranks.print0(f"warning: TensorBoard lacks step {step} or the one before it: {error}")
 
     def _show(self, step: int, values: Mapping[str, float], tail: str = "") -> None:
-        before = self._shown_step
+        self._bar.update(step - self._shown_step)
         self._shown_step = step
-        if self._world.rank != 0:
-            return
-        self._bar.update(step - before)
         text = "  ".join([*(f"{key} {value:.4g}" for key, value in values.items()), tail]).rstrip()
         if self._bar.disable or "val/loss" in values:
             ranks.print0(f"step {step:>{len(str(self._plan.max_steps))}}/{self._plan.max_steps}  {text}")

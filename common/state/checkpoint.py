@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,7 @@ from torch import nn
 from common import UserError, keymap, manifest, places, ranks
 from common.ranks import Answer
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 BEST = "best"  # the file that names the best checkpoint, if a run keeps it
-ADVICE = " (use the flags that it was trained with, or another checkpoint)"
 
 
 def folder(run_dir: Path, step: int) -> Path:
@@ -199,8 +195,8 @@ def _refuse_open_folder(path: Path) -> None:
         places.refuse_open(place)  # a broken link, or one to a device, counts as damaged
 
 
-def tensors_in(path: Path) -> "dict[str, TensorStorageMetadata]":
-    """Type and shape of every tensor of a checkpoint, by name.
+def tensors_in(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by name, on the device "meta": its type and shape without its numbers.
 
     Raises:
         UserError: the files are not what torch.distributed.checkpoint writes, though their digests are right.
@@ -214,7 +210,11 @@ def tensors_in(path: Path) -> "dict[str, TensorStorageMetadata]":
         raise
     except Exception as error:
         raise UserError(f"checkpoint {path} holds a file that is not a checkpoint's: {error!r}") from error
-    return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
+    return {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for name, entry in metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def check_fits(path: Path, model: nn.Module) -> None:
@@ -223,11 +223,14 @@ def check_fits(path: Path, model: nn.Module) -> None:
     Raises:
         UserError: the checkpoint is of another model; lists the first differences.
     """
-    saved = {name: tuple(entry.size) for name, entry in tensors_in(path).items()}
-    saved = {name: size for name, size in saved.items() if not name.startswith(keymap.NO_WEIGHTS)}
-    differences = keymap.differences({name: tuple(t.shape) for name, t in keymap.model_tensors(model).items()}, saved)
-    if differences:
-        raise UserError(f"checkpoint {path} does not fit this model{ADVICE}:\n  " + "\n  ".join(differences))
+    saved = {name: one for name, one in tensors_in(path).items() if not name.startswith(keymap.NO_WEIGHTS)}
+    _refuse_differences(f"checkpoint {path} does not fit this model", keymap.model_tensors(model), saved)
+
+
+def _refuse_differences(what: str, wanted: keymap.Tensors, found: keymap.Tensors) -> None:
+    if differences := keymap.differences(wanted, found):
+        advice = "use the flags that it was trained with, or another checkpoint"
+        raise UserError("\n  ".join([f"{what} ({advice}):", *differences]))
 
 
 def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -242,16 +245,13 @@ def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """
     import torch.distributed.checkpoint as dcp
 
-    saved = {name: tuple(entry.size) for name, entry in tensors_in(path).items()}
+    saved = tensors_in(path)
     weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(keymap.NO_WEIGHTS)}
     if len(weights) < len(tensors) and not any(name.startswith(keymap.OPTIMIZER) for name in saved):
         ranks.print0(f"{path} has weights but no optimizer state: the optimizer starts fresh")
         tensors = weights
-    wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    differences = keymap.differences(wanted, {name: size for name, size in saved.items() if name in wanted})
-    if differences:
-        lines = "\n  ".join(differences)
-        raise UserError(f"checkpoint {path} does not fit this model or optimizer{ADVICE}:\n  {lines}")
+    asked = {name: one for name, one in saved.items() if name in tensors}
+    _refuse_differences(f"checkpoint {path} does not fit this model or optimizer", tensors, asked)
     try:
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
     except dcp.CheckpointException as error:  # a BaseException, which `except Exception` and @record miss

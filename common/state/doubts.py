@@ -17,17 +17,16 @@ class Doubts:
     fault of a device or of its memory, and one that is wrong again is not.
     """
 
-    def __init__(self, on_bad_state: str, before: "Doubts | None") -> None:
-        """Begin, or continue with the doubts of the run that went back.
+    def __init__(self, on_bad_state: str) -> None:
+        """Begin; a run that went back keeps its doubts.
 
         Args:
             on_bad_state: the flag: "rewind" to compute a step again, "stop" for never.
-            before: of the run that went back; None for a first one.
         """
         self._rewinds = on_bad_state == "rewind"
-        self._largest: list[tuple[int, float]] = before._largest if before else []  # up to each step that was logged
-        self._went_back_from: list[int] = before._went_back_from if before else []  # steps with a bad state
-        self._suspect = self._went_back_from[-1] if before else 0
+        self._largest: list[tuple[int, float]] = []  # up to each step that was logged
+        self._went_back_from = 0  # the newest step with a bad state
+        self._suspect = 0
 
     def check_loss(self, step: int, loss: float) -> None:
         """Notice a loss that is far larger than each before (all ranks).
@@ -48,7 +47,7 @@ class Doubts:
         Raises:
             BadStateError: compute it again.
         """
-        if self._is_second_time(step):
+        if step <= self._went_back_from:
             ranks.print0(f"note: {reason} in step {step} again: this is no passing fault")
             self._suspect = 0
         elif self._rewinds:
@@ -71,15 +70,12 @@ class Doubts:
             BadStateError: it must not, because the user does not want it or because it did so before; says how to
                 continue.
         """
-        if not self._rewinds or self._is_second_time(error.step):
+        if not self._rewinds or error.step <= self._went_back_from:
             again = "; this is no passing fault, because the run went back from there before"
             command = run_dir.resume_command(path, dist.get_world_size())
             raise BadStateError(
                 f"{error}{again * bool(self._went_back_from)}; to continue from the newest checkpoint, run: {command}",
                 error.step,
             ) from None
-        self._went_back_from.append(error.step)
+        self._went_back_from = self._suspect = error.step
         ranks.print0(f"warning: {error}; going back to the newest checkpoint (--on-bad-state rewind)")
-
-    def _is_second_time(self, step: int) -> bool:
-        return bool(self._went_back_from) and step <= self._went_back_from[-1]

@@ -5,7 +5,6 @@ and if one rank failed, all drop the checkpoint.
 """
 
 import errno
-import functools
 import gc
 import hashlib
 import os
@@ -26,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from common import BadStateError, UserError, manifest, ranks
 from common.run.process import Process
 from common.run.process_group import SAVING
-from common.state import checkpoint, replicas, shards
+from common.state import checkpoint, replicas, retention, shards
 from common.state.state_check import StateCheck
 
 Tensors = dict[str, torch.Tensor]
@@ -44,33 +43,30 @@ class Saver:
 
     def __init__(
         self,
-        run_dir: Path,
+        found: checkpoint.Found,
         recipe: str,
         mesh: DeviceMesh,
         check: StateCheck,
         process: Process,
-        fingerprint: dict[str, Any],
         keep: int,
         in_background: bool,
-        has_one: bool,
     ) -> None:
         """Create a process group for saving: background saves must not mix with training collectives (all ranks).
 
         Args:
-            run_dir: the run's folder, which all ranks see.
+            found: the run's folder, its fingerprint, and whether it has a checkpoint already. A first one has to
+                succeed: perhaps none ever can.
             recipe: the train.py that runs.
             mesh: the ranks and their axes.
             check: looks at what is written before it is committed.
             process: this one, with which the saves end.
-            fingerprint: facts that give a position in the data its meaning, such as the seed; JSON values.
             keep: undamaged checkpoints to keep; older ones are deleted after each commit.
             in_background: copy the state and write it while the training continues; at most one save at a time.
-            has_one: the run has a checkpoint already. A first one has to succeed: perhaps none ever can.
         """
-        self._run_dir = run_dir
-        self._keep = keep
+        self._run_dir = found.run_dir
+        self._retention = retention.Retention(keep, self._together)
         self._group = _new_group()
-        self._facts = fingerprint | {
+        self._facts = found.fingerprint | {
             "recipe": Path(recipe).resolve().parent.name,
             "world": dist.get_world_size(),
             "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
@@ -82,11 +78,8 @@ class Saver:
         self._stager = _new_stager() if in_background else None
         self._gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
         self._pending: threading.Thread | None = None
-        self._failure = ""
-        self._has_one = has_one
-        self._best = -1
-        self._whole: dict[str, list[tuple[Any, ...]]] = {}  # see `_look`
-        self._bad: BadStateError | None = None
+        self._failure: UserError | None = None  # of the save in progress, until `_settle` on this rank only
+        self._has_one = found.newest >= 0
         # After an error, only a little: the other ranks are exiting too.
         process.background.callback(self.wait, 10)
 
@@ -109,62 +102,52 @@ class Saver:
             BadStateError: this state, or the one written in the background before, must not be kept.
         """
         self.drain()
-        self._best = best
         facts = self._facts | {"step": step, "samples": samples} | ({"loss_scale": loss_scale} if loss_scale else {})
         if self._stager and not last:
             staged = self._stager.stage(tensors)
             if torch.__version__ < "2.13":  # there the first use spoils a stager; later ones use its buffers again
                 self._stager = _new_stager()
-            self._pending = threading.Thread(target=self._write_beside, args=(staged, facts), name="save", daemon=True)
+            self._pending = threading.Thread(target=self._write, args=(staged, facts, best), name="save", daemon=True)
             self._pending.start()
             return
-        self._write(tensors, facts)
-        self._agree()
-        self.drain(last)
-
-    def _write_beside(self, tensors: Tensors, facts: dict[str, Any]) -> None:
-        """Write one checkpoint in a thread of its own, on this rank's GPU."""
-        # A thread begins on GPU 0, and torch's writer asks for its stream: every rank would take memory there.
-        if self._gpu >= 0:
-            torch.cuda.set_device(self._gpu)
-        self._write(tensors, facts)
+        self._write(tensors, facts, best)
+        self._settle(last)
 
     def wait(self, most_s: float | None = None) -> None:
         """Wait for a save in progress, whatever comes of it; `watch` notices one that never ends."""
         if self._pending:
             self._pending.join(most_s)
 
-    def drain(self, last: bool = False) -> None:
-        """Wait for a save in progress, and warn if it failed, or raise if it was the first or last one (all ranks).
+    def drain(self) -> None:
+        """Wait for a save in progress, and warn if it failed, or raise if it was the first one (all ranks).
 
         Raises:
-            SaveError: the run's first or last checkpoint could not be written.
+            SaveError: the run's first checkpoint could not be written.
             BadStateError: the state must not be kept.
         """
         if self._pending:
             self._pending.join()
             self._pending = None
-            self._agree()
-        if self._bad:
-            raise self._bad
-        if self._failure and (last or not self._has_one):
-            raise SaveError(f"the {'last' if last else 'first'} checkpoint was not saved: {self._failure}")
-        if self._failure:
-            ranks.print0(f"warning: {self._failure}; training continues")
-            self._failure = ""
+            self._settle(last=False)
 
-    def _agree(self) -> None:
-        """Let all ranks know what has failed (all ranks); make a new group if one has left that of the save."""
-        bad = (str(self._bad), self._bad.step) if self._bad else None
-        outcomes = ranks.gather((self._failure, bad, self._group is None))
-        failures = sorted((failure for failure, *_ in outcomes if failure), key=lambda failure: LOST in failure)
-        self._failure = ranks.printable(failures[0]) if failures else ""  # the cause before its effects
-        states = [bad for _, bad, _ in outcomes if bad]
-        self._bad = BadStateError(ranks.printable(states[0][0]), states[0][1]) if states else None
-        self._has_one |= not self._failure and not self._bad
+    def _settle(self, last: bool) -> None:
+        """Let all ranks know what has failed, and raise or warn; make a new group if one has left that of the save."""
+        outcomes = ranks.gather((str(self._failure or ""), getattr(self._failure, "step", None), self._group is None))
+        self._failure = None
         if any(left for *_, left in outcomes):
             self._leave()
             self._group = _new_group()
+        for text, step, _ in outcomes:
+            if step is not None:
+                raise BadStateError(ranks.printable(text), step)
+        failures = sorted(filter(None, (text for text, *_ in outcomes)), key=lambda text: LOST in text)
+        if not failures:
+            self._has_one = True
+            return
+        failure = ranks.printable(failures[0])  # the cause before its effects
+        if last or not self._has_one:
+            raise SaveError(f"the {'last' if last else 'first'} checkpoint was not saved: {failure}")
+        ranks.print0(f"warning: {failure}; training continues")
 
     def _leave(self) -> None:
         """Close this rank's connections for saving: the others, which may wait for this rank, then fail at once."""
@@ -173,11 +156,12 @@ class Saver:
         self._group = None
         gc.collect()  # what refers to the group keeps the connections open
 
-    def _write(self, tensors: Tensors, facts: dict[str, Any]) -> None:
-        """Write one checkpoint (all ranks); a failure is stored in `_failure`, until `_agree` on this rank only."""
+    def _write(self, tensors: Tensors, facts: dict[str, Any], best: int) -> None:
+        """Write one checkpoint (all ranks), perhaps in a thread of its own; a failure is stored in `_failure`."""
         import torch.distributed.checkpoint as dcp  # slow to import, for a flag that is refused
 
-        self._failure = ""
+        # A thread begins on GPU 0, and torch's writer asks for its stream: every rank would take memory there.
+        torch.cuda.set_device(self._gpu)
         alone = False
         final = checkpoint.folder(self._run_dir, facts["step"])
         partial = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
@@ -187,35 +171,33 @@ class Saver:
             # A tensor that several ranks hold is taken from the lowest: BatchNorm's running statistics differ between
             # ranks, and mixing them would match no rank.
             planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-            mine = {name: tensors[name] for name in self._share(tensors)}
-            dcp.save(mine, storage_writer=writer, planner=planner, process_group=self._group)
+            dcp.save(self._share(tensors), storage_writer=writer, planner=planner, process_group=self._group)
             parts = self._together(lambda: self._seal(writer, tensors))
             files = {name: entry for part, _ in parts for name, entry in part.items()}
             self._check.judge([summary for _, summary in parts], facts["step"])
             self._together(lambda: self._commit(partial, final, facts, files) if dist.get_rank() == 0 else None)
-            self._tidy(final)
+            self._retention.tidy(final, best)
         except (Exception, dcp.CheckpointException) as error:  # CheckpointException derives from BaseException
-            self._bad = error if isinstance(error, BadStateError) else None
             # These are raised on all ranks, others on one alone.
             alone = not isinstance(error, SaveError | dcp.CheckpointException | BadStateError)
-            fault = SaveError(self._describe(error)) if alone and not _is_lost(error) else error
-            self._failure = f"no checkpoint of step {facts['step']}: {_explain(fault, self._run_dir)}"
+            failure = SaveError(f"no checkpoint of step {facts['step']}: {self._explain(error, alone)}")
+            self._failure = error if isinstance(error, BadStateError) else failure
             if dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
         if alone:  # now that the error no longer refers to the group
             self._leave()
 
-    def _share(self, tensors: Tensors) -> list[str]:
-        """Names of the tensors that this rank writes: ranks that hold the same parts take some each (all ranks)."""
-        parts = {name: name + replicas.part(tensor) for name, tensor in tensors.items()}
-        held = hashlib.sha256("\n".join(sorted(parts.values())).encode()).hexdigest()
+    def _share(self, tensors: Tensors) -> Tensors:
+        """The tensors that this rank writes: ranks that hold the same parts take some each (all ranks)."""
+        parts = sorted(name + replicas.part(tensor) for name, tensor in tensors.items())
+        held = hashlib.sha256("\n".join(parts).encode()).hexdigest()
         same = [rank for rank, theirs in enumerate(self._together(lambda: held)) if theirs == held]
-        names = dict.fromkeys(tensors, same[0])
+        writers = dict.fromkeys(tensors, same[0])
         load = dict.fromkeys(same, 0)
         for name in sorted(filter(self._check.is_shared, tensors), key=lambda name: (-tensors[name].numel(), name)):
-            names[name] = min(same, key=load.__getitem__)
-            load[names[name]] += tensors[name].numel()
-        return [name for name, rank in names.items() if rank == dist.get_rank()]
+            writers[name] = min(same, key=load.__getitem__)
+            load[writers[name]] += tensors[name].numel()
+        return {name: tensors[name] for name, rank in writers.items() if rank == dist.get_rank()}
 
     def _seal(self, writer: shards.ShardWriter, tensors: Tensors) -> tuple[dict[str, Any], list[Any]]:
         """Flush this rank's file; returns its entry in the manifest, and the check's summary of the tensors.
@@ -232,14 +214,12 @@ class Saver:
 
     def _together(self, part: Callable[[], Any]) -> list[Any]:
         """Let every rank do its part; every rank gets all results, JSON values, or every rank raises SaveError."""
-        outcome: tuple[Any, str] = (None, "")
         try:
             outcome = (part(), "")
         except Exception as error:
             outcome = (None, self._describe(error))
         outcomes = ranks.gather(outcome, self._group)
-        faults = [fault for _, fault in outcomes if fault]
-        if faults:
+        if faults := [fault for _, fault in outcomes if fault]:
             raise SaveError(ranks.printable("; ".join(faults)))
         return [result for result, _ in outcomes]
 
@@ -247,6 +227,18 @@ class Saver:
         self._process.explain(error)
         said = "; ".join(filter(None, [str(error), *getattr(error, "__notes__", [])]))
         return f"rank {dist.get_rank()} on {socket.gethostname()}: {type(error).__name__}: {said}"
+
+    def _explain(self, error: BaseException, alone: bool) -> str:
+        """The cause of a failed save in one line, with the free space: torch and safetensors wrap it in many."""
+        if isinstance(error, dist.DistError) or "gloo" in str(error):  # it is not a disk; `watch` names the rank
+            return LOST
+        text = self._describe(error) if alone else str(error)
+        place = next(path for path in (self._run_dir, *self._run_dir.parents) if path.exists())
+        space = shutil.disk_usage(place).free
+        entries = os.statvfs(place).f_favail
+        full = any(sign in text for sign in ("No space left", "Errno 28", "os error 28", "unexpected pos"))
+        room = f"{space / 1e6:,.1f} MB and {entries:,} files are free in {place}"
+        return f"{'disk full: ' if full else ''}{text.strip().splitlines()[-1]} ({room})"
 
     def _make(self, partial: Path, tensors: Tensors) -> str:
         """Create the folder to write to, if the disk has enough space (rank 0)."""
@@ -266,53 +258,6 @@ class Saver:
         partial.rename(final)
         manifest.sync(final.parent)
 
-    def _tidy(self, final: Path) -> None:
-        """Point `latest` to the newest checkpoint, and delete the oldest ones (all ranks)."""
-        try:
-            found, best, whole = self._together(lambda: self._look(final))[0]
-            # Newer ones must be damaged, otherwise this run would have resumed from them: they do not count as kept.
-            step_of = checkpoint.step_of
-            older = [path for path in map(final.with_name, found) if step_of(path) < step_of(final)]
-            older = [path for path in older if path.name != best]
-            kept = 1
-            while older and kept < self._keep:
-                path = older.pop(0)
-                kept += path.name in whole or self._is_whole(path)
-            if dist.get_rank() == 0:
-                latest = final.with_name("latest")  # for people; `find` does not read it
-                manifest.replace(latest, final.name)
-                if best:
-                    manifest.replace(final.with_name(checkpoint.BEST), best)
-                for path in (*older, *final.parent.glob("step_*.tmp-*")):
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        except (SaveError, OSError) as error:  # SaveError is raised on all ranks
-            ranks.print0(f"warning: {final} is saved, but an older checkpoint could not be deleted: {error}")
-
-    def _is_whole(self, path: Path) -> bool:
-        """Read an older checkpoint, each rank a part of it (all ranks); remember that it is whole."""
-        verify = functools.partial(manifest.verify, path, dist.get_rank(), dist.get_world_size())
-        whole = not any(fault for _, fault in self._together(verify))
-        if whole:
-            self._whole[path.name] = manifest.stamps(path)
-        return whole
-
-    def _look(self, final: Path) -> tuple[list[str], str, list[str]]:
-        """Names of all checkpoints, of the best one, and of those that this process knows to be whole (rank 0).
-
-        The best one is that of before if its save has failed. What was written or read here once is not read again at
-        each save, as long as no program has changed it; a bit that flips on the disk meanwhile is found when the
-        checkpoint is loaded.
-        """
-        self._whole[final.name] = manifest.stamps(final)
-        found = [path.name for path in checkpoint.committed(self._run_dir)]
-        self._whole = {name: known for name, known in self._whole.items() if name in found}
-        whole = [name for name, known in self._whole.items() if manifest.stamps(final.with_name(name)) == known]
-        pointer = final.with_name(checkpoint.BEST)
-        best = checkpoint.folder(self._run_dir, self._best).name
-        if best not in found:
-            best = pointer.read_text() if pointer.is_file() else ""
-        return found, best, whole
-
 
 def _new_stager() -> Any:
     """Copies tensors into plain memory of the CPU, before `stage` returns."""
@@ -324,20 +269,3 @@ def _new_stager() -> Any:
 def _new_group() -> Any:
     # `watch` ends a save in which nothing moves; one in which bytes come in may take its time.
     return dist.new_group(backend="gloo", group_desc=SAVING, timeout=timedelta(days=1))
-
-
-def _is_lost(error: BaseException) -> bool:
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
-
-
-def _explain(error: BaseException, run_dir: Path) -> str:
-    """The cause of a failed save in one line, with the free space: torch and safetensors wrap it in many."""
-    text = str(error).strip() or type(error).__name__
-    if _is_lost(error):  # the cause is not a disk; `watch` names the rank
-        return LOST
-    place = next(path for path in (run_dir, *run_dir.parents) if path.exists())
-    space = shutil.disk_usage(place).free
-    entries = os.statvfs(place).f_favail
-    full = any(sign in text for sign in ("No space left", "Errno 28", "os error 28", "unexpected pos"))
-    room = f"{space / 1e6:,.1f} MB and {entries:,} files are free in {place}"
-    return f"{'disk full: ' if full else ''}{text.strip().splitlines()[-1]} ({room})"

@@ -1,14 +1,13 @@
 """What a training starts from: the checkpoint that it continues, weights of another model, or nothing."""
 
-import contextlib
 import functools
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import filelock
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -16,10 +15,10 @@ from common import UserError, keymap, manifest, ranks
 from common.state import checkpoint
 
 TORCHVISION = "torchvision:"
-PICKLES = {".bin", ".pt", ".pth"}
+FILES = {".bin", ".pt", ".pth", ".safetensors"}
 WAIT_S = 600.0  # for another process that fetches the same weights
 MOST_LISTED = 5  # tensors that a line names
-Load = Callable[[dict[str, torch.Tensor]], None]
+Load = Callable[[keymap.Tensors], None]
 
 
 def restore(
@@ -58,18 +57,14 @@ def restore(
     tensors = keymap.tensors(model, optimizer)
     checkpoint.load(path, tensors | (more or {}))
     keymap.set_numbers(model, optimizer, tensors)
-    if keymap.has_strategy(model):
-        _restore_strategy(path, model, optimizer, tensors)
-
-
-def _restore_strategy(
-    path: Path, model: Any, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
-) -> None:
-    """Fill what only the same strategy on as many ranks can resume from; see `keymap.to_save` (all ranks)."""
-    every = model.strategy.to_checkpoint(tensors)
+    if not keymap.has_strategy(model):
+        return
+    # What only the same strategy on as many ranks can resume from; see `keymap.to_save`.
+    strategy: Any = model.strategy
+    every = strategy.to_checkpoint(tensors)
     own = {name: tensor for name, tensor in every.items() if name.startswith(keymap.STRATEGY)}
-    saved = {name: tuple(entry.size) for name, entry in checkpoint.tensors_in(path).items()}
-    if lacking := [name for name, tensor in own.items() if saved.get(name) != tuple(tensor.shape)]:
+    saved = {name: one.shape for name, one in checkpoint.tensors_in(path).items()}
+    if lacking := [name for name, tensor in own.items() if saved.get(name) != tensor.shape]:
         ranks.print0(
             f"note: {path} has no {lacking[0]} of shape {tuple(own[lacking[0]].shape)}, so it is of another strategy "
             "or number of ranks: this one begins with the weights and the optimizer's state there"
@@ -77,7 +72,7 @@ def _restore_strategy(
         return
     checkpoint.load(path, own)
     keymap.set_numbers(model, optimizer, tensors)
-    model.strategy.from_checkpoint(own)
+    strategy.from_checkpoint(own)
 
 
 def begin_with(init: str, model: nn.Module) -> None:
@@ -92,19 +87,19 @@ def begin_with(init: str, model: nn.Module) -> None:
     Raises:
         UserError: there are no such weights, or none that fits.
     """
-    with _open(init, model) as (saved, load):
-        tensors = keymap.model_tensors(model)
-        # Over all ranks: a stage of a pipeline has a part of the model.
-        wanted: dict[str, list[int]] = {}
-        for part in ranks.gather({name: list(tensor.shape) for name, tensor in tensors.items()}):
-            wanted |= part
-        missing = [name for name, size in wanted.items() if saved.get(name) != tuple(size)]
-        if len(missing) == len(wanted):
-            raise UserError(
-                f"--init {init}: no tensor has the name and shape of one of the model's, such as "
-                f"{missing[0]} {tuple(wanted[missing[0]])}; the file has {next(iter(saved.items()), 'nothing')}"
-            )
-        load({name: tensor for name, tensor in tensors.items() if name not in missing})
+    saved, load = _open(init, model)
+    tensors = keymap.model_tensors(model)
+    # Over all ranks: a stage of a pipeline has a part of the model.
+    wanted: dict[str, list[int]] = {}
+    for part in ranks.gather({name: list(tensor.shape) for name, tensor in tensors.items()}):
+        wanted |= part
+    missing = [name for name, size in wanted.items() if saved.get(name) != tuple(size)]
+    if len(missing) == len(wanted):
+        raise UserError(
+            f"--init {init}: no tensor has the name and shape of one of the model's, such as "
+            f"{missing[0]} {tuple(wanted[missing[0]])}; the file has {next(iter(saved.items()), 'nothing')}"
+        )
+    load({name: tensor for name, tensor in tensors.items() if name not in missing})
     left = [f"{name} {tuple(wanted[name])} (there: {saved.get(name, 'none')})" for name in missing]
     frozen = {keymap.canonical(name) for name, one in model.named_parameters() if not one.requires_grad}
     stuck = sorted(frozen.union(*ranks.gather(sorted(frozen))) & set(missing))
@@ -126,28 +121,29 @@ def _listed(what: str, lines: list[str]) -> str:
     return f"; {what}: {', '.join(lines[:MOST_LISTED])}{more}" if lines else ""
 
 
-@contextlib.contextmanager
-def _open(init: str, model: nn.Module) -> Iterator[tuple[dict[str, tuple[int, ...]], Load]]:
+def _open(init: str, model: nn.Module) -> tuple[dict[str, tuple[int, ...]], Load]:
     """The sizes of the weights by the model's names, and a function that fills tensors by name (all ranks)."""
-    if init.startswith(TORCHVISION) or (Path(init).suffix in PICKLES and not Path(init).expanduser().is_dir()):
-        weights = dict(_read(init))
-        yield {name: tuple(one.shape) for name, one in weights.items()}, functools.partial(_fill, weights)
-        return
-    with _as_folder(init) as folder:
-        names = _names(init, folder, model)
-        sizes = {names.get(name, name): tuple(entry.size) for name, entry in checkpoint.tensors_in(folder).items()}
-        theirs = {ours: name for name, ours in names.items()}
+    path = Path(init).expanduser()
+    if init.startswith(TORCHVISION) or (path.suffix in FILES and path.is_file()):
+        weights = dict(_read(init, path))
+        return {name: tuple(one.shape) for name, one in weights.items()}, functools.partial(_fill, weights)
+    if not path.is_dir():
+        raise UserError(
+            f"--init {init}: there is no such folder or file; it may be a run, a checkpoint, a .safetensors or "
+            f".pth file, a folder of Hugging Face, or {TORCHVISION}resnet18"
+        )
+    if (path / manifest.NAME).exists() or (path / "checkpoints").exists():
+        path, _ = checkpoint.choose(path, "--init ")
+    names = _names(init, path, model)
+    theirs = {ours: name for name, ours in names.items()}
 
-        def load(tensors: dict[str, torch.Tensor]) -> None:
-            import torch.distributed.checkpoint as dcp  # slow to import
+    def load(tensors: keymap.Tensors) -> None:
+        checkpoint.load(path, {theirs.get(name, name): tensor for name, tensor in tensors.items()})
 
-            renamed = {theirs.get(name, name): tensor for name, tensor in tensors.items()}
-            dcp.load(renamed, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
-
-        yield sizes, load
+    return {names.get(name, name): tuple(one.shape) for name, one in checkpoint.tensors_in(path).items()}, load
 
 
-def _fill(weights: Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:
+def _fill(weights: keymap.Tensors, tensors: keymap.Tensors) -> None:
     """Copy whole tensors, each of which this rank may hold a part of."""
     for name, tensor in tensors.items():
         tensor.copy_(keymap.part_of(weights[name], tensor))
@@ -166,29 +162,18 @@ def _names(init: str, folder: Path, model: nn.Module) -> dict[str, str]:
         raise UserError(f"--init {init}: its config.json is not a model's: {error!r}") from error
 
 
-@contextlib.contextmanager
-def _as_folder(init: str) -> Iterator[Path]:
-    """The weights as a folder of safetensors files."""
-    path = Path(init).expanduser()
-    if path.is_dir() and ((path / manifest.NAME).exists() or (path / "checkpoints").exists()):
-        yield checkpoint.choose(path, "--init ")[0]
-    elif path.is_dir():
-        yield path
-    elif path.suffix == ".safetensors" and path.is_file():
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "model.safetensors").symlink_to(path.resolve())
-            yield Path(folder)
-    else:
-        raise UserError(
-            f"--init {init}: there is no such folder or file; it may be a run, a checkpoint, a .safetensors or "
-            f".pth file, a folder of Hugging Face, or {TORCHVISION}resnet18"
-        )
+def _read(init: str, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of torchvision's weights or of one file, by canonical name.
 
-
-def _read(init: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of torchvision's weights or of a file of torch.save, by canonical name."""
+    No code of a file is run; of a large file, only what is used is read.
+    """
     try:
-        found: Any = _torchvision(init.removeprefix(TORCHVISION)) if init.startswith(TORCHVISION) else _pickle(init)
+        if init.startswith(TORCHVISION):
+            found: Any = _torchvision(init.removeprefix(TORCHVISION))
+        elif path.suffix == ".safetensors":
+            found = safetensors.torch.load_file(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # of pickle, of the network, of torchvision's registry
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"--init {init} cannot be read: {reason}") from error
@@ -211,9 +196,3 @@ def _torchvision(name: str) -> Any:
     place.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(place / f"{name}.lock", timeout=WAIT_S):  # the system releases it if its holder dies
         return weights.get_state_dict(check_hash=True)
-
-
-def _pickle(init: str) -> Any:
-    """What torch.save has written, without running code of the file; of a large one, only what is used is read."""
-    path = Path(init).expanduser()
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))

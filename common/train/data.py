@@ -2,12 +2,10 @@
 
 import collections
 import functools
-import itertools
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -141,18 +139,15 @@ def _read_in_workers(
         _idle[key] = loader
 
 
-def _raise_here(batches: Iterable[Batch | UserError]) -> Iterator[Batch]:
-    for batch in batches:
-        if isinstance(batch, UserError):
-            raise batch
-        yield batch
-
-
 class Loader:
     """Iterates over the batches of a stream of requests.
 
+    It is in no circle of objects: it would be freed late, and until then its workers live, for whose end Python waits
+    at exit.
+
     Attributes:
         batches_read: batches read by all loaders of this process; `watch` takes a change as progress.
+        wait_s: seconds that the device has waited for data so far; its copies from the host are not counted.
     """
 
     batches_read = 0
@@ -165,27 +160,49 @@ class Loader:
         """
         if workers and not len(reader):
             raise UserError(f"--workers {workers}: a stream is read in its order, by the rank itself: use --workers 0")
-        self._waited = _Waited()
+        self.wait_s = 0.0
+        self._device = device
+        self._copied: collections.deque[tuple[Batch, torch.cuda.Event]] = collections.deque()
         if workers:
-            loader = _read_in_workers(reader, requests, workers, device.type == "cuda")
+            self._batches = _read_in_workers(reader, requests, workers, device.type == "cuda")
         else:
-            loader = _read_here(_Reads(reader), requests, device)
-        batches = _timed(_raise_here(loader), device, self._waited)
-        self._batches = _ahead(batches, device) if device.type == "cuda" else batches
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds that the device has waited for data so far; its copies from the host are not counted."""
-        return self._waited.s
+            self._batches = _read_here(_Reads(reader), requests, device)
+        self._copies: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        try:
-            return next(self._batches)
-        finally:
-            Loader.batches_read += 1
+        batch = self._next_copied() if self._copies else self._next_read()
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    def _next_read(self) -> Batch | None:
+        """Wait for the next batch. If the device still computes when it comes, only this process has waited."""
+        start = time.perf_counter()
+        batch = next(self._batches, None)
+        Loader.batches_read += 1
+        if self._device.type != "cuda" or torch.cuda.current_stream(self._device).query():
+            self.wait_s += time.perf_counter() - start
+        if isinstance(batch, UserError):
+            raise batch
+        return batch
+
+    def _next_copied(self) -> Batch | None:
+        """The next batch on the GPU, where a CUDA stream of its own copies the one after it, while this one computes."""
+        while len(self._copied) < 2 and (batch := self._next_read()):
+            with torch.cuda.stream(self._copies):
+                copied = map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
+                self._copied.append((copied, self._copies.record_event()))
+        if not self._copied:
+            return None
+        ready, arrival = self._copied.popleft()
+        compute = torch.cuda.current_stream(self._device)
+        compute.wait_event(arrival)
+        # Otherwise their memory is reused while the step still reads them.
+        map_tensors(lambda tensor: tensor.record_stream(compute), ready)
+        return ready
 
     def step(self) -> Iterator[Batch]:
         """The micro-batches of the next step."""
@@ -193,47 +210,6 @@ class Loader:
             yield batch
             if batch.last:
                 return
-
-
-@dataclass
-class _Waited:
-    """Seconds that the device has waited for data so far."""
-
-    s: float = 0.0
-
-
-# The next two know no loader: one that holds a generator that holds it is freed late, and until then its workers live,
-# for whose end Python waits at exit.
-
-
-def _timed(batches: Iterator[Batch], device: torch.device, waited: _Waited) -> Iterator[Batch]:
-    """Add up how long the device has waited. If it still computes when a batch comes, only this process has."""
-    while True:
-        start = time.perf_counter()
-        batch = next(batches, None)
-        if device.type != "cuda" or torch.cuda.current_stream(device).query():
-            waited.s += time.perf_counter() - start
-        if batch is None:
-            return
-        yield batch
-
-
-def _ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Copy the next batch to the device on a CUDA stream of its own, while the current one is computed."""
-    copies = torch.cuda.Stream(device)
-    compute = torch.cuda.current_stream(device)
-    waiting: collections.deque[tuple[Batch, torch.cuda.Event]] = collections.deque()
-    for batch in itertools.chain(batches, [None]):
-        if batch is not None:
-            with torch.cuda.stream(copies):
-                copied = map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
-                waiting.append((copied, copies.record_event()))
-        if len(waiting) == 2 or (batch is None and waiting):
-            ready, arrival = waiting.popleft()
-            compute.wait_event(arrival)
-            # Otherwise their memory is reused while the step still reads them.
-            map_tensors(lambda tensor: tensor.record_stream(compute), ready)
-            yield ready
 
 
 def training(train: BatchReader, plan: Plan, dp_rank: int, workers: int, device: torch.device) -> Loader:

@@ -3,8 +3,10 @@
 import copy
 import re
 import time
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,38 +15,7 @@ from torch import nn
 from common import UserError, ranks
 from common.train.data import Batch, BatchReader, map_tensors
 
-# Dense bfloat16 peak of one GPU in FLOP/s, with float32 sums and without sparsity. From NVIDIA's data sheets and, for
-# GeForce and RTX, the appendices of its white papers on Ampere GA102, Ada and Blackwell. HGX has B200 and B300; GB200
-# and GB300 may take more power (https://www.nvidia.com/en-us/data-center/gb200-nvl72).
-# The first key that is in a GPU's name as whole words counts, so longer keys come first.
-PEAK_FLOPS = {
-    "A10": 125e12,
-    "A30": 165e12,
-    "A40": 149.7e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "H20": 148e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800 PCIe": 756e12,
-    "H800": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "GB200": 2500e12,
-    "B300": 2250e12,
-    "GB300": 2500e12,
-    "L4": 121e12,
-    "L40": 181e12,
-    "L40S": 362e12,
-    "RTX 3090": 71e12,
-    "RTX 4090": 165.2e12,
-    "RTX 5090": 209.5e12,
-    "RTX A6000": 154.8e12,
-    "RTX 6000 Ada": 364.2e12,
-}
+PEAK_FLOPS = tomllib.loads(Path(__file__).with_name("peak_flops.toml").read_text())  # by a word or two of a GPU's name
 # Parts of a GPU, and slower ones of the same name: these are measured.
 OTHERS = re.compile(r"\b(MIG|Laptop|Max-Q|Ti|D|GRID|vGPU)\b")
 

@@ -14,6 +14,9 @@ class FiniteGuard:
     The gradient norm is the same on all ranks, so all skip the same update. A tensor can make a fused optimizer's step
     change nothing (`private_api.skip_update_if`), so no rank waits for its device to find out. Any other optimizer gets
     no gradients for such a step, and each step waits for the norm.
+
+    Attributes:
+        loss_scale: train_step multiplies the loss by it: () on the device, or the number 1.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class FiniteGuard:
             scale: float16's loss scale. Updates that are skipped in order to lower it do not count.
         """
         self._scale = scale or precision.LossScale(torch.float32, torch.device("cpu"))
+        self.loss_scale = self._scale.value
         self._fused = bool(optimizer.defaults.get("fused"))
         if self._fused:
             keymap.create_state(optimizer)
@@ -48,16 +52,11 @@ class FiniteGuard:
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in model.buffers():
             by_type.setdefault(buffer.dtype, []).append(buffer)
-        self._buffers = [_Kept(buffers) for buffers in by_type.values()]
+        self._kept = [_Kept(buffers) for buffers in by_type.values()]
         device = next(model.parameters()).device
         self._bad = torch.zeros((), dtype=torch.bool, device=device)
         self._since_report: dict[int, torch.Tensor] = {}  # by step: whether its update was skipped, and to what end
         self._in_a_row = 0
-
-    @property
-    def loss_scale(self) -> torch.Tensor | int:
-        """What train_step multiplies the loss by."""
-        return self._scale.value
 
     def unscale_gradients(self) -> None:
         """Divide the gradients by the loss scale, before anything looks at them."""
@@ -93,8 +92,10 @@ class FiniteGuard:
     def restore_if_skipped(self, step: int) -> None:
         """After `step`: restore the buffers to their values before it, if its update was skipped."""
         bad = self._bad
-        for kept in self._buffers:
-            kept.restore_if(bad)
+        for kept in self._kept:
+            now = torch.cat([buffer.flatten() for buffer in kept.buffers])
+            torch.where(bad, kept.copy, now, out=kept.copy)
+            private_api.copy_each(kept.buffers, kept.parts)
         lowered = self._scale.update(bad)
         self._since_report[step] = torch.stack((bad & ~lowered, lowered))
 
@@ -139,23 +140,13 @@ class FiniteGuard:
 
 
 class _Kept:
-    """Buffers of one type, and copies of them: of all, one behind the other.
+    """Buffers of one type, and a copy of them: of all, one behind the other.
 
     A GPU takes longer to begin with each buffer than to copy it, and a processor to be asked for each.
     """
 
     def __init__(self, buffers: list[torch.Tensor]) -> None:
-        self._buffers = buffers
-        self._kept = torch.cat([buffer.flatten() for buffer in buffers])
-        self._now = torch.empty_like(self._kept)
-        sizes = [buffer.numel() for buffer in buffers]
-        self._parts_kept, self._parts_now = (
-            [part.view(buffer.shape) for part, buffer in zip(flat.split(sizes), buffers, strict=True)]
-            for flat in (self._kept, self._now)
-        )
-
-    def restore_if(self, bad: torch.Tensor) -> None:
-        """If `bad`, (), copy what is kept into the buffers; else keep what they hold now."""
-        private_api.copy_each(self._parts_now, self._buffers)
-        torch.where(bad, self._kept, self._now, out=self._kept)
-        private_api.copy_each(self._buffers, self._parts_kept)
+        self.buffers = buffers
+        self.copy = torch.cat([buffer.flatten() for buffer in buffers])
+        parts = self.copy.split([buffer.numel() for buffer in buffers])
+        self.parts = [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)]

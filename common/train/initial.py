@@ -1,6 +1,5 @@
 """Initial weights that do not depend on how a model is split: each tensor is drawn from (seed, name)."""
 
-import itertools
 import zlib
 from typing import Any
 
@@ -40,21 +39,16 @@ def materialize(model: Any, run_seed: int, device: torch.device, dtype: torch.dt
             " or build it without meta, after seed.everything(args.seed, seed.INIT)"
         )
     model.to(dtype)
-    tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-    kept = {name: tensor.detach().to(device, copy=True) for name, tensor in tensors.items() if not tensor.is_meta}
-    first_names = {id(tensor): name for name, tensor in tensors.items()}
-    tied = [
-        (module, key, first_names[id(parameter)])
-        for module in model.modules()
-        for key, parameter in module.named_parameters(recurse=False)
-    ]
-    model.to_empty(device=device)
-    for module, key, name in tied:  # to_empty gives each module a parameter of its own
-        setattr(module, key, model.get_parameter(name))
-    with torch.no_grad():
-        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-            tensor.copy_(kept[name] if name in kept else _draw(model, name, tensor, run_seed))
-    return model
+    filled = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            value = torch.empty_like(parameter, device=device, requires_grad=False)
+            value.copy_(_draw(model, name, value, run_seed))
+            filled[parameter] = nn.Parameter(value, parameter.requires_grad)
+    for module in model.modules():  # tied weights have several
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            setattr(module, key, filled.get(parameter, parameter))
+    return model.to(device)
 
 
 def _draw(model: Any, wrapped_name: str, parameter: torch.Tensor, run_seed: int) -> torch.Tensor:

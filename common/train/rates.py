@@ -46,9 +46,10 @@ def freeze(model: nn.Module, rates: str) -> nn.Module:
     """
     factors = parse(rates)
     named = dict(model.named_parameters())
+    outermost = dict.fromkeys(name.partition(".")[0] for name in named)
     for part in factors:
         if part != ALL and not any(f"{name}.".startswith(f"{part}.") for name in named):
-            raise UserError(f"--rates {rates!r}: the model has no part {part!r}; its parts are {_parts(named)}")
+            raise UserError(f"--rates {rates!r}: the model has no part {part!r}; its parts are {', '.join(outermost)}")
     frozen = [name for name in named if factor(name, factors) == 0]
     if len(frozen) == len(named):
         raise UserError(f"--rates {rates!r} freezes the whole model: one factor must be above 0")
@@ -62,11 +63,6 @@ def freeze(model: nn.Module, rates: str) -> nn.Module:
             f"{'; averages of their BatchNorms still follow the data' if still else ''}"
         )
     return model
-
-
-def _parts(names: dict[str, Any]) -> str:
-    """The outermost parts of a model, in words."""
-    return ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
 
 
 def groups(model: nn.Module, rates: str, lr: float, weight_decay: float) -> list[dict[str, Any]]:
@@ -84,10 +80,7 @@ def groups(model: nn.Module, rates: str, lr: float, weight_decay: float) -> list
     # The same groups on every rank, whatever parts it has; the highest rate first, which the log shows.
     for one in sorted({factors.get(ALL, 1.0), *factors.values()} - {0.0}, reverse=True):
         mine = [parameter for name, parameter in named.items() if factor(name, factors) == one]
-        matrices = [parameter for parameter in mine if parameter.ndim > 1]
-        others = [parameter for parameter in mine if parameter.ndim <= 1]
-        found += [
-            {"params": matrices, "lr": one * lr, "weight_decay": weight_decay},
-            {"params": others, "lr": one * lr, "weight_decay": 0.0},
-        ]
+        for decay, matrices in ((weight_decay, True), (0.0, False)):
+            params = [parameter for parameter in mine if (parameter.ndim > 1) == matrices]
+            found.append({"params": params, "lr": one * lr, "weight_decay": decay})
     return found

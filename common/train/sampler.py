@@ -184,7 +184,7 @@ class Plan:
 
 
 def make_plan(
-    division: Division, num_samples: int, *, run_seed: int, epochs: int, max_steps: int, progress: Mapping[str, int]
+    division: Division, num_samples: int, *, run_seed: int, max_steps: int, epochs: int = 0, progress: Mapping[str, int]
 ) -> Plan:
     """Plan the training from its length and a checkpoint's progress.
 

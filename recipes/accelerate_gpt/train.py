@@ -21,7 +21,6 @@ Base: recipes/ddp_gpt. Open: 0 3
 
 import contextlib
 import dataclasses
-import functools
 import os
 import shlex
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from common import UserError, bounds, precision, ranks, session
-from common.run import cli, exits, process_group
+from common.run import cli, exits
 from common.run.process import Process, World
 from common.state import checkpoint, start
 from common.train import data, flops, guard, initial, metrics, rates, sampler, schedule
@@ -116,7 +115,7 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
 
 def make_mesh(args: Args, world: World) -> DeviceMesh:
     """The ranks and their axes."""
-    make_accelerator(args)  # here, so that it refuses before the data is read
+    check_accelerator(args, world)  # before the data is read
     return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp",))
 
 
@@ -125,58 +124,11 @@ def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
     return mesh.get_local_rank("dp"), mesh.size()
 
 
-def require(what: str, found: Any, wanted: Any, instead: str) -> None:
-    """Stop where Accelerate has become something else than this run was asked for."""
-    if found != wanted:
-        raise UserError(f"Accelerate's {what} is {found}, not {wanted}: {instead}")
-
-
-@functools.lru_cache(maxsize=1)
-def make_accelerator(args: Args) -> Accelerator:
-    """Accelerate as its launcher's environment sets it up, compared with what was asked for (all ranks).
-
-    Raises:
-        UserError: Accelerate refuses its config file, or has become something else; names both, and what to use.
-    """
-    env = {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))}
-    ranks.check_same(accelerate=env)  # else one rank could build FSDP2, and another one DDP
-    world: Any = process_group.joined
-    dtype = precision.compute_dtype(args.dtype, world.device)
-    processes = env.get("ACCELERATE_CONFIG_PROCESSES", str(world.size))
-    if "ACCELERATE_MIXED_PRECISION" in env:  # of `accelerate launch`, which does not pass on its file's name
-        os.environ.setdefault("LAUNCHED_AS", f"accelerate launch --config_file FILE {shlex.quote(__file__)}")
-        if world.size == 1 and "MASTER_PORT" in os.environ and "RANK" not in os.environ:
-            processes = "several"  # on a CPU it prepares the environment of several processes, and starts one
-    kinds = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
-    sharded = any(env.get(f"ACCELERATE_USE_{kind}", "").lower() == "true" for kind in kinds)
-    require("config file", env.get("ACCELERATE_CONFIG", "none"), "none", "only launch/torchrun.sh and slurm.sh read it")
-    try:
-        ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-        # Without `cpu`, ranks without a GPU would believe that they are alone.
-        accelerator: Any = Accelerator(cpu=world.device.type == "cpu", kwargs_handlers=[ddp])
-        sizes = accelerator.parallelism_config or ParallelismConfig()  # or what the environment asks for in vain
-    except (ImportError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"Accelerate refuses its config file (configs/cpu.yaml trains without GPUs): {error}"
-        ) from error
-    require("num_processes", str(accelerator.num_processes), processes, "use configs/cpu.yaml, or set NPROC_PER_NODE")
-    require("device", accelerator.device.type, world.device.type, "to train on the CPU, set CUDA_VISIBLE_DEVICES=")
-    became = "FSDP2" if accelerator.is_fsdp2 else accelerator.distributed_type.value
-    require("strategy", became, "FSDP2" if sharded else became, "use configs/fsdp2.yaml on GPUs, or recipes/fsdp_gpt")
-    require("tp x cp x sp size", sizes.non_data_parallel_size, 1, "use recipes/tensor_gpt, or a shorter --seq-len")
-    require("dynamo_backend", accelerator.state.dynamo_plugin.backend.value, "NO", "use --compile")
-    require("gradient_accumulation_steps", accelerator.gradient_accumulation_steps, 1, "use --micro-batch-size")
-    if accelerator.mixed_precision != "no":  # with which `forward` decides alone
-        computes = "bf16" if dtype == torch.bfloat16 else "no"
-        require("mixed_precision", accelerator.mixed_precision, computes, f"--dtype {args.dtype} decides it")
-    if accelerator.is_fsdp2:
-        plugin = accelerator.state.fsdp_plugin
-        require("CPU offload", isinstance(plugin.cpu_offload, CPUOffloadPolicy), False, "use more GPUs")
-        # Its own policy would add up gradients, and return losses, in bfloat16.
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(dtype, precision.param_dtype(dtype))
-    else:
-        require("dp_shard_size", sizes.dp_shard_size, 1, "only distributed_type: FSDP shards")
-    return accelerator
+def make_accelerator(device: torch.device) -> Any:
+    """Accelerate, as its launcher's environment sets it up; all objects of a process share these settings."""
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    # Without `cpu`, ranks without a GPU would believe that they are alone.
+    return Accelerator(cpu=device.type == "cpu", kwargs_handlers=[ddp])
 
 
 def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) -> nn.Module:
@@ -184,21 +136,25 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     dtype = precision.compute_dtype(args.dtype, device)
     model = initial.materialize(model, args.seed, device, precision.param_dtype(dtype))
     gpt.recompute(model, args.recompute)
-    # FSDP2 wants an optimizer beside the model. Main makes its own, of the parameters that come of this.
-    make_accelerator(args).free_memory()  # of models before --on-bad-state rewind
-    model, _ = make_accelerator(args).prepare(model, make_optimizer(args, model))
+    accelerator = make_accelerator(device)
+    if accelerator.is_fsdp2:
+        plugin = accelerator.state.fsdp_plugin
+        # Its own policy would add up gradients, and return losses, in bfloat16.
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(dtype, precision.param_dtype(dtype))
+    # FSDP2 needs an optimizer beside the model. Main makes its own later, of the parameters of the prepared model.
+    model, _ = accelerator.prepare(model, make_optimizer(args, model))
+    model.accelerator = accelerator
     return model
 
 
 def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scale: Any) -> metrics.Sums:
     """Forward and backward passes of a step's micro-batches; only the last backward pass sends gradients."""
-    accelerator = make_accelerator(args)
     sums: metrics.Sums = {}
     for batch in batches:
-        with contextlib.nullcontext() if batch.last else accelerator.no_sync(model):
+        with contextlib.nullcontext() if batch.last else model.accelerator.no_sync(model):
             batch_sums = forward(args, model, batch)
             # The mean over the samples of the whole step; dp_size in `scale` cancels DDP's mean over the ranks.
-            accelerator.backward(batch_sums["loss"] * (scale / batch.step_samples))
+            model.accelerator.backward(batch_sums["loss"] * (scale / batch.step_samples))
         sums = metrics.add(sums, batch_sums)
     return sums
 
@@ -213,8 +169,53 @@ def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metri
 
 def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     """Clip to the global gradient norm, (), and return it; of parts, if the ranks hold parts."""
-    norm: Any = make_accelerator(args).clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
+    norm: Any = model.accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def check_accelerator(args: Args, world: World) -> None:
+    """Stop where Accelerate would train something else than the flags and its own file ask for (all ranks).
+
+    Raises:
+        UserError: Accelerate refuses its file; or one of its settings differs, with both values and a remedy.
+    """
+
+    def require(setting: str, found: Any, wanted: Any, instead: str) -> None:
+        if found != wanted:
+            raise UserError(f"Accelerate's {setting} is {found}, not {wanted}: {instead}")
+
+    env = {k: v for k, v in os.environ.items() if k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))}
+    ranks.check_same(accelerate=env)  # else one rank could build FSDP2, and another one DDP
+    try:
+        accelerator = make_accelerator(world.device)
+        sizes = accelerator.parallelism_config or ParallelismConfig()  # Accelerate may ignore those of the environment
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"Accelerate refuses its config file (configs/cpu.yaml trains without GPUs): {error}"
+        ) from error
+    processes = env.get("ACCELERATE_CONFIG_PROCESSES", str(world.size))
+    if "ACCELERATE_MIXED_PRECISION" in env:  # of `accelerate launch`, which does not pass on its file's name
+        os.environ.setdefault("LAUNCHED_AS", f"accelerate launch --config_file FILE {shlex.quote(__file__)}")
+        if world.size == 1 and "MASTER_PORT" in os.environ and "RANK" not in os.environ:
+            processes = "several"  # on a CPU it prepares the environment of several processes, and starts one
+    kinds = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+    sharded = any(env.get(f"ACCELERATE_USE_{kind}", "").lower() == "true" for kind in kinds)
+    became = "FSDP2" if accelerator.is_fsdp2 else accelerator.distributed_type.value
+    offload = accelerator.is_fsdp2 and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+    in_bfloat16 = precision.compute_dtype(args.dtype, world.device) == torch.bfloat16
+    # Accelerate's autocast may compute in the flag's type. With "no", section 2's forward chooses it alone.
+    computes = "bf16" if in_bfloat16 and accelerator.mixed_precision != "no" else "no"
+    require("config file", env.get("ACCELERATE_CONFIG", "none"), "none", "only launch/torchrun.sh and slurm.sh read it")
+    require("num_processes", str(accelerator.num_processes), processes, "use configs/cpu.yaml, or set NPROC_PER_NODE")
+    require("device", accelerator.device.type, world.device.type, "to train on the CPU, set CUDA_VISIBLE_DEVICES=")
+    require("strategy", became, "FSDP2" if sharded else became, "use configs/fsdp2.yaml on GPUs, or recipes/fsdp_gpt")
+    require("tp x cp x sp size", sizes.non_data_parallel_size, 1, "use recipes/tensor_gpt, or a shorter --seq-len")
+    require("dynamo_backend", accelerator.state.dynamo_plugin.backend.value, "NO", "use --compile")
+    require("gradient_accumulation_steps", accelerator.gradient_accumulation_steps, 1, "use --micro-batch-size")
+    require("mixed_precision", accelerator.mixed_precision, computes, f"--dtype {args.dtype} decides it")
+    require("CPU offload", offload, False, "use more GPUs")
+    if not accelerator.is_fsdp2:
+        require("dp_shard_size", sizes.dp_shard_size, 1, "only distributed_type: FSDP shards")
 
 
 # --- 4 Step -----------------------------------------------------------------------------------------------

@@ -539,13 +539,13 @@ def restore(found: checkpoint.Found, results: Results) -> None:
         return
     ((name, parameter),) = results.named_parameters()
     saved = checkpoint.tensors_in(found.path)
-    if name not in saved or saved[name].size[1:] != parameter.shape[1:]:
-        sizes = {other: tuple(entry.size) for other, entry in itertools.islice(saved.items(), 3)}
+    if name not in saved or saved[name].shape[1:] != parameter.shape[1:]:
+        sizes = {other: tuple(entry.shape) for other, entry in itertools.islice(saved.items(), 3)}
         raise UserError(
             f"checkpoint {found.path} is of another network: it has {sizes}, and this run needs {name} of the shape "
             f"(drops, {len(SERIES)}, {parameter.shape[2]}); use the --setup and --users that it was made with"
         )
-    every = torch.zeros(saved[name].size, dtype=parameter.dtype)
+    every = torch.zeros(saved[name].shape, dtype=parameter.dtype)
     checkpoint.load(found.path, {name: every})
     done = min(found.progress["step"], len(parameter))
     parameter.data[:done] = every[:done]
@@ -569,9 +569,7 @@ def main(process: Process) -> None:
         args.out, process.name, args.resume, seed=args.seed, network=list(sizes), blocks=args.global_batch_size
     )
     restore(found, results)
-    plan = sampler.make_plan(
-        division, 0, run_seed=args.seed, epochs=0, max_steps=args.max_steps, progress=found.progress
-    )
+    plan = sampler.make_plan(division, 0, run_seed=args.seed, max_steps=args.max_steps, progress=found.progress)
     run = session.Session(args, __file__, world, mesh, found, plan, results, optimizer=None)
     every = results.spectral_efficiency
     for step in run.steps(mesh.get_local_rank("users")):

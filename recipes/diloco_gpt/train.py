@@ -1,4 +1,4 @@
-"""Train a GPT on slow links, as DiLoCo does: replicas take many steps apart, and then average what they have learnt.
+"""Train a GPT on slow links, as DiLoCo does: replicas take many steps apart, and then average their progress.
 
 A replica is one rank, or a group of ranks with fast links, such as a machine, which is one DistributedDataParallel.
 Each takes --inner-steps steps of AdamW on its part of the batches. Then all average the differences from where they
@@ -12,9 +12,9 @@ has 0.7 and 0.9, for long trainings.
     optimizer state    all, its replica's; and for the outer step the weights before, and their momentum
     batch              an equal part of its sequences
 
-One step sends: in a replica, what ddp_gpt sends; between replicas nothing, but in each --inner-steps-th step one
-all-reduce of all differences, whole or in bfloat16, or an all-gather of them in 8 bits. An evaluation, comparison or
-checkpoint in another step averages the weights, which sends them once more.
+Inside a replica, a step sends the same as in ddp_gpt. Between replicas it sends nothing. After each --inner-steps-th
+step, the outer step sends one all-reduce of all differences, whole or in bfloat16, or an all-gather of them in 8 bits.
+An evaluation, comparison or checkpoint after another step averages the weights, which sends them once more.
 
     python recipes/diloco_gpt/train.py                                                  # one process
     bash launch/torchrun.sh recipes/diloco_gpt                                          # each GPU, or half of a CPU
@@ -28,7 +28,6 @@ Base: recipes/ddp_gpt. Open: 0 1 3
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -40,7 +39,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from common import UserError, bounds, keymap, precision, session
 from common.run import cli, exits
@@ -132,14 +130,9 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
 
 def make_mesh(args: Args, world: World) -> DeviceMesh:
     """The ranks and their axes: replicas that train apart, and the ranks of a replica."""
+    check_flags(args, world)
     replicas = args.replicas or world.size
-    cli.check_divides("--replicas", replicas, {"the number of ranks": world.size})
-    if args.fragments > args.num_layers:
-        raise UserError(f"--fragments {args.fragments} is more than --num-layers {args.num_layers}: lower it")
-    if args.delay >= args.inner_steps:
-        raise UserError(f"--delay {args.delay} must be below --inner-steps {args.inner_steps}: lower it")
-    sizes = (replicas, world.size // replicas)
-    return init_device_mesh(world.device.type, sizes, mesh_dim_names=("replica", "dp"))
+    return init_device_mesh(world.device.type, (replicas, world.size // replicas), mesh_dim_names=("replica", "dp"))
 
 
 def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
@@ -153,10 +146,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     model = initial.materialize(model, args.seed, device, precision.param_dtype(dtype))
     gpt.recompute(model, args.recompute)
     model = DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
-    model.strategy = outer = Outer(args, model, mesh["replica"])
-    # The optimizer is made later. A weak reference: this hook stays in the process if a run begins again in it.
-    alive = weakref.WeakMethod(outer.after_update)
-    register_optimizer_step_post_hook(lambda *_: (after_update := alive()) and after_update())
+    model.strategy = Outer(args, model, mesh["replica"])
     return model
 
 
@@ -164,54 +154,58 @@ Arrive = Callable[[], list[torch.Tensor]]
 
 
 class Outer:
-    """The outer step of a replica, and what a checkpoint has of it."""
+    """The outer step of a replica, and its part of a checkpoint.
+
+    Section 4 is that of ddp_gpt: it makes the inner step alone. `end_step` makes the outer step that follows, before
+    anything reads the weights: the next step, an evaluation or a checkpoint.
+    """
 
     def __init__(self, args: Args, model: nn.Module, mesh: DeviceMesh) -> None:
         """Begin with the model's weights; `mesh` has the replicas."""
         self.args = args
         self.mesh = mesh
-        self.steps = 0  # of this replica's optimizer, since the training began
-        self.updates = False  # whether the next step of an optimizer is one of these
+        self.steps = 0  # inner steps, since the training began
+        self.in_step = False  # whether the last of them still waits for `end_step`
         named = {keymap.canonical(name): one for name, one in model.named_parameters() if one.requires_grad}
         self.weights = {name: one.detach() for name, one in named.items()}  # the model's own
         self.before = {name: one.clone() for name, one in self.weights.items()}  # at the last outer step
         self.momentum = {name: torch.zeros_like(one) for name, one in self.weights.items()}
-        rounded = self.weights if args.compress == "int8" else {}
-        self.errors = {name: torch.zeros_like(one) for name, one in rounded.items()}
+        self.errors = {name: torch.zeros_like(one) for name, one in self.weights.items() if args.compress == "int8"}
         self.fragments = [[name for name in named if fragment_of(args, name) == i] for i in range(args.fragments)]
         self.on_the_way: dict[int, Arrive] = {}  # by fragment: waits for the mean differences that it has sent
 
-    def begin(self) -> None:
-        """Before each backward pass of a training step."""
-        self.updates = True
-        if self.steps == 0:  # now that the weights are there, from whatever they are loaded
+    def begin_step(self) -> None:
+        """Begin an inner step (all ranks); the first one notes the weights, which have been loaded by now."""
+        self.end_step()
+        if self.steps == 0:
             for name, before in self.before.items():
                 before.copy_(self.weights[name])
+        self.steps += 1
+        self.in_step = True
 
-    def after_update(self) -> None:
-        """After each step of an optimizer (all ranks): the fragments whose turn it is send, or arrive."""
-        self.steps += self.updates
-        for i, names in enumerate(self.fragments if self.updates else []):
+    def end_step(self) -> None:
+        """End an inner step (all ranks): the fragments whose turn it is send their differences, or follow the mean."""
+        for i, names in enumerate(self.fragments if self.in_step else []):
             turn = (i + 1) * self.args.inner_steps // len(self.fragments)
             since = (self.steps - turn) % self.args.inner_steps
             if since == 0:
                 self.on_the_way[i] = self.send(names)
-            if since == self.args.delay < self.steps:
+            if since == self.args.delay and self.steps > self.args.delay:
                 self.outer_step(i)
                 for name in names:
                     self.weights[name].lerp_(self.before[name], 1 - self.args.mixing if self.args.delay else 1)
-        self.updates = False
+        self.in_step = False
 
     def outer_step(self, i: int) -> None:
         """Wait for the differences of a fragment, if they are on the way, and follow their mean (all ranks)."""
-        if i not in self.on_the_way:  # a checkpoint has been written since it was sent
+        if i not in self.on_the_way:  # a checkpoint has made this step already
             return
         for name, mean in zip(self.fragments[i], self.on_the_way.pop(i)(), strict=True):
             momentum = self.momentum[name].mul_(self.args.outer_momentum).add_(mean)
             self.before[name].sub_(mean + self.args.outer_momentum * momentum, alpha=self.args.outer_lr)
 
     def send(self, names: list[str]) -> Arrive:
-        """Begin to send these differences, as --compress says; what is returned waits for their means (all ranks)."""
+        """Begin to send these differences, as --compress says (all ranks). The result waits, and returns the means."""
         group = self.mesh.get_group()
         differences = [self.before[name] - self.weights[name] for name in names]
         if self.args.compress == "int8":
@@ -226,10 +220,65 @@ class Outer:
 
         return arrive
 
-    def send_codes(self, names: list[str], differences: list[torch.Tensor]) -> Arrive:
-        """The same as integers from -127 to 127, with a scale for each tensor.
+    def are_equal(self) -> bool:
+        """Whether all replicas have the same weights now."""
+        at_once = len(self.fragments) == 1 and self.args.delay == 0
+        return self.steps == 0 or (at_once and self.steps % self.args.inner_steps == 0)
 
-        What rounding takes away is added to the next difference (Seide et al. 2014,
+    def mean_weights(self) -> dict[str, torch.Tensor]:
+        """Mean weights of all replicas, in copies (all ranks); only between outer steps they have to be sent."""
+        found = {name: one.clone() for name, one in self.weights.items()}
+        if not self.are_equal():
+            flat = torch.cat([one.flatten() for one in found.values()])
+            dist.all_reduce(flat, group=self.mesh.get_group())
+            for one, mean in zip(found.values(), split(flat / self.mesh.size(), [*found.values()]), strict=True):
+                one.copy_(mean)
+        return found
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the mean weights into the model for a while (all ranks)."""
+        self.end_step()
+        own = {name: one.clone() for name, one in self.weights.items()}
+        self.fill(self.mean_weights())
+        yield
+        self.fill(own)
+
+    def fill(self, weights: dict[str, torch.Tensor]) -> None:
+        """Copy these into the model."""
+        for name, one in weights.items():
+            self.weights[name].copy_(one)
+
+    def to_checkpoint(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Tensors of a checkpoint (all ranks): for any recipe the mean weights and the first replica's optimizer.
+
+        Beside them, the tensors that only the same number of replicas can resume from: each one's own, stacked, dim 0
+        being the replica; and the state of the outer step. It shares memory with this object, so that a load fills it.
+        """
+        self.end_step()
+        for i in [*self.on_the_way]:
+            self.outer_step(i)
+        own = {name: one for name, one in tensors.items() if name in self.weights or name.startswith(keymap.OPTIMIZER)}
+        found = {name: one for name, one in tensors.items() if name not in own} | self.mean_weights()
+        if self.mesh.get_local_rank() == 0:  # in copies: a file may have no memory twice
+            found |= {name: one.clone() for name, one in own.items() if name.startswith(keymap.OPTIMIZER)}
+        each = own | {f"{name}.error": error for name, error in self.errors.items()}
+        more: dict[str, torch.Tensor] = {
+            f"replicas.{name}": DTensor.from_local(one[None], self.mesh, [Shard(0)]) for name, one in each.items()
+        }
+        more |= {f"before.{name}": one for name, one in self.before.items()}
+        more |= {f"momentum.{name}": one for name, one in self.momentum.items()}
+        more["steps"] = torch.tensor(self.steps)
+        return found | {keymap.STRATEGY + name: one for name, one in more.items()}
+
+    def from_checkpoint(self, tensors: dict[str, torch.Tensor]) -> None:
+        """After a load into the tensors of `to_checkpoint`."""
+        self.steps = int(tensors[f"{keymap.STRATEGY}steps"])
+
+    def send_codes(self, names: list[str], differences: list[torch.Tensor]) -> Arrive:
+        """Begin to send these differences as integers from -127 to 127, with a scale for each tensor (all ranks).
+
+        The next difference makes up for the error of rounding (Seide et al. 2014,
         https://doi.org/10.21437/Interspeech.2014-274).
         """
         group = self.mesh.get_group()
@@ -254,76 +303,10 @@ class Outer:
 
         return arrive
 
-    def are_equal(self) -> bool:
-        """Whether all replicas have the same weights now."""
-        at_once = len(self.fragments) == 1 and self.args.delay == 0
-        return self.steps == 0 or (at_once and self.steps % self.args.inner_steps == 0)
-
-    def mean_weights(self) -> dict[str, torch.Tensor]:
-        """The model that all replicas stand for, in copies (all ranks); only between outer steps it has to be sent."""
-        found = {name: one.clone() for name, one in self.weights.items()}
-        if not self.are_equal():
-            flat = torch.cat([one.flatten() for one in found.values()])
-            dist.all_reduce(flat, group=self.mesh.get_group())
-            for one, mean in zip(found.values(), split(flat / self.mesh.size(), [*found.values()]), strict=True):
-                one.copy_(mean)
-        return found
-
-    @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Put the mean weights into the model for a while (all ranks)."""
-        own = {name: one.clone() for name, one in self.weights.items()}
-        self.fill(self.mean_weights())
-        yield
-        self.fill(own)
-
-    def fill(self, weights: dict[str, torch.Tensor]) -> None:
-        """Copy these into the model."""
-        for name, one in weights.items():
-            self.weights[name].copy_(one)
-
-    def to_checkpoint(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds (all ranks): for any recipe the mean weights and the first replica's optimizer.
-
-        Beside them, what only the same number of replicas can resume from: each one's own, stacked, dim 0 being the
-        replica; and the state of the outer step. It shares memory with this object, so that a load fills it.
-        """
-        for i in [*self.on_the_way]:
-            self.outer_step(i)
-        own = {name: one for name, one in tensors.items() if name in self.weights or name.startswith(keymap.OPTIMIZER)}
-        found = {name: one for name, one in tensors.items() if name not in own} | self.mean_weights()
-        if self.mesh.get_local_rank() == 0:  # in copies: a file may have no memory twice
-            found |= {name: one.clone() for name, one in own.items() if name.startswith(keymap.OPTIMIZER)}
-        each = own | {f"{name}.error": error for name, error in self.errors.items()}
-        more: dict[str, torch.Tensor] = {
-            f"replicas.{name}": DTensor.from_local(one[None], self.mesh, [Shard(0)]) for name, one in each.items()
-        }
-        more |= {f"before.{name}": one for name, one in self.before.items()}
-        more |= {f"momentum.{name}": one for name, one in self.momentum.items()}
-        more["steps"] = torch.tensor(self.steps)
-        return found | {keymap.STRATEGY + name: one for name, one in more.items()}
-
-    def from_checkpoint(self, tensors: dict[str, torch.Tensor]) -> None:
-        """After a load into what `to_checkpoint` returned."""
-        self.steps = int(tensors[f"{keymap.STRATEGY}steps"])
-
-
-def fragment_of(args: Args, name: str) -> int:
-    """Which of --fragments a parameter is in: each has some blocks, the first the embedding, the last the rest."""
-    parts = name.split(".")
-    block = int(parts[1]) if parts[0] == "blocks" else 0 if parts[0] == "embed" else args.num_layers - 1
-    return block * args.fragments // args.num_layers
-
-
-def split(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of `flat` in these shapes."""
-    parts = flat.split([one.numel() for one in like])
-    return [part.view_as(one) for part, one in zip(parts, like, strict=True)]
-
 
 def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scale: Any) -> metrics.Sums:
     """Forward and backward passes of a step's micro-batches; the last backward pass sends gradients in the replica."""
-    model.strategy.begin()
+    model.strategy.begin_step()
     sums: metrics.Sums = {}
     for batch in batches:
         with contextlib.nullcontext() if batch.last else model.no_sync():
@@ -349,6 +332,28 @@ def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     if args.max_grad_norm:
         return nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+
+def fragment_of(args: Args, name: str) -> int:
+    """Which of --fragments a parameter is in: each has some blocks, the first the embedding, the last the rest."""
+    parts = name.split(".")
+    block = int(parts[1]) if parts[0] == "blocks" else 0 if parts[0] == "embed" else args.num_layers - 1
+    return block * args.fragments // args.num_layers
+
+
+def split(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of `flat` in these shapes."""
+    parts = flat.split([one.numel() for one in like])
+    return [part.view_as(one) for part, one in zip(parts, like, strict=True)]
+
+
+def check_flags(args: Args, world: World) -> None:
+    """Refuse flags that do not fit together, before the data is read."""
+    cli.check_divides("--replicas", args.replicas or world.size, {"the number of ranks": world.size})
+    if args.fragments > args.num_layers:
+        raise UserError(f"--fragments {args.fragments} is more than --num-layers {args.num_layers}: lower it")
+    if args.delay >= args.inner_steps:
+        raise UserError(f"--delay {args.delay} must be below --inner-steps {args.inner_steps}: lower it")
 
 
 # --- 4 Step -----------------------------------------------------------------------------------------------

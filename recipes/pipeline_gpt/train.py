@@ -62,7 +62,9 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     text_columns: str = ""  # columns to read, such as "title,body"; "" for the one with the most text
     # batch and rate
     global_batch_size: bounds.PositiveInt = 32  # sequences per optimizer step, over all ranks
-    micro_batch_size: Annotated[bounds.Smaller, bounds.Shortens("slower", "smaller")] = 4
+    micro_batch_size: Annotated[bounds.Smaller, bounds.Shortens("slower", "smaller")] = (
+        4  # most sequences of a rank's forward pass; 0 for one micro-batch per step
+    )
     lr: bounds.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
     lr_reference_batch: bounds.PositiveInt = 32  # sequences per step that lr was chosen for
     weight_decay: bounds.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
@@ -77,7 +79,7 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     # strategy
     pp: bounds.PositiveInt = 2  # ranks of each pipeline
     schedule: Literal["1F1B", "DualPipeV", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"] = (
-        "1F1B"
+        "1F1B"  # when each rank computes which stage: see stage_numbers
     )
 
 
@@ -118,7 +120,6 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
 # --- 3 Strategy -------------------------------------------------------------------------------------------
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-ZERO_BUBBLE = ("InterleavedZeroBubble", *V_SHAPED)
 
 
 def stage_numbers(args: Args, rank: int) -> list[int]:
@@ -136,16 +137,30 @@ def stage_numbers(args: Args, rank: int) -> list[int]:
     return [rank, 2 * args.pp - 1 - rank if args.schedule in V_SHAPED else rank + args.pp]
 
 
+def make_stage(args: Args, model: Any, i: int, num_stages: int) -> Any:
+    """Stage i of the plain model: its layers, under their names in the whole model."""
+    stage = copy.deepcopy(model)  # on the meta device, a copy takes no memory
+    for name in list(stage.blocks):
+        if int(name) * num_stages // args.num_layers != i:  # layer l goes to stage l * stages / layers
+            del stage.blocks[name]
+    is_last = i == num_stages - 1
+    # The last stage has a copy of a tied embedding: its output layer.
+    stage.embed = stage.embed if i == 0 or (is_last and args.tied) else None
+    stage.norm = stage.norm if is_last else None
+    stage.head = stage.head if is_last else None
+    return stage
+
+
 class Pipeline(nn.Module):
-    """This rank's stages, with the layers' names in the whole model, and the schedule that runs them."""
+    """This rank's stages, and the schedule that runs them."""
 
     stages: nn.ModuleDict  # by number
     ends: tuple[Any, Any]  # the first and the last stage of all; None where another rank has it
     mesh: DeviceMesh
     division: sampler.Division
-    tied_group: Any  # the two ranks that each have a copy of a tied embedding, if this rank is one of them
     schedule: Any  # of torch, which sends micro-batches through the stages
-    weight: Any  # of each loss in the gradient
+    weight: Any = 1.0  # of each loss in the gradient
+    tied_group: Any = None  # the two ranks that each have a copy of a tied embedding, if this rank is one of them
 
     def compile(self) -> None:
         """Compile each stage on its own."""
@@ -156,25 +171,7 @@ class Pipeline(nn.Module):
 
 def make_mesh(args: Args, world: World) -> DeviceMesh:
     """The ranks and their axes: the ranks of a pipeline, and pipelines."""
-    cli.check_divides("--pp", args.pp, {"the number of ranks": world.size})
-    division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, world.size // args.pp)
-    if args.schedule in V_SHAPED and torch.__version__ < "2.15":  # 2.11 sends between two stages of one rank, and stops
-        raise UserError(
-            f"--schedule {args.schedule} needs torch 2.15, and this is {torch.__version__}: try another one"
-        )
-    if args.schedule in ZERO_BUBBLE and args.recompute == "selective":  # torch computes again for one backward pass
-        raise UserError(f"--schedule {args.schedule} goes back through a stage twice: use --recompute full or none")
-    stages_here = len(stage_numbers(args, 0))
-    # torch's own limits for 1F1B and DualPipeV. With fewer than --pp, the other schedules could not fill a pipeline.
-    least = {"GPipe": 1, "DualPipeV": 2 * args.pp}.get(args.schedule, args.pp)
-    remainder = division.num_micro_batches % args.pp if "Interleaved" in args.schedule else 0
-    if division.num_micro_batches < least or remainder:
-        wanted = f"{least} or more" if not remainder else f"a multiple of --pp {args.pp}"
-        made = f"--micro-batch-size {args.micro_batch_size} makes {division.num_micro_batches} a step"
-        raise UserError(f"{made}, and --schedule {args.schedule} needs {wanted}")
-    if args.pp < stages_here or args.num_layers < args.pp * stages_here:
-        needs = f"--schedule {args.schedule} needs --pp {stages_here} or more, and --num-layers for every stage"
-        raise UserError(f"{needs} ({stages_here} a rank), not --pp {args.pp} and --num-layers {args.num_layers}")
+    check_limits(args, world.size)
     # Ranks with the same stage are neighbours: on several machines, activations cross the network, not gradients.
     return init_device_mesh(world.device.type, (args.pp, world.size // args.pp), mesh_dim_names=("pp", "dp"))
 
@@ -190,37 +187,24 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
         raise UserError(f"--schedule {args.schedule} has wrong gradients beside frozen parts: use 1F1B or GPipe")
     dtype = precision.compute_dtype(args.dtype, device)
     group = mesh.get_group("pp")
-    numbers = stage_numbers(args, group.rank())
-    num_stages = args.pp * len(numbers)
-    stages: dict[int, Any] = {}
-    for i in numbers:
-        stage = copy.deepcopy(model)  # on meta, it costs nothing; only stage i's part stays
-        is_last = i == num_stages - 1
-        for name in list(stage.blocks):
-            if int(name) * num_stages // args.num_layers != i:  # layer l goes to stage l * stages / layers
-                del stage.blocks[name]
-        # The last stage has a copy of a tied embedding: its output layer.
-        stage.embed = stage.embed if i == 0 or (is_last and args.tied) else None
-        stage.norm = stage.norm if is_last else None
-        stage.head = stage.head if is_last else None
-        stages[i] = initial.materialize(stage, args.seed, device, precision.param_dtype(dtype))
+    num_stages = args.pp * len(stage_numbers(args, 0))
+    stages = {i: make_stage(args, model, i, num_stages) for i in stage_numbers(args, group.rank())}
+    for stage in stages.values():
+        initial.materialize(stage, args.seed, device, precision.param_dtype(dtype))
         gpt.recompute(stage, args.recompute)
-        # A schedule calls the stage itself, not section 2's forward, which would choose the type.
-        stages[i].forward = precision.autocast(device, dtype)(stage.forward)
+        # A schedule calls the stage itself, without the autocast of section 2's forward.
+        stage.forward = precision.autocast(device, dtype)(stage.forward)
     pipeline = Pipeline()
     pipeline.stages = nn.ModuleDict({str(i): stage for i, stage in stages.items()})
     pipeline.ends = stages.get(0), stages.get(num_stages - 1)
     pipeline.mesh = mesh
     pipeline.division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, mesh["dp"].size())
-    pipeline.weight = 1.0
-    pipeline.tied_group = None
     if args.tied and all(pipeline.ends):  # on one rank: it is one parameter
         pipeline.ends[1].embed = pipeline.ends[0].embed
     if args.tied and args.pp > 1 and args.schedule not in V_SHAPED and model.embed.weight.requires_grad:
         # The first and the last rank of each pipeline.
         pipeline.tied_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh[[0, -1]].T.tolist())
     parts = [PipelineStage(stage, i, num_stages, device, group=group) for i, stage in stages.items()]
-
     # scale_grads=False: the weight divides, by the samples of the whole step.
     pipeline.schedule = schedules.get_schedule_class(args.schedule)(
         parts if len(parts) > 1 else parts[0],
@@ -239,16 +223,11 @@ def run_schedule(model: Any, batches: list[data.Batch], run: Callable[..., Any])
     # F.pad takes the last dim first: nothing to the length, then rows.
     fill = (0, 0, 0, model.division.num_micro_batches * model.division.micro_batch_size - len(inputs))
     losses: list[torch.Tensor] = []
-    # Only the rank with the first stage gives inputs; the last stage compares with the targets.
+    # Only the rank with the first stage passes inputs; the last stage compares with the targets.
     run(*([F.pad(inputs, fill)] if model.ends[0] else []), target=F.pad(targets, fill, value=-100), losses=losses)
     loss = torch.stack(losses).sum() / model.weight if losses else torch.zeros((), device=inputs.device)
     # Only the rank with the last stage counts, or samples would count once per stage.
     return {"loss": loss, "count": torch.full((), len(inputs) * bool(losses), device=loss.device)}
-
-
-def trained(model: Any) -> list[Any]:
-    """This rank's parameters that are not frozen."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scale: Any) -> metrics.Sums:
@@ -271,14 +250,13 @@ def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scal
 def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metrics.Sums:
     """Forward passes of an evaluation."""
     sums: metrics.Sums = {}
-    # torch's V-shaped schedules always run backward passes, and those of torch 2.11 cannot begin without; the gradients
-    # are dropped.
+    # torch's V-shaped schedules always run backward passes, and all schedules of torch 2.11 begin with them; the
+    # gradients are dropped.
     backward = args.schedule in V_SHAPED or torch.__version__ < "2.15"
+    run = model.schedule.step if backward else model.schedule.eval
     while some := list(itertools.islice(batches, model.division.num_micro_batches)):
         with torch.set_grad_enabled(backward):
-            sums = metrics.add(
-                sums, run_schedule(model, some, model.schedule.step if backward else model.schedule.eval)
-            )
+            sums = metrics.add(sums, run_schedule(model, some, run))
         model.zero_grad(set_to_none=True)
     return sums
 
@@ -294,6 +272,42 @@ def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     if args.max_grad_norm:
         nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, square.sqrt())
     return square.sqrt()
+
+
+def trained(model: Any) -> list[Any]:
+    """This rank's parameters that are not frozen."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+# Their backward pass has two parts: the gradients of a stage's inputs first, those of its weights later.
+ZERO_BUBBLE = ("InterleavedZeroBubble", *V_SHAPED)
+
+
+def check_limits(args: Args, num_ranks: int) -> None:
+    """Refuse what the schedule cannot run, before the data is read.
+
+    Raises:
+        UserError: names the schedule, its limit, and the flags to change.
+    """
+    cli.check_divides("--pp", args.pp, {"the number of ranks": num_ranks})
+    count = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, num_ranks // args.pp).num_micro_batches
+    name = f"--schedule {args.schedule}"
+    if args.schedule in V_SHAPED and torch.__version__ < "2.15":  # 2.11 sends between two stages of one rank, and stops
+        raise UserError(f"{name} needs torch 2.15, and this is {torch.__version__}: try another one")
+    if args.schedule in ZERO_BUBBLE and args.recompute == "selective":  # torch computes again for one backward pass
+        raise UserError(f"{name} goes back through a stage twice: use --recompute full or none")
+    # torch's own limits for 1F1B and DualPipeV. With fewer than --pp, the other schedules could not fill a pipeline.
+    least = {"GPipe": 1, "DualPipeV": 2 * args.pp}.get(args.schedule, args.pp)
+    remainder = count % args.pp if "Interleaved" in args.schedule else 0
+    if count < least or remainder:
+        needs = f"a multiple of --pp {args.pp}" if remainder else f"{least} or more"
+        raise UserError(f"--micro-batch-size {args.micro_batch_size} makes {count} a step, and {name} needs {needs}")
+    stages_here = len(stage_numbers(args, 0))
+    if args.pp < stages_here or args.num_layers < args.pp * stages_here:
+        raise UserError(
+            f"{name} needs --pp {stages_here} or more, and --num-layers for every stage ({stages_here} a rank), "
+            f"not --pp {args.pp} and --num-layers {args.num_layers}"
+        )
 
 
 # --- 4 Step -----------------------------------------------------------------------------------------------

@@ -96,6 +96,18 @@ class Samples(NamedTuple):
     returns: torch.Tensor  # what the value function is to learn
 
 
+def make_envs(args: Args, dp_rank: int, dp_size: int) -> tuple[environments.Environments, sampler.Division]:
+    """This rank's environments, and how an update's samples are divided."""
+    index, samples = environments.share(args.num_envs, args.rollout_steps, args.global_batch_size, dp_rank, dp_size)
+    division = sampler.Division(samples, args.global_batch_size, dp_size, part="minibatch")
+    return environments.Environments(args.env, index, args.seed, seed.EPISODE), division
+
+
+def make_filmed(args: Args) -> Any:
+    """The environment of --film, which draws itself; None without that flag."""
+    return environments.make(args.env, render_mode="rgb_array") if args.film else None
+
+
 def make_model(args: Args, envs: environments.Environments) -> nn.Module:
     """The plain model, with the same initial weights on every rank."""
     seed.everything(args.seed, seed.INIT)
@@ -262,16 +274,12 @@ def main(process: Process) -> None:
     world = session.join(args, __file__, process)
     mesh = make_mesh(args, world)
     dp_rank, dp_size = dp_coordinates(mesh)
-    index, samples = environments.share(args.num_envs, args.rollout_steps, args.global_batch_size, dp_rank, dp_size)
-    envs = environments.Environments(args.env, index, args.seed, seed.EPISODE)
-    filmed = environments.make(args.env, render_mode="rgb_array") if args.film else None
+    envs, division = make_envs(args, dp_rank, dp_size)
+    filmed = make_filmed(args)
     model = make_model(args, envs)
     # Refuses a checkpoint of another model or environment before playing.
     found = checkpoint.find(args.out, process.name, args.resume, model, seed=args.seed, env=args.env)
-    division = sampler.Division(samples, args.global_batch_size, dp_size, part="minibatch")
-    plan = sampler.make_plan(
-        division, 0, run_seed=args.seed, epochs=0, max_steps=args.max_steps, progress=found.progress
-    )
+    plan = sampler.make_plan(division, 0, run_seed=args.seed, max_steps=args.max_steps, progress=found.progress)
     model = parallelize(args, model, mesh, world.device)
     if args.compile:
         model.compile()

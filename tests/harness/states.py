@@ -63,7 +63,8 @@ def loaded(path: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 def make_saver(run_dir: Path, keep: int = 9, in_background: bool = False, has_one: bool = True) -> saver.Saver:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
     check = state_check.StateCheck(torch.nn.Module(), compare=True)
-    return saver.Saver(run_dir, str(RECIPE), mesh, check, Process(), {"seed": 3}, keep, in_background, has_one)
+    found = checkpoint.Found(run_dir, {"seed": 3}, None, {}, newest=0 if has_one else -1)
+    return saver.Saver(found, str(RECIPE), mesh, check, Process(), keep, in_background)
 
 
 def save(run_dir: Path, step: int, keep: int = 9) -> Path:

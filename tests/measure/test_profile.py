@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from common.measure import profile, timeline
 from common.train import flops
 
@@ -225,8 +226,8 @@ def test_full_disk(small_text: Path, tmp_path: Path) -> None:
     assert "done     step 9 of 9" in result.outputs[0]
 
 
-def _stop_in_profile(path: str, argv: list[str]) -> None:
-    """Run a recipe that is asked to stop in the middle of its profile, and another one in the same process."""
+def _stop_in_profile(path: str, argv: list[str], closes: bool) -> None:
+    """Run a recipe that is asked to stop in the middle of its profile."""
     import signal
 
     from common import session
@@ -236,21 +237,26 @@ def _stop_in_profile(path: str, argv: list[str]) -> None:
     def log_train(self: Any, step: int, *args: Any, **more: Any) -> None:
         real(self, step, *args, **more)
         if step == STEPS - PROFILED:
+            assert torch.autograd._profiler_enabled()
             os.kill(os.getpid(), signal.SIGTERM)
 
     session.Session.log_train = log_train
+    if not closes:
+        profile.Profile.close = lambda _: None
     with contextlib.suppress(SystemExit):
         runner.run_unmeasured(path, argv)
-    assert isinstance(profile.mark(""), contextlib.nullcontext)
+    assert not torch.autograd._profiler_enabled(), "a profiler is left"
 
 
-def test_stopped_in_the_middle(small_text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("closes", [True, False], ids=["", "mutant that does not close"])
+def test_stopped_in_the_middle(closes: bool, small_text: Path, tmp_path: Path) -> None:
     """A run that stops while it profiles ends as usual, and leaves no profiler behind."""
     flags = flags_of("ddp_gpt", {"gpt": small_text}, "--out", str(tmp_path), "--profile", "4", "--max-steps", "60")
     path = str(runner.ROOT / "recipes" / "ddp_gpt" / "train.py")
-    result = runner.spawn(_stop_in_profile, [(path, [path, *flags])] * 2, 120)
-    assert result.ok, str(result)
+    result = runner.spawn(_stop_in_profile, [(path, [path, *flags], closes)] * 2, 120)
+    assert result.ok == closes, str(result)
     assert "stopped  checkpoint saved" in result.outputs[0]
+    assert ("a profiler is left" in result.outputs[0]) == (not closes)
 
 
 # --- clocks -----------------------------------------------------------------------------------------------
@@ -262,9 +268,9 @@ def _offset(ahead_s: float) -> None:
 
     real = time.time
     time.time = lambda: real() + ahead_s
-    process_group.start()
+    world = process_group.start()
     print("offset", profile.clock_offset_s())
-    process_group.finish()
+    process_group.finish(world.process)
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 10.0, -3.0])

@@ -25,18 +25,36 @@ def raster(intervals: Sequence[Interval]) -> set[int]:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_arithmetic(seed: int) -> None:
-    """Union, difference and intersection cover the cells that those of sets have, in order and without overlaps."""
+    """What is inside and what is left cover the cells that those of sets have, in order and without overlaps."""
     draw = random.Random(seed)
-    one, two = timeline.union(random_intervals(draw)), timeline.union(random_intervals(draw))
+    one, two = random_intervals(draw), random_intervals(draw)
+    cells = range(-1, LENGTH + 1)
+    assert {cell for cell, is_in in zip(cells, timeline.inside(cells, one), strict=True) if is_in} == raster(one)
     for found, wanted in (
-        (timeline.union([*one, *two]), raster(one) | raster(two)),
+        (timeline.without([*one, *two], []), raster(one) | raster(two)),
         (timeline.without(one, two), raster(one) - raster(two)),
-        (timeline.within(one, two), raster(one) & raster(two)),
     ):
         assert raster(found) == wanted
-        assert timeline.seconds(found) * 1e6 == pytest.approx(len(wanted))
         assert all(begin < end for begin, end in found)
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(found))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_parts_of_claims(seed: int) -> None:
+    """Each instant belongs to the first part that claims it, and a wait only to what is being sent."""
+    draw = random.Random(seed)
+    claims = {part: random_intervals(draw) for part in timeline.PARTS if part not in ("slower", "idle")}
+    slower = random_intervals(draw)
+    found = timeline.parts(timeline.Window((2, 30), 2, claims, []), slower)
+    left = set(range(2, 30))
+    sends = raster(claims["exposed"]) & left
+    cells = {part: raster(intervals) for part, intervals in claims.items()}
+    cells |= {"slower": raster(slower) & sends, "idle": left}
+    for part in timeline.PARTS:
+        assert found[part] * 2e6 == pytest.approx(len(cells[part] & left)), part
+        left = left - cells[part]
+    assert found["hidden"] == pytest.approx(len(sends) / 2e6 - found["exposed"] - found["slower"], abs=1e-12)
+    assert sum(found[part] for part in timeline.PARTS) == pytest.approx(14e-6)
 
 
 def event(
@@ -134,10 +152,12 @@ def test_recorded_groups() -> None:
     about = {"rank": 1, "pg_config": [{"pg_name": "3", "ranks": [1, 5]}]}
     entries = [
         {"profiling_name": "gloo:all_reduce", "input_sizes": [[7]], "process_group": ["3", ""], "collective_seq_id": n}
+        | {"time_created_ns": 2e6 + 3e5}
         for n in (8, 9)
     ]
-    trace = {"traceEvents": events, "distributedInfo": about}
-    known = [(one.group, one.number) for one in timeline.window(trace, entries).messages]
+    trace = {"traceEvents": events, "distributedInfo": about, "baseTimeNanoseconds": 2e6}
+    before = entries[0] | {"time_created_ns": 2e6 - 1}  # and so it is none of these steps
+    known = [(one.group, one.number) for one in timeline.window(trace, [before, *entries]).messages]
     assert known == [((1, 5), 8), ((1, 5), 9), ((), -1)]
     assert {one.group for one in timeline.window(trace, entries[:1]).messages} == {()}
 
@@ -162,7 +182,7 @@ def both(change: Callable[[list[Message]], list[Message]] = list) -> list[list[M
 def test_waits_for_the_last() -> None:
     """Those who had begun wait until the last one begins, and know which it is; nobody waits for an equal one."""
     first, second, third = timeline.waits(both())
-    assert first == second == [timeline.Wait((10, 40), 2), None]
+    assert first == second == [timeline.Wait(30, 2), None]
     assert third == [None, None]
     alone = timeline.waits(both(lambda late: [Message("all_reduce", 40, 50, 4, (2,), 1), late[1]]))
     assert alone == [[None, None]] * 3, "another group"
@@ -173,5 +193,5 @@ def test_waits_for_a_sender() -> None:
     received = [Message("recv", 0, 30, 8, peers=(1, 2)), Message("recv", 40, 60, 8, peers=(1, 2))]
     answers = [Message("send", 25, 29, 8, peers=(0,)), Message("send", 35, 50, 8, peers=(0,))]
     found = timeline.waits([received, [], answers])
-    assert found == [[timeline.Wait((0, 25), 2), None], [], [None, None]]
+    assert found == [[timeline.Wait(25, 2), None], [], [None, None]]
     assert timeline.waits([received, [], answers[:1]])[0] == [None, None], "nobody has sent both"

@@ -1,12 +1,17 @@
 """The verdict names the largest part that is worth a sentence, and the flag that the recipe has for it."""
 
 import dataclasses
+import types
+from pathlib import Path
 from typing import Annotated
 
 import pytest
 from common import bounds
-from common.measure import timeline, verdict
-from common.run import cli
+from common.measure import profile, timeline, verdict
+from common.run import cli, log
+from common.train import flops
+
+from tests.run import test_log
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +50,7 @@ def parts(**seconds: float) -> dict[str, float]:
 )
 def test_of_profile(found: dict[str, float], slowest_s: float, wanted: str) -> None:
     args = cli.parse(Args, [])
-    said = verdict.of_profile(args, found, "rank 3 on n2", slowest_s)
+    said = verdict.of_profile(args, profile.Found(found, [], "rank 3 on n2", slowest_s))
     assert said.removeprefix("verdict  ").startswith(wanted)
     assert bool(said) == bool(wanted)
 
@@ -53,8 +58,9 @@ def test_of_profile(found: dict[str, float], slowest_s: float, wanted: str) -> N
 def test_flags_that_are_set() -> None:
     """What already has the better value is not advised."""
     args = cli.parse(Args, ["--compress", "bf16"])
-    assert "compress" not in verdict.of_profile(args, parts(exposed=0.5), "", 0.0)
-    assert verdict.of_profile(NoData(), parts(exposed=0.5), "", 0.0).endswith("only sends: a faster network")
+    sends = profile.Found(parts(exposed=0.5), [])
+    assert "compress" not in verdict.of_profile(args, sends)
+    assert verdict.of_profile(NoData(), sends).endswith("only sends: a faster network")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +79,47 @@ def test_flags_that_are_set() -> None:
 )
 def test_of_run(args: object, facts: dict[str, float], wanted: str) -> None:
     numbers = {"took_s": 200.0, "trained_s": 100.0, "data_share": 0.0, "saved_s": 0.0, "slow_share": 0.0} | facts
-    said = verdict.of_run(args, **numbers, slow_rank="rank 3 on n2")
+    spent = log.Spent(*(numbers.pop(name) for name in ("took_s", "trained_s", "data_share")))
+    said = verdict.of_run(args, spent, **numbers, slow_rank="rank 3 on n2")
     assert said.removeprefix("verdict  ").startswith(wanted)
     assert bool(said) == bool(wanted)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads(test_log.Args):
+    """Flags of a recipe that reads samples."""
+
+    workers: int = 3  # loader processes
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("args", "waits", "said"),
+    [
+        (Reads(), (8.0, 11.0), "verdict  30% of the training's time waits for data: raise --workers (now 3)"),
+        (Reads(), (8.0, 8.9), ""),
+        (test_log.Args(), (8.0, 11.0), ""),  # it has no such flag
+        (Reads(), (8.0,), ""),  # the workers' start
+    ],
+    ids=str,
+)
+def test_verdict_on_slow_reading(
+    args: test_log.Args,
+    waits: tuple[float, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ten seconds of training before each line, of which some were spent waiting; the first line does not count."""
+    now = [0.0]
+    monkeypatch.setattr(log, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(flops, "peak_flops", lambda *_: 1e12)
+    run = test_log.make_run(tmp_path, args=args)
+    for step, wait_s in enumerate(waits, start=1):
+        now[0] += 10
+        test_log.record(run, 10 * step, 0.5, data_wait_s=wait_s)
+    run.finish(verdict=verdict.of_run(args, run.spent(), 0.0, 0.0, ""))
+    printed = capsys.readouterr().out
+    assert ("\nverdict" in printed) == bool(said), printed
+    assert said in printed

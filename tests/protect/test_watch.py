@@ -15,10 +15,9 @@ from tests.harness import runner
 
 def start(folder: str) -> watch.Watch:
     (Path(folder) / "logs").mkdir(parents=True)
-    process_group.start()
-    assert watch.alive
-    watch.alive.begin(Path(folder), 0, hang_timeout_s=60.0)
-    return watch.alive
+    watching = watch.Watch(process_group.start())
+    watching.begin(Path(folder), 0, hang_timeout_s=60.0)
+    return watching
 
 
 def find_twice(folder: str) -> None:
@@ -49,7 +48,7 @@ def fail_in_turn(folder: str) -> None:
     assert frame
     time.sleep(4 * watch.BEAT_S)
     sys.stderr.write(f"beat: {watching._store.get('watch/0').decode()}\n")
-    process_group.finish()
+    process_group.finish(watching._world.process)
 
 
 def test_phase_that_was_noted(tmp_path: Path) -> None:
@@ -68,7 +67,8 @@ def test_phase_that_was_noted(tmp_path: Path) -> None:
 
 
 def look_at_processes() -> None:
-    heart = heartbeat.Heartbeat(process_group.start())
+    world = process_group.start()
+    heart = heartbeat.Heartbeat(world)
     mine = heart.look()
     assert mine["pid"] == os.getpid()
     assert not heart.has_died(mine)
@@ -82,7 +82,7 @@ def look_at_processes() -> None:
     assert heart.has_died(beat)
     for elsewhere in (mine["processes"] + "1", ""):
         assert not heart.has_died(beat | {"processes": elsewhere}), "another machine or container has other numbers"
-    process_group.finish()
+    process_group.finish(world.process)
 
 
 def test_end_of_a_process_is_seen_on_its_own_machine() -> None:

@@ -241,7 +241,7 @@ def test_file_on_one_machine_only(tmp_path: Path) -> None:
 
 def test_ranks_that_believe_that_they_are_alone(tmp_path: Path) -> None:
     """Of torchrun on a CPU, they are, without what the recipe says about the CPU: then it refuses."""
-    mutant = mutants.mutate(HUGGING, tmp_path, {"make_accelerator": {'world.device.type == "cpu"': "None"}})
+    mutant = mutants.mutate(HUGGING, tmp_path, {"make_accelerator": {'device.type == "cpu"': "None"}})
     result = run(2, "--out", str(tmp_path / "out"), recipe=mutant)
     assert_refused(result, "Accelerate's num_processes is 1, not 2")
 
@@ -432,7 +432,7 @@ def test_bfloat16_of_the_stand_in(small_text: Path, tmp_path: Path) -> None:
     flags = ("--dtype", "bfloat16", "--stop-after", "3")
     (tmp_path / "mutant").mkdir()
     policy = "plugin.mixed_precision_policy = MixedPrecisionPolicy(dtype, precision.param_dtype(dtype))"
-    mutant = {"recipe": mutants.mutate(HUGGING, tmp_path / "mutant", {"make_accelerator": {policy: "pass"}})}
+    mutant = {"recipe": mutants.mutate(HUGGING, tmp_path / "mutant", {"parallelize": {policy: "pass"}})}
     fsdp = {"recipe": runner.ROOT / "recipes" / "fsdp_gpt" / "train.py"}
     curves = [
         trained(2, tmp_path / name, small_text, *flags, **which)[0]
@@ -478,7 +478,7 @@ def test_mutant_whose_optimizer_is_wrapped(small_text: Path, tmp_path: Path) -> 
 
     (tmp_path / "mutant").mkdir()
     made = "make_optimizer(args, model)"
-    mutant = mutants.mutate(HUGGING, tmp_path / "mutant", {"main": {made: f"make_accelerator(args).prepare({made})"}})
+    mutant = mutants.mutate(HUGGING, tmp_path / "mutant", {"main": {made: f"model.accelerator.prepare({made})"}})
     sizes = (*runner.SMALL["gpt"], "--max-steps", "4", "--global-batch-size", "4", "--log-every", "1")
     for recipe, finite in ((TRAIN, True), (mutant, False)):
         out = tmp_path / str(finite)
@@ -502,8 +502,8 @@ def test_tracker_of_the_docs(small_text: Path, tmp_path: Path) -> None:
     logs = "run.log_train(step, sums, grad_norm=grad_norm, data_wait_s=batches.wait_s, lr=lr)"
     changes: mutants.Changes = {
         "make_accelerator": {
-            'Accelerator(cpu=world.device.type == "cpu", kwargs_handlers=[ddp])': (
-                'Accelerator(cpu=world.device.type == "cpu", kwargs_handlers=[ddp], log_with="lines")'
+            'Accelerator(cpu=device.type == "cpu", kwargs_handlers=[ddp])': (
+                'Accelerator(cpu=device.type == "cpu", kwargs_handlers=[ddp], log_with="lines")'
             )
         },
         "main": {

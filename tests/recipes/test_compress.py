@@ -11,6 +11,7 @@ import pytest
 import torch
 from common import private_api, ranks
 from common.run import process_group
+from common.run.process import Process
 
 from tests.harness import mutants, runner
 
@@ -28,10 +29,10 @@ def _recorded(path: str, argv: list[str], file: str) -> None:
     os.environ["TORCH_FR_BUFFER_SIZE"] = "5000"
     finish = process_group.finish
 
-    def keep_and_finish() -> None:
+    def keep_and_finish(process: Process) -> None:
         if ranks.rank() == 0:
             Path(file).write_text(json.dumps(private_api.flight_recorder(torch.device("cpu"), only_active=False)))
-        finish()
+        finish(process)
 
     process_group.finish = keep_and_finish
     sys.argv = [path, *argv]

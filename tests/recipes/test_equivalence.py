@@ -390,7 +390,9 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
         *("accelerate_gpt", 2, ()),
         {
             "forward_backward": {
-                "contextlib.nullcontext() if batch.last else accelerator.no_sync(model)": "accelerator.no_sync(model)"
+                "contextlib.nullcontext() if batch.last else model.accelerator.no_sync(model)": (
+                    "model.accelerator.no_sync(model)"
+                )
             }
         },
     ),

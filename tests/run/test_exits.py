@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 from common import UserError
+from common.protect import watch
 from common.run import exits, process_group
+from common.run.process import Process
 
 from tests.harness import runner
 
@@ -16,7 +18,7 @@ def refuse(told: str) -> None:
     """All ranks find the same mistake."""
 
     @exits.entry
-    def main() -> None:
+    def main(_: Process) -> None:
         """Meant for nothing."""
         raise UserError(told)
 
@@ -35,7 +37,7 @@ def refuse_on_rank_1() -> None:
     exits.GRACE_S = 0.01
 
     @exits.entry
-    def main() -> None:
+    def main(_: Process) -> None:
         if os.environ["RANK"] == "1":
             raise UserError("this rank alone")
 
@@ -50,8 +52,9 @@ def test_refusal_that_rank_0_has_not_reached_is_told_too() -> None:
 
 def refuse_while_another_joins(joins_s: float) -> None:
     @exits.entry
-    def main() -> None:
-        world = process_group.start()
+    def main(process: Process) -> None:
+        world = process_group.start(process=process)
+        process.watch = watch.Watch(world)
         if dist.get_rank() == 1:
             time.sleep(joins_s)
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -71,7 +74,7 @@ def crash(error_file: str) -> None:
     os.environ["TORCHELASTIC_ERROR_FILE"] = error_file
 
     @exits.entry
-    def main() -> None:
+    def main(_: Process) -> None:
         raise ZeroDivisionError("a defect")
 
     main()
@@ -87,7 +90,7 @@ def test_crash_reaches_the_summary_of_torchrun(tmp_path: Path) -> None:
 
 def crash_beside_a_worker() -> None:
     @exits.entry
-    def main() -> None:
+    def main(_: Process) -> None:
         multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True).start()
         raise ZeroDivisionError("a defect")
 

@@ -336,39 +336,28 @@ def test_memory_is_in_gib() -> None:
     assert 0.1 < log.memory_gib(torch.device("cpu")) < 100
 
 
-@dataclasses.dataclass(frozen=True)
-class Reads(Args):
-    """Flags of a recipe that reads samples."""
-
-    workers: int = 3  # loader processes
-
-
 @pytest.mark.parametrize(
-    ("args", "waits", "verdict"),
-    [
-        (Reads(), (8.0, 11.0), "verdict  30% of the training's time waits for data: raise --workers (now 3)"),
-        (Reads(), (8.0, 8.9), ""),
-        (Args(), (8.0, 11.0), ""),  # it has no such flag
-        (Reads(), (8.0,), ""),  # the workers' start
-    ],
-    ids=str,
+    ("waits", "share"), [((8.0, 11.0), 0.3), ((8.0, 8.9), 0.09), ((8.0,), 0.0), ((), 0.0)], ids=str
 )
-def test_verdict_on_slow_reading(
-    args: Args,
-    waits: tuple[float, ...],
-    verdict: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_time_that_was_spent(
+    waits: tuple[float, ...], share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten seconds of training before each line, of which some were spent waiting; the first line does not count."""
     now = [0.0]
     monkeypatch.setattr(log, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
-    run = make_run(tmp_path, args=args)
+    run = make_run(tmp_path)
     for step, wait_s in enumerate(waits, start=1):
         now[0] += 10
         record(run, 10 * step, 0.5, data_wait_s=wait_s)
+    assert run.spent() == log.Spent(10.0 * len(waits), 10.0 * len(waits), pytest.approx(share))
     run.finish()
+
+
+@pytest.mark.parametrize("verdict", ["verdict  30% of the step waits for data", ""])
+def test_verdict_is_a_line_of_the_end(verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path)
+    record(run, 20, 0.5)
+    run.finish(verdict=verdict)
     printed = capsys.readouterr().out
-    assert ("\nverdict" in printed) == bool(verdict), printed
-    assert verdict in printed
+    assert printed.count("\nverdict") == bool(verdict)
+    assert re.search(rf"^done .*\n{verdict}\n?files ", printed, re.MULTILINE), printed

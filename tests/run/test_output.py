@@ -14,9 +14,8 @@ from tests.harness import runner
 PRINTS = """
 import sys
 from pathlib import Path
-from common import output
-output.protect()
-output.spare = Path(sys.argv[1])
+from common.run import output
+output.protect().spare = Path(sys.argv[1])
 for line in ("first", "second \N{SNOWMAN}"):
     print(line)
 print("to stderr", file=sys.stderr)

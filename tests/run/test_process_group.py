@@ -29,7 +29,6 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in [*LAUNCHERS, *(name for name in os.environ if name.startswith("OMPI_"))]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(process_group, "joined", None)  # put back, whatever a test has started
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -45,15 +44,16 @@ def test_without_a_launcher_there_is_a_group_of_one() -> None:
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total == 1
-    process_group.finish()
+    process_group.finish(world.process)
     assert not dist.is_initialized()
 
 
 def test_what_runs_beside_the_training_ends_before_the_group() -> None:
     ended: list[bool] = []
-    process_group.start()
-    process_group.background.callback(lambda: ended.append(dist.is_initialized()))
-    process_group.finish()
+    here = process.Process()
+    assert process_group.start(process=here).process is here
+    here.background.callback(lambda: ended.append(dist.is_initialized()))
+    process_group.finish(here)
     assert ended == [True]
 
 
@@ -116,38 +116,22 @@ def test_rank_0_listens_at_its_address_alone(address: str, wanted: str) -> None:
     assert found == wanted
 
 
-def start_differently() -> None:
-    with pytest.raises(UserError, match=r"^rank 1 was started with flag lr 0\.2, rank 0 with 0\.1"):
-        process_group.start(flag={"lr": 0.1 * (1 + ranks.rank())})
-
-
-def test_start_compares_what_must_be_the_same() -> None:
-    result = runner.spawn(start_differently, [(), ()])
-    assert result.ok, str(result)
-
-
-def start_on_other_machines(dtypes: list[str], version: str) -> None:
-    """As if this rank's machine computed in another type, or had another numpy."""
+def start_on_other_machines(dtypes: list[str]) -> None:
+    """As if this rank's machine computed in another type."""
     process_group.precision.compute_dtype = lambda *_: getattr(torch, dtypes[ranks.rank()])  # type: ignore[assignment]
-    numpy.__version__ = version
-    process_group.start()
-    process_group.finish()
+    process_group.finish(process_group.start().process)
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "versions", "told"),
+    ("dtypes", "told"),
     [
-        (
-            ["float32", "bfloat16"],
-            ["1", "1"],
-            "rank 1 was started with picked --dtype 'bfloat16', rank 0 with 'float32'",
-        ),
-        (["float32"] * 2, ["1", "2"], "rank 1 was started with version numpy '2', rank 0 with '1'"),
-        (["float32"] * 2, ["1", "1"], ""),
+        (["float32", "bfloat16"], "rank 1 was started with picked --dtype 'bfloat16', rank 0 with 'float32'"),
+        (["float32"] * 2, ""),
     ],
 )
-def test_machines_that_compute_differently_are_refused(dtypes: list[str], versions: list[str], told: str) -> None:
-    result = runner.spawn(start_on_other_machines, [(dtypes, version) for version in versions])
+def test_machines_that_compute_differently_are_refused(dtypes: list[str], told: str) -> None:
+    """What else has to be the same: tests/test_session.py."""
+    result = runner.spawn(start_on_other_machines, [(dtypes,)] * 2)
     assert result.ok == (not told), str(result)
     assert told in str(result)
 
@@ -180,11 +164,11 @@ def start_on_two() -> None:
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total == 2
-    assert process_group.joined is world
+    assert world.process.world is world
     world.store.set(f"from/{world.rank}", str(world.rank))
     assert world.store.get(f"from/{1 - world.rank}") == str(1 - world.rank).encode(), "one store for both"
-    process_group.finish()
-    assert process_group.joined is None
+    process_group.finish(world.process)
+    assert world.process.world is None
 
 
 def test_start_joins_the_group_of_the_launcher() -> None:

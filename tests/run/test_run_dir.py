@@ -45,49 +45,28 @@ def recipe(tmp_path: Path) -> str:
 
 
 @pytest.mark.usefixtures("group")
-def test_choose_names_a_folder_and_creates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert places.choose(str(tmp_path / "a" / "b"), "run") == tmp_path / "a" / "b" / "run"
-    assert re.fullmatch(r"\d{8}-\d{6}", places.choose(str(tmp_path), "").name)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert places.choose("here", "run") == tmp_path / "here" / "run", "absolute, whatever the folder of later"
-    assert places.choose("~/there", "run") == tmp_path / "home" / "there" / "run"
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.usefixtures("group")
-def test_choose_refuses_what_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match=r"--out \S+/file: \S+/file cannot be written to \(Not a directory\)"):
-        places.choose(str(tmp_path / "file"), "run")
-
-
-@pytest.mark.usefixtures("group")
-def test_choose_refuses_a_home_that_nobody_has() -> None:
-    with pytest.raises(UserError, match=r"^--out ~nobody-here/x, --name run: .*home directory"):
-        places.choose("~nobody-here/x", "run")
-
-
-@pytest.mark.usefixtures("group")
 def test_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
     """By `choose`, or by `claim` on a Python whose Path.exists hides the error."""
     with pytest.raises(UserError, match="too long"):
-        run_dir.claim(places.choose(str(tmp_path), "a" * 300))
+        run_dir.claim(places.choose(str(tmp_path), "a" * 300), process.Process())
 
 
 @pytest.fixture
-def group_and_locks(group: None) -> Iterator[None]:
+def here(group: None) -> Iterator[process.Process]:
     """Locks are held until a process ends, and this one runs other tests."""
-    yield
-    while run_dir._locks:
-        run_dir._locks.pop().close()
+    found = process.Process()
+    yield found
+    for file in found.locks:
+        file.close()
 
 
 def claim_and_die(path: str, claimed: str) -> None:
     """With a child, such as a loader worker, that goes on."""
     os.environ["SLURM_JOB_ID"] = "1234"
     dist.init_process_group("gloo")
-    run_dir.claim(Path(path))
+    mine = process.Process()
+    run_dir.claim(Path(path), mine)
+    assert len(mine.locks) == 1
     child = os.fork()
     if not child:
         os.setsid()
@@ -96,18 +75,20 @@ def claim_and_die(path: str, claimed: str) -> None:
     time.sleep(60)
 
 
-@pytest.mark.usefixtures("group_and_locks")
-def test_claim_that_cannot_be_told_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claim_that_cannot_be_told_is_refused(
+    here: process.Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A job whose folder cannot be written to could not be queued again."""
     monkeypatch.setenv("RUN_DIR_FILE", "/nowhere/.slurm-1.run")
     with pytest.raises(
         UserError, match=r"^/nowhere/\.slurm-1\.run cannot be written to \(No such file or directory\)$"
     ):
-        run_dir.claim(tmp_path / "run")
+        run_dir.claim(tmp_path / "run", here)
 
 
-@pytest.mark.usefixtures("group_and_locks")
-def test_folder_is_one_process_s_alone_until_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_is_one_process_s_alone_until_it_ends(
+    here: process.Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     path, claimed = tmp_path / "new" / "run", tmp_path / "claimed"
     refusals: list[str] = []
@@ -119,7 +100,7 @@ def test_folder_is_one_process_s_alone_until_it_ends(tmp_path: Path, monkeypatch
         pids.extend(started)
         for _ in range(2):  # the first refusal leaves the lock where it is
             try:
-                run_dir.claim(path)
+                run_dir.claim(path, here)
                 refusals.append("")
             except UserError as error:
                 refusals.append(str(error))
@@ -133,7 +114,7 @@ def test_folder_is_one_process_s_alone_until_it_ends(tmp_path: Path, monkeypatch
     child = int(claimed.read_text())
     os.kill(child, 0)  # it lives
     try:
-        run_dir.claim(path)
+        run_dir.claim(path, here)
     finally:
         os.kill(child, signal.SIGKILL)
     assert (path / "lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
@@ -142,14 +123,13 @@ def test_folder_is_one_process_s_alone_until_it_ends(tmp_path: Path, monkeypatch
 def refuse_all(path: str, owner: str) -> None:
     dist.init_process_group("gloo")
     with pytest.raises(UserError, match=re.escape(f"is in use by {owner};")):
-        run_dir.claim(Path(path))
+        run_dir.claim(Path(path), process.Process())
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("group_and_locks")
-def test_refused_claim_is_every_rank_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_claim_is_every_rank_s(here: process.Process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    run_dir.claim(tmp_path)
+    run_dir.claim(tmp_path, here)
     owner = f"process {os.getpid()} on {socket.gethostname()}"
     result = runner.spawn(refuse_all, [(str(tmp_path), owner)] * 2)
     assert result.ok, str(result)
@@ -165,11 +145,11 @@ def claim_on_own_disk(path: str, own: str, refused: bool) -> None:
     run_dir.SHARED_S = 1.0
     dist.init_process_group("gloo")
     if not refused:
-        run_dir.claim(Path(path))
+        run_dir.claim(Path(path), process.Process())
     else:
         told = f"{socket.gethostname()} cannot see the files that {socket.gethostname()} writes there: use a folder on"
         with pytest.raises(UserError, match=re.escape(told)):
-            run_dir.claim(Path(path))
+            run_dir.claim(Path(path), process.Process())
     dist.destroy_process_group()
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from common import ranks
-from common.protect import watch
 from common.run import process_group, stop
+from common.run.process import Carried, Process
 
 from tests.harness import fake_ranks, runner
 
@@ -29,7 +29,7 @@ def wait_for_the_clock(slurm_s: float, deadline_s: float, due_s: float) -> None:
     if leaves:
         assert time.monotonic() > began + due_s - 0.1, "not before the time"
     assert any(thread.name == "stop" for thread in threading.enumerate())
-    process_group.finish()
+    process_group.finish(world.process)
     assert not any(thread.name == "stop" for thread in threading.enumerate())
 
 
@@ -73,7 +73,7 @@ def hear_late(saved: str) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(4 * stop.POLL_S)
     Path(f"{saved}-{world.rank}").touch()
-    process_group.finish()
+    process_group.finish(world.process)
 
 
 def test_first_signal_of_a_rank_is_not_its_second(tmp_path: Path) -> None:
@@ -84,14 +84,15 @@ def test_first_signal_of_a_rank_is_not_its_second(tmp_path: Path) -> None:
 
 
 def close_twice() -> None:
-    stopping = stop.Stop(process_group.start(), 0, 0, 10_000)
+    world = process_group.start()
+    stopping = stop.Stop(world, 0, 0, 10_000)
     before = time.monotonic()
     stopping.close()
     assert not stopping._thread.is_alive()
     assert time.monotonic() < before + 5 * stop.POLL_S
     stopping.close()
     assert not stopping.after(1)
-    process_group.finish()
+    process_group.finish(world.process)
 
 
 def test_close_ends_the_thread() -> None:
@@ -104,8 +105,6 @@ def agree_with_the_dead() -> None:
     """Rank 1 never answers; rank 0 stops waiting for it once somebody has been blamed."""
     world = process_group.start()
     stopping = stop.Stop(world, 0, 0, 10_000)
-    watch.alive._closing.set()  # it would end this process
-    watch.alive._threads[0].join()
     if world.rank == 1:
         stopping.close()
     ranks.gather("closed")
@@ -127,6 +126,43 @@ def agree_with_the_dead() -> None:
 def test_a_dead_rank_is_not_waited_for() -> None:
     result = runner.spawn(agree_with_the_dead, [()] * 2, timeout_s=30)
     assert result.ok, str(result)
+
+
+def go_back(signalled: bool, again: bool) -> None:
+    """A run that goes back and begins again in its process, with the same store."""
+    here = Process()
+    first = stop.Stop(process_group.start(process=here), 60, 0, 10_000)
+    if signalled:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not first.reason:
+            time.sleep(0.01)
+    process_group.finish(here, begins_again=True)
+    here.carried = Carried(None, first)
+    second = stop.Stop(process_group.start(process=here), 60, 4, 10_000)
+    assert second._deadline == first._deadline, "which is not so many minutes from now"
+    end = time.monotonic() + (10 if signalled else 2 * stop.POLL_S)
+    while not second.reason and time.monotonic() < end:
+        time.sleep(0.01)
+    assert second.reason == first.reason == ("SIGTERM on rank 0" if signalled else "")
+    assert second.after(5) == signalled, "the first step that nobody can have passed"
+    if again:
+        time.sleep(max(first._signalled_at + stop.SAME_SIGNAL_S + 0.2 - time.monotonic(), 0) if signalled else 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not second.reason or signalled:
+            time.sleep(0.01)
+        assert second.after(6)
+    process_group.finish(here)
+
+
+@pytest.mark.parametrize(
+    ("signalled", "again", "code"),
+    [(False, False, 0), (False, True, 0), (True, False, 0), (True, True, 128 + signal.SIGTERM)],
+    ids=["none", "after", "before", "both"],
+)
+def test_request_outlives_a_rewind(signalled: bool, again: bool, code: int) -> None:
+    """What came before is not forgotten, and counts as the first of two that end the process at once."""
+    result = runner.spawn(go_back, [(signalled, again)], timeout_s=30)
+    assert result.codes == [code], str(result)
 
 
 @pytest.mark.parametrize("at_once", [512, 1], ids=["", "mutant: one by one"])

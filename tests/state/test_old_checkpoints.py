@@ -29,8 +29,7 @@ OLD = sorted(path.parent for path in FOLDER.glob("*/*/digests.json"))
 
 def digests(path: Path) -> dict[str, str]:
     """SHA-256 of each tensor of a checkpoint, by name, as one process loads it."""
-    entries = checkpoint.tensors_in(path)
-    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    found = {name: torch.empty_like(one, device="cpu") for name, one in checkpoint.tensors_in(path).items()}
     checkpoint.load(path, found)
     return {name: hashlib.sha256(bits(tensor)).hexdigest() for name, tensor in sorted(found.items())}
 

@@ -18,6 +18,7 @@ from common import UserError, manifest, ranks
 from common.run import process_group
 from common.run.process import Process
 from common.state import checkpoint, saver, shards, state_check
+from torch.distributed.checkpoint import staging
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.harness import runner
@@ -51,7 +52,8 @@ def save_own_and_common(run_dir: str) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "part"))
     for step, in_background in ((1, False), (2, True)):
         check = state_check.StateCheck(torch.nn.Module(), compare=True)
-        saving = saver.Saver(Path(run_dir), str(RECIPE), mesh, check, Process(), {}, 9, in_background, has_one=True)
+        found = checkpoint.Found(Path(run_dir), {}, None, {}, newest=0)
+        saving = saver.Saver(found, str(RECIPE), mesh, check, Process(), 9, in_background)
         saving.save(step, state, samples=0, last=False)
         saving.drain()
     dist.destroy_process_group()
@@ -81,9 +83,8 @@ def save_replicas(run_dir: str, compare: bool) -> None:
     statistic = {"running_mean": torch.full((9,), float(dist.get_rank()))}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     check = state_check.StateCheck(torch.nn.Module(), compare=compare)
-    saver.Saver(Path(run_dir), str(RECIPE), mesh, check, Process(), {}, 9, False, has_one=True).save(
-        1, REPLICA | statistic, 0, True
-    )
+    found = checkpoint.Found(Path(run_dir), {}, None, {}, newest=0)
+    saver.Saver(found, str(RECIPE), mesh, check, Process(), 9, False).save(1, REPLICA | statistic, 0, True)
     dist.destroy_process_group()
 
 
@@ -243,7 +244,7 @@ def test_background_save_has_the_bits_of_when_it_was_called(
     monkeypatch.setattr(dcp, "save", gate)
     saving = make_saver(tmp_path, in_background=True)
     if not copied:
-        monkeypatch.setattr(saver.DefaultStager, "stage", lambda _, tensors: tensors)
+        monkeypatch.setattr(staging.DefaultStager, "stage", lambda _, tensors: tensors)
     for step in (4, 5):  # a second time, for what a first one leaves in the stager
         gate.opened.clear()
         gate.entered.clear()

@@ -92,9 +92,9 @@ def test_wait_counts_when_a_gpu_has_nothing_to_do(computes: bool, monkeypatch: p
     batches = data.Loader(SlowReader(), itertools.islice(endless(), 3), 0, torch.device("cpu"))
     stream = types.SimpleNamespace(query=lambda: not computes)  # whether all that was asked for is done
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    waited = data._Waited()
-    assert len(list(data._timed(batches, torch.device("cuda", 0), waited))) == 3
-    assert waited.s == 0 if computes else waited.s >= 3 * 0.02
+    batches._device = torch.device("cuda", 0)
+    assert len([*batches]) == 3
+    assert batches.wait_s == 0 if computes else batches.wait_s >= 3 * 0.02
 
 
 def knowing(loader: data.Loader, batches: Iterator[data.Batch]) -> Iterator[data.Batch]:

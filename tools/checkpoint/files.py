@@ -30,7 +30,7 @@ def inspect(path: Path) -> None:
     weights = {name: entry for name, entry in tensors.items() if not name.startswith(keymap.NO_WEIGHTS)}
     print(f"  {'tensors':10} {len(weights)} of the model, {len(tensors) - len(weights)} others")
     for name, entry in tensors.items():
-        print(f"    {name:60} {str(entry.properties.dtype).removeprefix('torch.'):9} {tuple(entry.size)}")
+        print(f"    {name:60} {str(entry.dtype).removeprefix('torch.'):9} {tuple(entry.shape)}")
 
 
 def verify(path: Path) -> None:
@@ -79,7 +79,7 @@ def weights(path: Path) -> tuple[Path, int, Tensors]:
     """The checkpoint at `path`, its step, and the model's tensors in it."""
     folder, facts = checkpoint.choose(path)
     tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        name: torch.empty_like(entry, device="cpu")
         for name, entry in checkpoint.tensors_in(folder).items()
         if not name.startswith(keymap.NO_WEIGHTS)
     }

@@ -38,9 +38,7 @@ def check_sizes(tensors: Tensors, shape: gpt.Shape) -> None:
     """
     with torch.device("meta"):
         model = gpt.GPT(shape)
-    wanted = {name: tuple(tensor.shape) for name, tensor in keymap.model_tensors(model).items()}
-    faults = keymap.differences(wanted, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    if faults:
+    if faults := keymap.differences(keymap.model_tensors(model), tensors):
         raise UserError("the tensors do not match config.json:\n  " + "\n  ".join(faults))
 
 

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from common import UserError, keymap
-from common.run import cli, process_group
+from common.run import cli
 from common.run.process import World
 from common.state import state_check
 from common.train import data, flops, guard, initial, sampler
@@ -453,7 +453,6 @@ def measure(
         world = World(rank, size, min(size, local_size), "host", place, backend, nobody)
         with (
             believe,
-            mock.patch.object(process_group, "joined", world),
             # No values are needed, and to divide them over 65,536 ranks takes minutes.
             mock.patch.object(initial, "_draw", lambda model, name, parameter, seed: parameter),
             torch.autograd.set_multithreading_enabled(False),  # the device's thread would have to be started by CUDA

@@ -11,7 +11,7 @@ It replaces, because none of it can run without a device or other ranks:
 - device counts, names, streams and events of `torch.cuda`: a race between streams cannot be seen;
 - DistributedDataParallel's C++ reducer, by `Replicas`, which forms the same buckets and calls the same all-reduces;
 - the choice of an attention kernel: flash attention is taken; and the algorithms of cuDNN, which nothing chooses;
-- the DataLoader, by a loop that neither pins nor forks; the batches are not data, and go through `data._ahead`;
+- the DataLoader, by a loop that neither pins nor forks; the batches are not data, and go through `data.Loader`;
 - `ranks.gather`, which sends Python objects: every rank has said the same;
 - groups and parts of other ranks, which nobody asks for: with 65,536 ranks, they would take minutes.
 
