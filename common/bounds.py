@@ -44,7 +44,6 @@ PositiveInt = Annotated[int, Bounds(1, MOST)]
 NonNegativeInt = Annotated[int, Bounds(0, MOST)]
 NonNegativeFloat = Annotated[float, Bounds(0)]
 Smaller = Annotated[int, Bounds(0, MOST), Frees("smaller, where 0 is the largest")]
-AtLeastOne = Annotated[float, Bounds(1)]
 Fraction = Annotated[float, Bounds(0, 1)]
 Timeout = Annotated[float, Bounds(1)]  # seconds
 Seed = Annotated[int, Bounds(0, 2**64 - 1)]  # the bits that common/seed.py mixes

@@ -11,6 +11,8 @@ import torch
 
 from common import ranks
 
+OF_CPU = "DefaultCPUAllocator"  # in a RuntimeError of torch, when a CPU has no memory left
+
 
 def configure(matmul_precision: str, deterministic: bool) -> None:
     """Choose how the devices of this process compute; call it before the first one does.
@@ -55,7 +57,7 @@ def explain_out_of_memory(error: BaseException | None, frees: list[str], owners:
         frees: flags that free activations, most first, with what they are now.
         owners: return the model and its optimizer; empty before both are there.
     """
-    while error and not _out_of_memory(error):
+    while error and not (isinstance(error, torch.OutOfMemoryError | MemoryError) or OF_CPU in str(error)):
         error = error.__cause__
     if error is None:
         return
@@ -92,8 +94,6 @@ def _held(model: Any, optimizer: Any) -> dict[str, int]:
     which it has gathered and freed.
     """
     in_groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    from torch.distributed.tensor import DTensor  # slow to import, and the launcher imports this module
-
     parameters = [*model.parameters(), *in_groups]  # FSDP: what is gathered now, and this rank's own parts
     states = [value for state in optimizer.state.values() for value in state.values()]
     kinds = {
@@ -108,7 +108,7 @@ def _held(model: Any, optimizer: Any) -> dict[str, int]:
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 local: Any = tensor.detach()
-                local = local.to_local() if isinstance(local, DTensor) else local
+                local = local.to_local() if hasattr(local, "placements") else local
                 seen[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
         held[kind] = sum(seen.values()) - before
     device = in_groups[0].device
@@ -117,7 +117,3 @@ def _held(model: Any, optimizer: Any) -> dict[str, int]:
     else:
         everything = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return held | {"activations and the rest": everything - sum(seen.values())}
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)

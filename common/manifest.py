@@ -22,7 +22,6 @@ from common import UserError
 
 NAME = "MANIFEST.json"
 FORMAT = 2
-FORMATS = (1, FORMAT)
 CHUNK_BYTES = 2**26  # of a file, for each digest: part of the format
 BLOCK_BYTES = 2**20  # written or read at once: a processor's cache holds it until it is hashed
 READERS = 4  # threads that verify
@@ -160,8 +159,7 @@ def _check(manifest: dict[str, Any], path: Path) -> str:
         return f"it is of step {manifest['step']}, and the folder's number is {int(number[1])}"
     if not manifest["files"]:
         return f"{NAME} names no files"
-    strange = [name for name in manifest["files"] if name != Path(name).name]
-    if strange:
+    if strange := [name for name in manifest["files"] if name != Path(name).name]:
         return f"{NAME} names {strange[0]!r}, which is not in the folder"
     # torch.distributed.checkpoint reads each of them, and the last one's tensors count.
     unnamed = sorted(file.name for file in path.glob("*.safetensors") if file.name not in manifest["files"])
@@ -227,7 +225,7 @@ def verify(path: Path, part: int = 0, num_parts: int = 1) -> tuple[dict[str, Any
     try:
         manifest = read_json(path / NAME)
         intact = manifest.pop("sha256") == _digest_json(manifest)
-        known = manifest.get("format") in FORMATS
+        known = manifest.get("format") in (1, FORMAT)
         chunks = [*_chunks(path, manifest)] if intact and known else []
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return {}, f"{NAME} cannot be read ({type(error).__name__})"

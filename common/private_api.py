@@ -13,18 +13,14 @@ import types
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from common import ranks, seal
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 # (phase, file, function): torch's functions on a thread's stack in each phase; "" is any function of the file. The
 # first entry that is found counts: a collective in a backward pass is a collective.
@@ -54,11 +50,8 @@ def flight_recorder(device: torch.device, only_active: bool) -> dict[str, Any]:
         return {}
     texts = [dump(True, only_active)]
     if device.type == "cuda":
-        for backend in ("nccl", "nccl2"):
-            try:
-                texts.append(dump(True, only_active, backend))
-            except TypeError:  # one recorder for all backends
-                break
+        with contextlib.suppress(TypeError):  # one recorder for all backends
+            texts += [dump(True, only_active, backend) for backend in ("nccl", "nccl2")]
         older: Any = getattr(c10d, "_dump_nccl_trace_json", None)
         texts += [older(True, only_active)] if older else []
     records = [json.loads(text) for text in texts]
@@ -70,7 +63,7 @@ def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
 
     Needs `distributed_c10d._set_pg_timeout` where torch has no public `set_timeout` yet, as 2.11.
     """
-    change: Any = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    change: Any = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     change(timeout, group)
 
 
@@ -85,8 +78,7 @@ def skip_update_if(optimizer: torch.optim.Optimizer, bad: torch.Tensor) -> None:
     Needs the attribute `found_inf`, which `torch.amp.GradScaler` sets on fused optimizers for the same purpose.
     GradScaler, the public way, also scales the loss and divides the gradients.
     """
-    flagged: Any = optimizer
-    flagged.found_inf = bad.float()
+    optimizer.found_inf = bad.float()  # type: ignore[attr-defined]
 
 
 def copy_each(to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
@@ -127,9 +119,7 @@ def forget_meshes() -> None:
     """
     from torch.distributed.tensor import debug
 
-    clear: Any = getattr(debug, "_clear_sharding_prop_cache", None)
-    if clear:
-        clear()
+    getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
 
 
 def file_of_rank(rank: int) -> str:
@@ -142,8 +132,8 @@ def files_of_rank(folder: Path, rank: int) -> list[Path]:
     return sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
 
 
-def shard_header(parts: "Mapping[str, tuple[torch.dtype, ChunkStorageMetadata]]") -> bytes:
-    """Header of a safetensors file that holds these parts of tensors, in this order and without gaps.
+def shard_header(parts: Mapping[str, tuple[torch.dtype, Any]]) -> bytes:
+    """Header of a safetensors file that holds these parts of tensors, dcp's `ChunkStorageMetadata`, in this order.
 
     Needs the entries that `HuggingFaceStorageReader` looks for, DCP_SHARDING_INFO and saved_offsets, which only
     `HuggingFaceStorageWriter` writes, and that one puts a whole file together in memory first; and
@@ -171,7 +161,7 @@ def sealed_objects(key: bytes) -> Iterator[None]:
     `torch.distributed.checkpoint` and Accelerate send such. Needs `distributed_c10d._pickler` and `_unpickler`; torch
     2.15's public `weights_only=True` is an argument of each call, and checkpoints do not pass it.
     """
-    c10d: Any = distributed_c10d
+    c10d: Any = dist.distributed_c10d
     before = (getattr(c10d, "_pickler", None), getattr(c10d, "_unpickler", None))
     if None in before:
         _warn_once(f"torch {torch.__version__} has no _unpickler to replace: ranks load each other's pickles unseen")

@@ -4,9 +4,7 @@ So there is no generator state to save: a checkpoint needs the seed and the posi
 number of ranks or loader workers draws the same numbers.
 """
 
-import contextlib
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -39,7 +37,7 @@ def mix_ints(*keys: int) -> int:
 
 
 def _fold(z: Any, keys: list[Any]) -> Any:
-    """SplitMix64 of Python's integers, which the mask keeps to 64 bits, or of uint64 arrays, which it does not change."""
+    """SplitMix64 of Python's integers, which the mask keeps to 64 bits, or of uint64 arrays, which have no more."""
     for key in keys:
         z = (z + key + 0x9E3779B97F4A7C15) & MASK
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
@@ -71,15 +69,3 @@ def for_sample(*keys: int) -> int:
     np.random.seed(bits % 2**32)
     torch.default_generator.manual_seed(bits)
     return bits
-
-
-@contextlib.contextmanager
-def kept() -> Iterator[None]:
-    """Afterwards, the generators of the CPU are in the state of before: a training in this process draws from them."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

@@ -176,11 +176,11 @@ class Session:
         self._watch = world.process.watch  # protect
         self._watch.begin(found.run_dir, plan.first_step, args.hang_timeout)  # protect
         dtype = precision.compute_dtype(args.dtype, world.device)
-        self._scale = precision.LossScale(dtype, world.device, found.progress.get("loss_scale"))
         if optimizer:
             # Before the optimizer has a state, for which memory may be missing.
             world.process.owners = weakref.ref(model), weakref.ref(optimizer)
-            self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips, self._scale)
+            saved_scale = found.progress.get("loss_scale")
+            self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips, dtype, saved_scale)
         self._check = StateCheck(model, compare=args.check_every > 0)
         self._saver = saver.Saver(found, recipe, mesh, self._check, world.process, args.keep, args.async_save)
         rates = [group["lr"] for group in optimizer.param_groups] if optimizer else []
@@ -319,7 +319,7 @@ class Session:
         with self._rewinds(), marks.mark(marks.BESIDE):
             self._report_skips()  # first: a checkpoint must not hide what has led to it
             tensors = keymap.to_save(self._model, self._optimizer) | (more or {})
-            scale = self._scale.state()
+            scale = self.finite.scale_state() if self._optimizer else []
             self._saver.save(step, tensors, self._plan.position(step), last, self._best.step, scale)
             self._pace.compare(self._name)  # measure
         self._saved_s += time.perf_counter() - began

@@ -3,7 +3,7 @@
 import os
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -66,30 +66,40 @@ def test_notes() -> None:
     assert list(devices.notes(CPU, compiled=False)) == ["devices  deterministic algorithms only"]
 
 
-def first_losses(recipe: str | Path, name: str, data: Path | None, out: Path, *flags: str) -> tuple[dict, str]:
-    """Losses of two steps, and what the run has printed."""
-    kind = recipe if isinstance(recipe, str) else recipe.parent.name
+def forget(path: str, argv: list[str]) -> None:
+    """Run a recipe whose start does not ask for what the flags say."""
+    real = devices.configure
+    devices.configure = lambda *_: None
+    try:
+        runner.run_path(path, argv)
+    finally:
+        devices.configure = real
+
+
+def first_losses(
+    kind: str, name: str, data: Path | None, out: Path, *flags: str, target: Callable[[str, list[str]], None]
+) -> tuple[dict, str]:
+    """Losses of two steps of a recipe, and what the run has printed."""
     where = ["--out", str(out), "--name", name, *(["--data", str(data)] if data else [])]
     size = () if data is None else ("--global-batch-size", "8")
     steps = ("--max-steps", "2", "--log-every", "1", "--check-every", "0", "--dtype", "float32")
     layout = runner.layout(kind, 2)
-    result = runner.run_recipe(recipe, layout.size, *runner.small(kind), *layout.flags, *size, *steps, *where, *flags)
+    every = (*runner.small(kind), *layout.flags, *size, *steps, *where, *flags)
+    result = runner.run_recipe(kind, layout.size, *every, target=target)
     assert result.ok, str(result)
     return runner.records(out / name, runner.curve(kind)), result.outputs[0]
 
 
 @pytest.mark.parametrize("recipe", each_recipe())
 def test_a_recipe_can_be_deterministic(recipe: str, small_data: dict[str, Path], tmp_path: Path) -> None:
-    """On a CPU it changes nothing but the line that says so; the mutant is a recipe that forgets to ask for it."""
+    """On a CPU it changes nothing but the line that says so; the mutant is a start that forgets to ask for it."""
     data = small_data.get(runner.workload(recipe))
-    plain, _ = first_losses(recipe, "plain", data, tmp_path)
+    plain, _ = first_losses(recipe, "plain", data, tmp_path, target=runner.run_path)
     flags = ("--deterministic", "--matmul-precision", "high")
     said = "devices  float32 matmul precision high, deterministic algorithms only"
     if recipe == "ddp_resnet":  # first, because ranks are used again
-        asks = {"main": {"devices.configure(args.matmul_precision, args.deterministic)": "None"}}
-        mutant = mutants.mutate(recipe, tmp_path, asks)
-        assert said not in first_losses(mutant, "mutant", data, tmp_path, *flags)[1]
-    found, printed = first_losses(recipe, "same", data, tmp_path, *flags)
+        assert said not in first_losses(recipe, "mutant", data, tmp_path, *flags, target=forget)[1]
+    found, printed = first_losses(recipe, "same", data, tmp_path, *flags, target=runner.run_path)
     assert found == plain
     assert said in printed
 
@@ -97,14 +107,16 @@ def test_a_recipe_can_be_deterministic(recipe: str, small_data: dict[str, Path],
 # --- no memory left ---------------------------------------------------------------------------------------
 
 
-def explained(error: BaseException) -> str:
-    devices.explain_out_of_memory(error)
+FREES = ["--micro-batch-size smaller (now 8)", "--recompute full (now none)"]
+
+
+def explained(error: BaseException, frees: Sequence[str] = (), owners: tuple[Callable[[], object], ...] = ()) -> str:
+    devices.explain_out_of_memory(error, [*frees], owners)
     return "\n".join(getattr(error, "__notes__", []))
 
 
 def test_gpu_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's message has the numbers; the rank and the flags are ours."""
-    monkeypatch.setattr(devices, "frees", ["--micro-batch-size smaller (now 8)", "--recompute full (now none)"])
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     wanted = (
@@ -113,7 +125,7 @@ def test_gpu_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         "recipe?)"
     )
     said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.10 GiB of which ..."
-    assert explained(torch.OutOfMemoryError(said)) == wanted
+    assert explained(torch.OutOfMemoryError(said), FREES) == wanted
 
 
 def test_cpu_without_memory() -> None:
@@ -140,14 +152,11 @@ HOLDS = re.compile(
 
 def without_memory(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: int) -> str:
     """The note of a real MemoryError while the activations of a forward pass are there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "owners", (weakref.ref(model), weakref.ref(optimizer)))
-        patch.setattr(devices, "frees", ["--micro-batch-size smaller"])
-        activations = model(torch.ones(batch, 4096))
-        with pytest.raises(MemoryError) as raised:
-            bytearray(2**60)
-        assert activations.requires_grad
-        return explained(raised.value)
+    activations = model(torch.ones(batch, 4096))
+    with pytest.raises(MemoryError) as raised:
+        bytearray(2**60)
+    assert activations.requires_grad
+    return explained(raised.value, ["--micro-batch-size smaller"], (weakref.ref(model), weakref.ref(optimizer)))
 
 
 def test_what_holds_the_memory() -> None:
@@ -177,10 +186,9 @@ def test_what_holds_the_memory() -> None:
     )
 
 
-def test_explanation_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explanation_never_raises() -> None:
     """A model without its methods stands for any odd one: the advice stays, and so does the error."""
-    monkeypatch.setattr(devices, "owners", (lambda: None, lambda: None))
-    said = explained(MemoryError())
+    said = explained(MemoryError(), owners=(lambda: None, lambda: None))
     assert said.startswith("rank 0 is out of memory (")
     assert "It holds" not in said
     assert said.endswith("README.md, Which recipe?)")

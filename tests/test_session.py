@@ -1,8 +1,10 @@
 """A session makes its parts in an order that matters, says when each thing is due, and ends when it should."""
 
+import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from common import UserError, keymap, seed, session
-from common.run import log, process, process_group, run_dir, stop
-from common.state import checkpoint, state_check
+from common.protect import watch
+from common.run import log, process_group, run_dir, stop
+from common.run.process import Process, Rewind
+from common.state import checkpoint, replicas, state_check
 from common.train import guard, sampler
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,34 +28,30 @@ from tests.harness import runner
 
 
 @dataclasses.dataclass(frozen=True)
-class Args:
-    """The block of flags that all recipes share."""
+class Args(session.TrainArgs):
+    """Flags of a training that has none of its own but its length."""
 
-    seed: int = 3
     max_steps: int = 0
-    stop_after: int = 0
-    deadline: float = 0.0
+    seed: int = 3
     log_every: int = 5
-    eval_every: int = 0
-    save_every: int = 0
     keep: int = 9
-    keep_best: str = ""
-    patience: int = 0
-    async_save: bool = False
     check_every: int = 4
-    max_skips: int = 3
-    on_bad_state: str = "stop"
     name: str = "run"
-    hang_timeout: float = 300.0
-    profile: int = 0
     dtype: str = "float64"
 
 
 def begin(
-    folder: str, *, num_samples: int = 64, max_steps: int = 0, first_step: int = 0, **flags: Any
+    folder: str,
+    here: Process | None = None,
+    *,
+    num_samples: int = 64,
+    max_steps: int = 0,
+    first_step: int = 0,
+    **flags: Any,
 ) -> tuple[session.Session, nn.Module, torch.optim.Optimizer]:
     """A session over two epochs of eight steps of eight samples, unless something else is said."""
-    world = process_group.start()
+    args = Args(max_steps=max_steps, **flags)
+    world = session.join(args, __file__, here or Process())
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp",))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
@@ -63,8 +64,8 @@ def begin(
         max_steps=max_steps,
         progress={"step": first_step, "samples": 8 * first_step} if first_step else {},
     )
-    found = checkpoint.Found(Path(folder), {"seed": 3}, None, {})
-    args = Args(max_steps=max_steps, **flags)
+    saved = [*map(checkpoint.step_of, checkpoint.committed(Path(folder)))]
+    found = checkpoint.Found(Path(folder), {"seed": 3}, None, {}, max(saved, default=-1))
     run = session.Session(args, __file__, world, mesh, found=found, plan=plan, model=model, optimizer=optimizer)
     return run, model, optimizer
 
@@ -91,7 +92,6 @@ def train(
         if logged:
             sums = {"loss": loss, "count": torch.tensor(8)}
             run.log_train(step, sums, grad_norm=grad_norm, data_wait_s=0.0)
-        run.check_replicas(step)
         after(step)
         for name in ("logs", "evaluates", "saves"):
             if getattr(run, name)(step):
@@ -107,12 +107,62 @@ def in_one_process(target: Callable[..., None], *args: Any) -> runner.Result:
     return result
 
 
+# --- how the ranks come together ---
+
+
+def join_differently(flags: dict[str, Any], recipe: str, version: str, told: str) -> None:
+    here = Process()
+    numpy.__version__ = version
+    with pytest.raises(UserError, match=told) if told else contextlib.nullcontext():
+        session.join(Args(**flags), recipe, here)
+    assert isinstance(here.watch, watch.Watch) == (not told)
+    process_group.finish(here)
+
+
+SAME = ({"seed": 1}, __file__, "1")
+DIFFERENCES: list[tuple[tuple[dict[str, Any], str, str], str]] = [  # what rank 1 has, and what both ranks say
+    (SAME, ""),
+    (({"seed": 2}, *SAME[1:]), "^rank 1 was started with flag seed 2, rank 0 with 1: start every rank with the same "),
+    (({"seed": 1, "name": "x"}, *SAME[1:]), "^rank 1 was started with flag name 'x', rank 0 with 'run'"),
+    ((SAME[0], log.__file__, "1"), r"^rank 1 was started with code train\.py '[0-9a-f]{16}', rank 0 with "),
+    ((*SAME[:2], "2"), "^rank 1 was started with version numpy '2', rank 0 with '1'"),
+]
+
+
+@pytest.mark.parametrize(("other", "told"), DIFFERENCES, ids=["same", "flag", "name", "code", "version"])
+def test_join_compares_what_must_be_the_same(other: tuple[dict[str, Any], str, str], told: str) -> None:
+    """Nobody watches before that; each rank refuses."""
+    result = runner.spawn(join_differently, [(*SAME, told), (*other, told)])
+    assert result.ok, str(result)
+
+
+def join_twice() -> None:
+    """What a process keeps of its flags; without a name, one for all runs of this process."""
+    here = Process()
+    began = here.name
+    assert re.fullmatch(r"\d{8}-\d{6}", began)
+    process_group.finish(session.join(Args(name=""), __file__, here).process, begins_again=True)
+    world = session.join(Args(name=""), __file__, here)
+    assert world.process is here
+    assert here.world is world
+    assert (here.name, here.starts) == (began, 1)
+    process_group.finish(here)
+    assert here.world is here.watch is None
+    other = session.join(Args(name="mine"), __file__, Process())
+    assert other.process.name == "mine"
+    process_group.finish(other.process)
+
+
+def test_process_keeps_its_name() -> None:
+    in_one_process(join_twice)
+
+
 # --- how it begins ---
 
 PARTS = {
     "claim": (run_dir, "claim"),
     "Stop": (stop, "Stop"),
-    "Watch": (session.watch.Watch, "begin"),
+    "Watch": (watch.Watch, "begin"),
     "FiniteGuard": (guard, "FiniteGuard"),
     "Saver": (session.saver, "Saver"),
     "Run": (log, "Run"),
@@ -217,38 +267,50 @@ def test_due(case: str, tmp_path: Path) -> None:
     assert not (tmp_path / log.STOPPED).exists(), result.outputs[0]
 
 
-def never_check_replicas(folder: str) -> None:
-    guard._hashes = None  # type: ignore[assignment]
-    train(*begin(folder, check_every=0, max_steps=4))
+def never_check_replicas(folder: str, check_every: int) -> None:
+    replicas.position_hash = None  # type: ignore[assignment]
+    train(*begin(folder, check_every=check_every, max_steps=4))
 
 
 def test_replicas_need_not_be_compared(tmp_path: Path) -> None:
-    in_one_process(never_check_replicas, str(tmp_path))
+    in_one_process(never_check_replicas, str(tmp_path), 0)
+    result = runner.spawn(never_check_replicas, [(str(tmp_path / "mutant"), 4)], timeout_s=60.0)
+    assert "'NoneType' object is not callable" in result.outputs[0], str(result)
 
 
 # --- losses that jump ---
 
 
 def see_losses(folder: str) -> None:
-    """Losses as they are logged: the one of step 9 jumps, and is computed again from step 5 on."""
-    losses = (2, 1, 0.5, 0.3, 0.2, 0.01, 0.2, 0.3, 25)
-    run, *_ = begin(folder, on_bad_state="rewind", max_steps=9)
-    for step, loss in enumerate(losses[:-1], 1):
-        run._look_at_loss(step, loss)
-    with pytest.raises(process.Rewind):
-        run._look_at_loss(9, losses[-1])
-    assert session.went_back_from == [9]
-    for step, loss in enumerate(losses[5:], 6):
-        run._look_at_loss(step, loss)
-    run._look_at_loss(10, 0.4)
-    assert session.largest_losses[-1] == (10, 25)
+    """The loss of step 9 jumps; it is computed again from the checkpoint of step 5 on, and jumps again."""
+    losses = (2, 1, 0.5, 0.3, 0.2, 0.01, 0.2, 0.3, 25, 0.4)
+    here = Process()
+
+    def log_all(first_step: int) -> None:
+        how: dict[str, Any] = {"log_every": 1, "save_every": 5, "check_every": 0}
+        run, *_ = begin(folder, here, first_step=first_step, on_bad_state="rewind", max_steps=10, **how)
+        for step in run.steps(dp_rank=0):
+            sums = {"loss": torch.tensor(8.0 * losses[step - 1]), "count": torch.tensor(8)}
+            run.finite.skip_if_not_finite(torch.ones(()))
+            run.log_train(step, sums, grad_norm=torch.ones(()), data_wait_s=0.0)
+            run.save(step)
+        run.finish()
+
+    with pytest.raises(Rewind) as rewind:
+        log_all(0)
+    here.carried = rewind.value.carried
+    process_group.finish(here, begins_again=True)
+    log_all(5)
 
 
 def test_losses_are_compared_with_those_before_a_rewind(tmp_path: Path) -> None:
     """A healthy step after the checkpoint is no spike, and a lasting one is said to be one."""
-    result = in_one_process(see_losses, str(tmp_path))
-    assert result.outputs[0].count("in step 9 again: this is no passing fault") == 1
-    assert "in step 7" not in result.outputs[0]
+    said = in_one_process(see_losses, str(tmp_path)).outputs[0]
+    warned = "warning: the loss was over 10 times the largest before in step 9; going back to the newest checkpoint"
+    assert said.count(warned) == said.count("going back") == 1, said
+    assert said.count("in step 9 again: this is no passing fault") == said.count("again: this is") == 1, said
+    assert "without the fault" not in said
+    assert {*runner.records(tmp_path, "train/loss")} == {*every(1, 10)}
 
 
 # --- how it ends ---
@@ -298,13 +360,13 @@ def numbers(folder: str, logged: bool) -> None:
     run, model, optimizer = begin(folder, max_steps=4, save_every=1)
     train(run, model, optimizer, bad=(4,), logged=logged)
     saved = [{name: tensor.clone() for name, tensor in keymap.tensors(model, optimizer).items()} for _ in range(2)]
-    process_group.start()
+    world = process_group.start()
     for step, tensors in zip((3, 4), saved, strict=True):
         checkpoint.load(checkpoint.folder(Path(folder), step), tensors)
     for name, tensor in saved[1].items():
         assert tensor.isfinite().all(), f"{name} is spoilt"
         assert torch.equal(tensor, saved[0][name]), name
-    process_group.finish()
+    process_group.finish(world.process)
 
 
 @pytest.mark.parametrize("logged", [True, False])
@@ -349,14 +411,20 @@ def test_each_step_is_seeded_anew(tmp_path: Path) -> None:
 
 
 def note_pauses(folder: str) -> None:
-    paused: list[bool] = []
-    log.Run.pause = lambda self, due: paused.append(due)  # type: ignore[method-assign, assignment, misc]
+    paused: dict[int, list[bool]] = {step: [] for step in every(1, 8)}
+    pause = log.Run.pause
+
+    def note(self: log.Run, due: bool) -> None:
+        paused[step].append(due)
+        pause(self, due)
+
+    log.Run.pause = note  # type: ignore[method-assign]
     run, *_ = begin(folder, max_steps=8, log_every=5, check_every=4, eval_every=3, save_every=6)
     for step in run.steps(dp_rank=0):
         run.finite.skip_if_not_finite(torch.ones(()))
         run.log_train(step, {"count": torch.ones(())}, grad_norm=torch.ones(()), data_wait_s=0.0)
         run.evaluates(step)
-    assert [step for step, due in enumerate(paused, start=1) if due] == [3, 4, 6, 8], paused
+    assert [step for step, due in paused.items() if due[-1]] == [3, 4, 6, 8], paused
     run.finish()
 
 
@@ -369,9 +437,10 @@ def deal_over_gpus(folder: str, number: int) -> None:
     """As a model under nn.DataParallel."""
     nn.Sequential.device_ids = (*range(number),)  # type: ignore[attr-defined]
     if number > 4:
+        here = Process()
         with pytest.raises(UserError, match=r"--global-batch-size 8 gives one of 8 GPUs only 1 of the 2 samples"):
-            begin(folder)
-        process_group.finish()
+            begin(folder, here)
+        process_group.finish(here)
     else:
         run, *_ = begin(folder)
         assert len(run._log._devices) == number
@@ -397,7 +466,7 @@ def tell_the_time(folder: str, mutant: bool) -> None:
         run.log_train(step, {"loss": torch.ones(()), "count": torch.ones(())}, grad_norm=torch.ones(()), data_wait_s=0)
         now[0] += 100
         if run.evaluates(step):
-            run.log_validation(step, {"loss": 1.0})
+            run.log_validation(step, {"loss": torch.tensor(8.0), "count": torch.tensor(8)})
         run.save(step)
     run.finish()
 

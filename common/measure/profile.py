@@ -162,8 +162,7 @@ class Profile:
                 self._merge(shifts)
             except (OSError, ValueError) as error:
                 ranks.print0(f"warning: the ranks' traces were not merged: {error}")
-        path = f"{self._folder}/merged.json.gz"
-        tail = f"         {path} shows each operator: open it at https://ui.perfetto.dev"
+        tail = f"         {self._folder}/merged.json.gz shows each operator: open it at https://ui.perfetto.dev"
         return replace(found, lines=[head, *found.lines, tail])
 
     def _export(self, profiler: Any) -> dict[str, Any]:
@@ -252,11 +251,10 @@ def _traffic(mine: timeline.Window, waited: Sequence[timeline.Wait | None]) -> l
         kinds[one.name].append((one.num_bytes, took_us / 1e6))
     lines = []
     for name, calls in kinds.items():
-        often = len(calls) / mine.num_steps
         size_mb = sum(size for size, _ in calls) / 1e6
         took_s = sum(took for _, took in calls)
         rate = f"{size_mb / mine.num_steps:,.3f} MB a step at {size_mb / max(took_s, 1e-9):,.0f} MB/s"
-        lines.append(f"         {name:<24}{often:>10,.1f} calls, {rate}")
+        lines.append(f"         {name:<24}{len(calls) / mine.num_steps:>10,.1f} calls, {rate}")
     return lines
 
 

@@ -26,13 +26,9 @@ def phase_and_stack(frames: Iterable[tuple[FrameType, int]], noted: str = "") ->
     stack = [*frames]
     ours = [one for one in stack[:-1] if "site-packages" not in one[0].f_code.co_filename]
     shown = "".join(traceback.format_list([*map(_summary, [*ours[-4:], *stack[-1:]])]))
-    if noted:
-        return noted, shown
-    codes = [frame.f_code for frame, _ in stack]
-    for phase, file, function in PHASES:
-        if any(file in code.co_filename and function in ("", code.co_name) for code in codes):
-            return phase, shown
-    return "the main loop", shown
+    places = [(frame.f_code.co_filename, frame.f_code.co_name) for frame, _ in stack]
+    found = (phase for phase, file, name in PHASES if any(file in at and name in ("", inside) for at, inside in places))
+    return noted or next(found, "the main loop"), shown
 
 
 def _summary(place: tuple[FrameType, int]) -> traceback.FrameSummary:

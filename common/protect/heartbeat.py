@@ -146,9 +146,7 @@ class Heartbeat:
 
     def slow_save(self) -> str:
         """A sentence about the save that is under way, if it takes longer than --hang-timeout; else ""."""
-        if self.saving_s <= self._timeout_s:
-            return ""
-        folders = sorted(self._checkpoints.glob("step_*.tmp-*"))
+        folders = sorted(self._checkpoints.glob("step_*.tmp-*")) if self.saving_s > self._timeout_s else []
         if not folders:
             return ""
         step = int(folders[-1].name[5:].partition(".")[0])
@@ -171,9 +169,7 @@ def _place(frame: FrameType | None) -> list[object]:
 
 
 def _total(files: Iterable[Path]) -> int:
-    """The size of these files in bytes; a commit may rename or delete them meanwhile."""
-    total = 0
+    """The size of these files in bytes; 0 if a commit renames or deletes one meanwhile."""
     with contextlib.suppress(OSError):
-        for file in files:
-            total += file.stat().st_size
-    return total
+        return sum(file.stat().st_size for file in files)
+    return 0

@@ -33,7 +33,8 @@ import torch.distributed as dist
 from common import UserError, bounds, private_api, ranks
 from common.protect import diagnose
 from common.protect.heartbeat import BEAT_S, DEAD_S, Heartbeat
-from common.run import exits, process_group
+from common.protect.peers import Peers
+from common.run import exits
 from common.run.process import World
 
 DECIDERS = 8  # the first ranks to compare heartbeats: a thousand ranks must not all read a thousand heartbeats
@@ -57,18 +58,14 @@ class Watch:
         self._world = world
         self._heart = Heartbeat(world)
         self._logs: Path | None = None
-        self._outlook = "run the same command again"
+        self._peers = Peers(world, self._heart)
         self._last_words = ""
         self._reported = False
         self._closing = threading.Event()
         self._exiting = threading.Lock()
-        self._store = world.store.clone()  # the main thread may be waiting in the store itself
-        self._beats = 0
-        self._next_beat = ""  # the next rank's heartbeat, and for how many of this rank's own it has stayed the same
-        self._next_same = 0
+        self._farewell = torch.zeros(1)  # not 0 once the next rank's training is done
         targets = [self._watch, self._tick]
         if world.size > 1:
-            self._farewell = torch.zeros(1)
             self._message: Any = dist.irecv(self._farewell, (world.rank + 1) % world.size, tag=FAREWELL_TAG)
             targets.append(self._feel_next)
         self._threads = [threading.Thread(target=target, name=target.__name__, daemon=True) for target in targets]
@@ -86,7 +83,6 @@ class Watch:
             hang_timeout_s: seconds without progress that count as a hang; see `Heartbeat.limit_s`.
         """
         self._logs = path / "logs"
-        self._outlook = exits.outlook(path, self._world.size)
         self._heart.begin(path, first_step, hang_timeout_s)
         self._heart.tick()  # the first step may already keep the interpreter's lock
         self._world.process.background.callback(self.close)  # again: now before what has begun since `start`
@@ -133,11 +129,11 @@ class Watch:
             return
         try:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
-                beats, dead = self._compare()
-                if accused := self._finding() or self._heart.own_freeze() or diagnose.accuse_dead(beats, dead):
-                    self._exit(self._publish_finding(accused))
+                beats, dead = self._peers.compare()
+                if accused := self._peers.finding() or self._heart.own_freeze() or diagnose.accuse_dead(beats, dead):
+                    self._exit(self._peers.publish_finding(accused))
                 finding += "".join(diagnose.describe(beat) for beat in beats if beat["rank"] != self._world.rank)
-            self._publish_finding(finding)
+            self._peers.publish_finding(finding)
         except dist.DistError as lost:
             self._exit(self._store_lost(lost))
         if not isinstance(error, UserError):  # `exits.entry` prints those
@@ -149,15 +145,12 @@ class Watch:
         """Let rank 0 exit last, as it hosts the store under most launchers; meanwhile it looks for more dead ranks."""
         with contextlib.suppress(dist.DistError):  # the store has gone before
             if self._world.rank:
-                self._store.set(f"watch/{self._world.rank}/exits", "")
-            elif self._world.size > 1 and not self._heart.own_freeze():
-                beats, dead = self._compare(to_the_end=True)
-                more = {rank for rank in dead if f"rank {rank} (" not in finding and not self._exits(rank)}
+                self._peers.announce_exit()
+            elif not self._heart.own_freeze():
+                beats, dead = self._peers.compare(to_the_end=True)
+                more = {rank for rank in dead if f"rank {rank} (" not in finding and not self._peers.exits(rank)}
                 sys.stderr.write(diagnose.accuse_dead(beats, more))
                 sys.stderr.flush()
-
-    def _exits(self, rank: int) -> bool:
-        return self._store.check([f"watch/{rank}/exits"])
 
     def _store_lost(self, error: Exception) -> str:
         lost = f"{self._heart.name()} has lost its connection to the store: {STORE_HOST} is dead or cut off ({error})\n"
@@ -166,22 +159,24 @@ class Watch:
     def _report_early_exit(self) -> None:
         if self._last_words or not (self._closing.is_set() or self._reported):
             with contextlib.suppress(dist.DistError):  # the store has gone before
-                self._publish_finding(self._last_words or f"{self._heart.name()} exited before the training was done\n")
+                early = f"{self._heart.name()} exited before the training was done\n"
+                self._peers.publish_finding(self._last_words or early)
 
     def _watch(self) -> None:
         patience_s = 0 if self._world.rank < DECIDERS else 2 * DEAD_S
         warned = slow = False
         while True:
             try:
-                if self._publish_heartbeat() > self._heart.limit_s() + patience_s:
-                    self._accuse(stalled=True)
-                elif not self._reported and self._next_is_silent():
-                    self._accuse(stalled=False)
-                if not self._reported and (finding := self._finding()):
+                self._peers.publish()
+                if self._heart.stalled_s > self._heart.limit_s() + patience_s:
+                    self._peers.accuse(stalled=True)
+                elif not self._reported and not self._farewell.any() and self._peers.next_is_silent():
+                    self._peers.accuse(stalled=False)
+                if not self._reported and (finding := self._peers.finding()):
                     self._exit(finding)
-                if self._store.foreign and not warned:
+                if (foreign := self._peers.store.foreign) and not warned:
                     warned = True
-                    ranks.print0(f"warning: a stranger writes to this run's store ({self._store.foreign}): ignored")
+                    ranks.print0(f"warning: a stranger writes to this run's store ({foreign}): ignored")
                 sentence = self._heart.slow_save() if self._world.rank == 0 else ""
                 if sentence and not slow:
                     ranks.print0(f"warning: {sentence}")
@@ -199,8 +194,8 @@ class Watch:
         silent_s = 0.0
         while not self._closing.wait(BEAT_S):
             self._heart.tick()
-            silent_s = silent_s + BEAT_S if self._beats == beats else 0.0
-            beats = self._beats
+            silent_s = silent_s + BEAT_S if self._peers.num_beats == beats else 0.0
+            beats = self._peers.num_beats
             if silent_s > self._heart.limit_s():
                 self._exit(
                     f"{self._heart.name()} gets no answer from the store: {STORE_HOST} is frozen or cut off\n", False
@@ -213,76 +208,16 @@ class Watch:
         except RuntimeError:
             with contextlib.suppress(dist.DistError):  # `_watch` reports it
                 if not self._closing.is_set() and not self._reported:
-                    self._accuse(stalled=False)
-
-    def _next_is_silent(self) -> bool:
-        """Whether the next rank's process has ended, or gives no heartbeat for too long."""
-        if self._world.size == 1 or self._farewell.any():  # its training is done
-            return False
-        beat = self._store.peek(f"watch/{(self._world.rank + 1) % self._world.size}")
-        self._next_same = self._next_same + 1 if beat == self._next_beat else 0
-        self._next_beat = beat
-        # Counted in own heartbeats, so that time in which the whole job was suspended does not count.
-        silent_s = self._next_same * BEAT_S
-        if not beat or silent_s < DEAD_S:
-            return False
-        return silent_s >= self._heart.silence_s() or self._heart.has_died(json.loads(beat))
-
-    def _accuse(self, stalled: bool) -> None:
-        """Compare the heartbeats, and publish who is to blame, if anybody; `_watch` prints it."""
-        beats, dead = self._compare()
-        accused = self._heart.own_freeze() or diagnose.accuse_dead(beats, dead)
-        if accused := accused or (diagnose.accuse_stalled(beats) if stalled else ""):
-            self._publish_finding(accused)
-
-    def _publish_heartbeat(self) -> float:
-        """Renew the heartbeat; returns the seconds since the main thread last moved."""
-        self._store.set(f"watch/{self._world.rank}", json.dumps(self._heart.look()))
-        self._beats += 1
-        return self._heart.stalled_s
-
-    def _compare(self, to_the_end: bool = False) -> tuple[list[diagnose.Beat], set[int]]:
-        """Read the heartbeats of all ranks for `DEAD_S`; returns them, and the ranks whose heartbeat has stopped.
-
-        It ends early when there is a finding, or a process of this machine that has ended. To the end means: when all
-        others have ended, or are about to.
-        """
-        keys = [f"watch/{rank}" for rank in range(self._world.size)]
-        others = {*range(self._world.size)} - {self._world.rank}
-        first: list[str] = []
-        now = [""] * len(keys)
-        moved: set[int] = set()
-        ended: set[int] = set()
-        end = time.monotonic() + DEAD_S
-        while time.monotonic() < end and (to_the_end or not self._finding()):
-            self._publish_heartbeat()
-            now = [self._store.peek(key) for key in keys]
-            first = first or now
-            moved |= {rank for rank, beat in enumerate(now) if beat != first[rank]}
-            ended = {rank for rank, beat in enumerate(now) if beat and self._heart.has_died(json.loads(beat))}
-            settled = all(rank in ended or self._exits(rank) for rank in others) if to_the_end else bool(ended)
-            if settled:
-                moved = {*range(len(now))} - ended
-                break
-            time.sleep(BEAT_S)
-        unknown = {"phase": "its start", "stack": "", "waits_in": "", "stalled_s": 0.0, "limit_s": 0.0}
-        beats = [json.loads(beat) if beat else unknown | {"rank": r, "name": f"rank {r}"} for r, beat in enumerate(now)]
-        return beats, {*range(len(now))} - moved
-
-    def _finding(self) -> str:
-        return self._store.peek(process_group.FINDING)
-
-    def _publish_finding(self, finding: str) -> str:
-        """Publish a finding unless there is one already; returns the one that counts."""
-        return self._store.compare_set(process_group.FINDING, "", finding).decode()
+                    self._peers.accuse(stalled=False)
 
     def _exit(self, finding: str, store_answers: bool = True) -> None:
         """Print the finding and end this process, whatever its main thread waits for."""
         self._exiting.acquire()  # never released: if two threads have the same finding, only one prints it
-        own = self._heart.own_freeze()
-        finding = ranks.printable(finding if own in finding else own + finding)
-        finding = f"{finding}rank {self._world.rank} exits; {self._outlook}\n"
         try:
+            own = self._heart.own_freeze()
+            outlook = exits.outlook(self._logs.parent, self._world.size) if self._logs else "run the same command again"
+            finding = ranks.printable(finding if own in finding else own + finding)
+            finding = f"{finding}rank {self._world.rank} exits; {outlook}\n"
             sys.stderr.write(f"\n{finding}")
             sys.stderr.flush()
             if "TORCHELASTIC_ERROR_FILE" in os.environ:  # the launcher prints it if rank 0 is the frozen one

@@ -47,11 +47,9 @@ def parse(args_type: type[Args], argv: list[str] | None = None) -> Args:
         UserError: a number is out of range, --epochs and --max-steps are both given, or --config is unusable.
     """
     printed = io.StringIO()
+    stdout, stderr = (sys.stdout, sys.stderr) if ranks.rank() == 0 else (printed, printed)
     try:
-        with contextlib.ExitStack() as stack:
-            if ranks.rank() != 0:
-                stack.enter_context(contextlib.redirect_stdout(printed))
-                stack.enter_context(contextlib.redirect_stderr(printed))
+        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
             args = _parse(args_type, argv)
     except SystemExit as refusal:
         if refusal.code and ranks.rank() != 0:

@@ -1,16 +1,14 @@
-"""Terminal, progress bar, TensorBoard and metrics.jsonl. Rank 0 prints and records; elsewhere a call does nothing."""
+"""What a run prints and records, and at which rate it trains. Rank 0 does so; elsewhere a call does nothing."""
 
 import json
 import resource
 import shlex
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -74,7 +72,7 @@ class Run:
         self.path = path
         self._plan = plan
         self._shown_step = plan.first_step  # the latest step on the terminal
-        self._rated_step = plan.first_step  # the latest step that samples_per_s has counted
+        self._num_samples = 0  # until the latest record
         self._world = world
         self._sums: metrics.Sums = {}
         self._sample = sample
@@ -84,29 +82,28 @@ class Run:
         # Seconds that a sample would take on one device at its peak.
         peak_flops = flops.peak_flops(world.device, dtype) if sample.flops else 0.0
         self._ideal_s = peak_flops and sample.flops / peak_flops
-        mfu_is_of = f"{peak_flops / 1e12:,.6g} TFLOP/s a device, {flops.source(world.device, dtype)}"
+        source = flops.source(world.device, dtype)
+        mfu_is_of = f"{peak_flops / 1e12:,.6g} TFLOP/s a device, {source}" if peak_flops else ""
         self._began = self._since = time.perf_counter()
         self._seconds = 0.0  # of training, until `_since`
         self._trained_s = 0.0  # until the latest record, and of waiting for data until then
         self._data_wait_s = 0.0
         self._first: tuple[float, float] | None = None  # these two at the first record, after the start of the workers
-        self._records: TextIO | None = None  # metrics.jsonl and TensorBoard's events, opened when there is room
-        self._events: Any = None
+        self._records = run_dir.Records(path, plan.first_step, world.rank)
         # disable=None shows a bar on a terminal, and none in a pipe or a file.
         disable = True if world.rank else None
-        shown = {"total": plan.max_steps, "initial": plan.first_step, "unit": "step", "dynamic_ncols": True}
-        self._bar = tqdm(disable=disable, **shown)
+        total = plan.max_steps
+        self._bar = tqdm(total=total, initial=plan.first_step, unit="step", disable=disable, dynamic_ncols=True)
         log = path / "logs" / f"rank_{world.rank:05d}.log"
         if world.rank != 0:
             output.redirect(log)
             return
         world.process.output.spare = log
-        threading.excepthook = _show_unless_events
         try:
             (path / STOPPED).unlink(missing_ok=True)
-            for change in run_dir.write_config(path, recipe, args, world, mfu_is_of if peak_flops else ""):
+            for change in run_dir.write_config(path, recipe, args, world, mfu_is_of):
                 ranks.print0(change)
-            self._records = run_dir.open_records(path, plan.first_step)
+            self._records.open()
         except OSError as error:
             ranks.print0(f"warning: not all files of this start were written to {path}: {error}")
         details = "".join(f", {number:,} {unit} each" for unit, number in sample.units.items())
@@ -116,7 +113,7 @@ class Run:
         if rates:
             peak = " to ".join(f"{rate:.4g}" for rate in sorted({min(rates), max(rates)}))
             setup.append(f"peak learning rate {peak}{_after(args, plan.max_steps)}")
-        if world.device.type == "cuda" and peak_flops:
+        if world.device.type == "cuda" and mfu_is_of:
             setup.append(f"MFU is of {mfu_is_of}")
         ranks.print0("\n".join(setup))
 
@@ -139,9 +136,9 @@ class Run:
         self._sums = {}
         self.pause(False)
         self.unpause()
-        num_samples = self._plan.position(step) - self._plan.position(self._rated_step)
-        rate = num_samples / (self._seconds - self._trained_s)
-        self._rated_step = step
+        num_samples = self._plan.position(step) - self._plan.start
+        rate = (num_samples - self._num_samples) / (self._seconds - self._trained_s)
+        self._num_samples = num_samples
         self._trained_s = self._seconds
         self._first = self._first or (self._trained_s, data_wait_s)
         tagged = self._record(step, "train", shown)
@@ -163,7 +160,7 @@ class Run:
 
     def log_images(self, step: int, tag: str, images: Any) -> None:
         """Show images, (N, H, W, 3) uint8, in TensorBoard (rank 0)."""
-        self._add_events(step, lambda events: events.add_images(tag, images, step, dataformats="NHWC"))
+        self._records.draw(step, lambda board: board.add_images(tag, images, step, dataformats="NHWC"))
 
     def pause(self, something_is_due: bool) -> None:
         """Exclude the time until `unpause` from the rate of training.
@@ -190,12 +187,12 @@ class Run:
             verdict: one line; "" for none.
         """
         rate = self._plan.division.global_batch_size / parts["step"] / self._num_devices
+        tflops = f"         {rate * self._sample.flops / 1e12:,.3f} TFLOP/s a device" if self._sample.flops else ""
         mfu = f", {rate * self._ideal_s:.1%} MFU" if self._ideal_s else ""
-        flops_line = f"         {rate * self._sample.flops / 1e12:,.3f} TFLOP/s a device{mfu}" * bool(self._sample.flops)
-        text = "\n".join(filter(None, [*lines, flops_line, verdict]))
+        text = "\n".join(filter(None, [*lines, tflops + mfu, verdict]))
         ranks.print0(text)
         self._record(step, "profile", {f"{part}_s": value for part, value in parts.items()})
-        self._add_events(step, lambda events: events.add_text("profile", f"```\n{text}\n```", step))
+        self._records.draw(step, lambda board: board.add_text("profile", f"```\n{text}\n```", step))
 
     def spent(self) -> Spent:
         """Where the time from the first step until now went."""
@@ -218,7 +215,7 @@ class Run:
             return
         took = f"{self.spent().took_s:.1f} s"
         if self._trained_s:
-            rate = (self._plan.position(self._rated_step) - self._plan.start) / self._trained_s
+            rate = self._num_samples / self._trained_s
             took += f", of which {self._trained_s:.1f} s training at {rate:,.0f} samples/s"
         if stopped or no_better:
             ranks.print0(f"stopped  checkpoint saved ({no_better or stopped})")
@@ -243,47 +240,12 @@ class Run:
     def close(self) -> None:
         """Close the progress bar and the records."""
         self._bar.close()
-        for file in (self._events, self._records):
-            try:
-                if file:
-                    file.close()
-            except OSError as error:
-                ranks.print0(f"warning: the last records were not written to {self.path}: {error}")
+        self._records.close()
 
     def _record(self, step: int, group: str, values: Mapping[str, float]) -> dict[str, float]:
         tagged = {key if "/" in key else f"{group}/{key}": value for key, value in values.items()}
-        try:
-            if self._world.rank == 0:
-                self._records = self._records or run_dir.open_records(self.path, self._plan.first_step)
-                self._records.write(run_dir.record_line({"step": step} | tagged))
-                self._records.flush()
-        except OSError as error:  # a full disk must not end the training
-            ranks.print0(f"warning: step {step} was not recorded in {self.path}: {error}")
-
-        def add(events: Any) -> None:
-            for tag, value in tagged.items():
-                events.add_scalar(tag, value, step)
-
-        self._add_events(step, add)
+        self._records.write(step, tagged)
         return tagged
-
-    def _add_events(self, step: int, add: Callable[[Any], None]) -> None:
-        """Record in TensorBoard, which nothing depends on; after an error with a new writer, once there is room."""
-        if self._world.rank != 0:
-            return
-        try:
-            if not self._events:
-                from torch.utils.tensorboard import SummaryWriter
-
-                with tempfile.TemporaryFile(dir=self.path, buffering=0) as probe:
-                    probe.write(bytes(2**16))  # without room, the writer would leave an empty file at each attempt
-                # The events of steps that a resumed run repeats are hidden.
-                purge = self._plan.first_step + 1 if self._shown_step == self._plan.first_step else None
-                self._events = SummaryWriter(str(self.path), purge_step=purge)
-            add(self._events)
-        except OSError as error:
-            self._events = None  # its thread has ended, and it would raise this error for ever
-            ranks.print0(f"warning: TensorBoard lacks step {step} or the one before it: {error}")
 
     def _show(self, step: int, values: Mapping[str, float], tail: str = "") -> None:
         self._bar.update(step - self._shown_step)
@@ -301,12 +263,6 @@ def _after(args: Any, max_steps: int) -> str:
     if steps < max_steps:
         return f"; --warmup-steps {steps:,} of {max_steps:,} steps" if steps else ""
     return f"; --warmup-steps {steps:,} is not below the training's {max_steps:,} steps"
-
-
-def _show_unless_events(failure: threading.ExceptHookArgs) -> None:
-    """Report a thread's error, unless it is TensorBoard's: its next call raises that one again."""
-    if not type(failure.thread).__module__.startswith("tensorboard"):
-        threading.__excepthook__(failure)
 
 
 def memory_gib(device: torch.device) -> float:

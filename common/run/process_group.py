@@ -10,7 +10,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,23 +52,20 @@ def start(backend: str = "auto", dtype: str = "auto", process: Process | None = 
     device = _pick_device(ranks.env_int("LOCAL_RANK", default=0), local_size)
     backend = _pick_backend(backend, device)
     picked = {"--dtype": str(precision.compute_dtype(dtype, device)).removeprefix("torch."), "--backend": backend}
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and ranks.env_int(
-        "TORCHELASTIC_RESTART_COUNT", default=0
-    ):
+    if ranks.env_int("TORCHELASTIC_RESTART_COUNT", default=0) and _launcher_hosts_store():
         raise UserError(
             "torchrun has restarted the ranks with the store of the dead ones, so new ranks may wait for dead ones: "
             "use launch/torchrun.sh, or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         )
-    options: dict[str, Any] = {"backend": backend, "timeout": timedelta(seconds=TIMEOUT_S)}
-    if backend == "cpu:gloo,cuda:nccl":
-        options["device_id"] = device  # else collectives have to guess this rank's device
     process.met = process.met or (*_rendezvous(), os.environ.pop("RUN_KEY", ""))
     met, rank, size, run_key = process.met
     # Without the values that an earlier start has left there.
     store = dist.PrefixStore(f"start {process.starts}", met) if process.starts else met
     _check_only_gpu(store, rank, size, local_size, device)
     dist.set_debug_level(dist.DebugLevel.INFO)  # torch's errors then name parameters, such as one without a gradient
-    dist.init_process_group(**options, store=store, rank=rank, world_size=size)
+    device_id = device if backend == "cpu:gloo,cuda:nccl" else None  # else collectives have to guess this rank's device
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=device_id)
     # A key of this start, so that nothing of an earlier one counts. The launcher hands down RUN_KEY. Without it, only
     # those who come to the store after the ranks have joined do not know this key.
     start_key = seal.derive(run_key, ranks.from_rank0(lambda: secrets.token_hex(16)))
@@ -94,13 +90,14 @@ def _rendezvous() -> tuple[dist.Store, int, int]:
     """The store in which the ranks meet, this rank and the number of ranks."""
     timeout = timedelta(seconds=TIMEOUT_S)
     if "RANK" in os.environ:
-        address, port = _meeting_place()
-        hosts = ranks.rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        rank = ranks.rank()
+        size = ranks.size()
+        address, port = _meeting_place(rank, size)
+        hosts = rank == 0 and not _launcher_hosts_store()
+        listening = _listen(address, port) if hosts else None
         # multi_tenant: a process that joins again at the same port, as tests do, shares the server that it has.
-        how: dict[str, Any] = {"is_master": hosts, "timeout": timeout, "multi_tenant": True}
-        if hosts and (listening := _listen(address, port)):
-            how["master_listen_fd"] = listening.detach()
-        return dist.TCPStore(address, port, ranks.size(), **how), ranks.rank(), ranks.size()
+        store = dist.TCPStore(address, port, size, hosts, timeout, multi_tenant=True, master_listen_fd=listening)
+        return store, rank, size
     num_tasks = max(ranks.size(), ranks.env_int("SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", default=1))
     if num_tasks > 1:
         raise UserError(
@@ -110,10 +107,12 @@ def _rendezvous() -> tuple[dist.Store, int, int]:
     return dist.HashStore(), 0, 1
 
 
-def _meeting_place() -> tuple[str, int]:
+def _launcher_hosts_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _meeting_place(rank: int, size: int) -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT, checked: torch would wait for minutes, without a word."""
-    rank = ranks.rank()
-    size = ranks.size()
     if not 0 <= rank < size:
         raise UserError(f"RANK={rank} and WORLD_SIZE={size} in the environment do not fit: ranks count from 0")
     address = os.environ.get("MASTER_ADDR", "")
@@ -130,15 +129,15 @@ def _meeting_place() -> tuple[str, int]:
     return address, port
 
 
-def _listen(address: str, port: int) -> socket.socket | None:
-    """Listen at this address alone; torch would listen on every network interface. None where that may cut off a rank.
+def _listen(address: str, port: int) -> int | None:
+    """Listen at this address alone, where torch would listen on every network interface; the descriptor, for torch.
 
-    Other machines may resolve rank 0's name to another address than rank 0 does itself.
+    None where that may cut off a rank: other machines may resolve rank 0's name to another address than rank 0 itself.
     """
     with contextlib.suppress(ValueError, OSError):
         place = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
         family = socket.AF_INET6 if place.version == 6 else socket.AF_INET
-        return socket.create_server((str(place), port), family=family)
+        return socket.create_server((str(place), port), family=family).detach()
     return None
 
 
@@ -180,18 +179,14 @@ def _check_only_gpu(store: dist.Store, rank: int, size: int, local_size: int, de
 
 
 def _pick_backend(backend: str, device: torch.device) -> str:
-    if backend == "auto":
-        # gloo beside NCCL carries data that is on the CPU: names, digests, plans of checkpoints.
-        return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if backend not in ("gloo", "nccl"):
+    if backend not in ("auto", "gloo", "nccl"):
         raise UserError(f"--backend {backend} is unknown: use auto, gloo or nccl")
-    if not dist.is_backend_available(backend):
+    if backend != "auto" and not dist.is_backend_available(backend):
         raise UserError(f"--backend {backend}: torch {torch.__version__} was built without it")
-    if backend == "nccl":
-        if device.type != "cuda":
-            raise UserError("--backend nccl needs GPUs, and torch sees none on this machine: use --backend gloo")
-        return "cpu:gloo,cuda:nccl"
-    return backend
+    if backend == "nccl" and device.type != "cuda":
+        raise UserError("--backend nccl needs GPUs, and torch sees none on this machine: use --backend gloo")
+    # gloo beside NCCL carries data that is on the CPU: names, digests, plans of checkpoints.
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and backend != "gloo" else "gloo"
 
 
 @contextlib.contextmanager

@@ -12,8 +12,10 @@ import shlex
 import socket
 import stat
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -124,8 +126,8 @@ def write_config(path: Path, recipe: str, args: Any, world: World, mfu_is_of: st
     file = path / "config.json"
     try:
         before = manifest.read_json(file)["args"] if file.exists() else flags
-        changed = [key for key, value in flags.items() if before.get(key) != value]
-        lines = [f"changed: --{key.replace('_', '-')} is {flags[key]}, was {before.get(key)}" for key in changed]
+        changed = {key: value for key, value in flags.items() if before.get(key) != value}
+        lines = [f"changed: --{key.replace('_', '-')} is {now}, was {before.get(key)}" for key, now in changed.items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         lines = [f"warning: {file} of an earlier start could not be read and is replaced: {error!r}"]
     manifest.replace(file, json.dumps(config, indent=1))
@@ -179,6 +181,76 @@ def open_records(path: Path, first_step: int) -> TextIO:
 def _append_to(file: Path) -> TextIO:
     """Open a file of the run to read and append to it; a link could lead to somebody's file elsewhere."""
     return os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
+
+
+class Records:
+    """metrics.jsonl and TensorBoard's events of a run. A full disk ends no training: later calls try again."""
+
+    def __init__(self, path: Path, first_step: int, rank: int) -> None:
+        """Begin after `first_step`; on other ranks than 0, a call does nothing."""
+        self._path = path
+        self._first_step = first_step
+        self._rank = rank
+        self._lines: TextIO | None = None  # metrics.jsonl
+        self._events: Any = None  # TensorBoard's writer
+        self._purges = True
+
+    def open(self) -> TextIO:
+        """Drop what an earlier start has recorded of later steps, also if nothing follows (rank 0)."""
+        self._lines = self._lines or open_records(self._path, self._first_step)
+        return self._lines
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Record numbers by their tags."""
+        if self._rank != 0:
+            return
+        try:
+            lines = self.open()
+            lines.write(record_line({"step": step, **values}))
+            lines.flush()
+        except OSError as error:
+            ranks.print0(f"warning: step {step} was not recorded in {self._path}: {error}")
+
+        def draw(board: Any) -> None:
+            for tag, value in values.items():
+                board.add_scalar(tag, value, step)
+
+        self.draw(step, draw)
+
+    def draw(self, step: int, draw: Callable[[Any], None]) -> None:
+        """Record in TensorBoard, which nothing depends on; after an error with a new writer, once there is room."""
+        if self._rank != 0:
+            return
+        try:
+            if not self._events:
+                from torch.utils.tensorboard import SummaryWriter
+
+                with tempfile.TemporaryFile(dir=self._path, buffering=0) as probe:
+                    probe.write(bytes(2**16))  # without room, the writer would leave an empty file at each attempt
+                threading.excepthook = _show_unless_events
+                # The events of steps that a resumed run repeats are hidden.
+                purge = self._first_step + 1 if self._purges else None
+                self._events = SummaryWriter(str(self._path), purge_step=purge)
+                self._purges = False
+            draw(self._events)
+        except OSError as error:
+            self._events = None  # its thread has ended, and it would raise this error for ever
+            ranks.print0(f"warning: TensorBoard lacks step {step} or the one before it: {error}")
+
+    def close(self) -> None:
+        """Close both files."""
+        for file in (self._events, self._lines):
+            try:
+                if file:
+                    file.close()
+            except OSError as error:
+                ranks.print0(f"warning: the last records were not written to {self._path}: {error}")
+
+
+def _show_unless_events(failure: threading.ExceptHookArgs) -> None:
+    """Report a thread's error, unless it is TensorBoard's: its next call raises that one again."""
+    if not type(failure.thread).__module__.startswith("tensorboard"):
+        threading.__excepthook__(failure)
 
 
 def record_line(values: Mapping[str, float]) -> str:

@@ -147,30 +147,23 @@ class Stop:
             done = self._done
         self._store.set("stop/reason", reason)
         self._store.set(f"stop/done/{self._rank}", str(done))
-        target = self._decide() if self._rank == 0 else [*map(int, self._wait_for(["stop/target"]))]
+        if self._rank == 0 and (done_of_all := self._wait_for([f"stop/done/{rank}" for rank in range(self._size)])):
+            self._store.set("stop/target", str(min(1 + max(map(int, done_of_all)), self._last_step)))
+        target = self._wait_for(["stop/target"])
         if not target:
             return
-        self._target = target[0]
+        self._target = int(target[0])
         self._agreed.set()
         repeat = "; send it again to quit now without saving" if reason.startswith("SIG") else ""
         ranks.print0(f"{reason}: saving and stopping after step {self._target}{repeat}")
 
-    def _decide(self) -> list[int]:
-        """Rank 0: publish the step to stop after; nothing if a rank has died."""
-        names = [f"stop/done/{rank}" for rank in range(self._size)]
-        done: list[int] = []
-        for first in range(0, self._size, AT_ONCE):
-            if not (some := self._wait_for(names[first : first + AT_ONCE])):
-                return []
-            done += map(int, some)
-        target = min(1 + max(done), self._last_step)
-        self._store.set("stop/target", str(target))
-        return [target]
-
     def _wait_for(self, names: list[str]) -> list[str]:
         """These values of the store, once all are there; none if a rank has died, which never answers."""
-        while not all(values := self._store.peek_all(names)):
-            if self._store.peek(process_group.FINDING):
-                return []  # `watch` ends this process
-            time.sleep(self._poll_s / 4)
-        return values
+        found: list[str] = []
+        for first in range(0, len(names), AT_ONCE):
+            while not all(values := self._store.peek_all(names[first : first + AT_ONCE])):
+                if self._store.peek(process_group.FINDING):
+                    return []  # `watch` ends this process
+                time.sleep(self._poll_s / 4)
+            found += values
+        return found

@@ -29,11 +29,9 @@ class Best:
         self._keep_best = keep_best
         self._patience = patience
         self._tag = f"val/{keep_best or 'loss'}"
-        self._evaluations = ranks.from_rank0(lambda: self._recorded(path, last_step))
-
-    def _recorded(self, path: Path, last_step: int) -> list[dict[str, float]]:
-        found = [one for one in run_dir.records(path) if self._tag in one and one["step"] <= last_step]
-        return [{"step": one["step"], self._tag: one[self._tag]} for one in found]
+        self._evaluations = ranks.from_rank0(
+            lambda: [one for one in run_dir.records(path) if self._tag in one and one["step"] <= last_step]
+        )
 
     def add(self, step: int, means: Mapping[str, float]) -> str:
         """Note an evaluation; returns why --patience ends the run, "" if it does not.

@@ -165,8 +165,7 @@ def _verify(path: Path) -> tuple[dict[str, Any], str]:
     if not dist.is_initialized():
         return manifest.verify(path)
     facts, fault = manifest.verify(path, dist.get_rank(), dist.get_world_size())
-    mine = (socket.gethostname(), fault, [facts.get("step"), facts.get("samples")])
-    everyone = ranks.gather(mine)
+    everyone = ranks.gather((socket.gethostname(), fault, [facts.get("step"), facts.get("samples")]))
     for host, found, position in everyone:
         if found or position != everyone[0][2]:
             place = f" on {host}" if host != everyone[0][0] else ""
@@ -202,19 +201,14 @@ def tensors_in(path: Path) -> dict[str, torch.Tensor]:
         UserError: the files are not what torch.distributed.checkpoint writes, though their digests are right.
     """
     import torch.distributed.checkpoint as dcp  # here, because it takes as long as all other imports of a refused flag
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:
-        metadata = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+        found: Any = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata  # tensors alone
     except OSError:
         raise
     except Exception as error:
         raise UserError(f"checkpoint {path} holds a file that is not a checkpoint's: {error!r}") from error
-    return {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
+    return {name: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for name, one in found.items()}
 
 
 def check_fits(path: Path, model: nn.Module) -> None:

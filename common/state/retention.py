@@ -34,17 +34,15 @@ class Retention:
         """
         try:
             older, best, whole = self._together(lambda: self._look(final, best_step))[0]
-            paths = [final.with_name(name) for name in older]
             kept = 1
-            while paths and kept < self._keep:
-                path = paths.pop(0)
-                kept += path.name in whole or self._is_whole(path)
+            while older and kept < self._keep:
+                name = older.pop(0)
+                kept += name in whole or self._is_whole(final.with_name(name))
             if dist.get_rank() == 0:
-                latest = final.with_name("latest")  # for people; `find` does not read it
-                manifest.replace(latest, final.name)
+                manifest.replace(final.with_name("latest"), final.name)  # for people; `find` does not read it
                 if best:
                     manifest.replace(final.with_name(checkpoint.BEST), best)
-                for path in (*paths, *final.parent.glob("step_*.tmp-*")):
+                for path in (*map(final.with_name, older), *final.parent.glob("step_*.tmp-*")):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         except (UserError, OSError) as error:
             ranks.print0(f"warning: {final} is saved, but an older checkpoint could not be deleted: {error}")

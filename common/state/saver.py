@@ -94,7 +94,7 @@ class Saver:
             samples: samples consumed so far.
             last: the run ends after this step, so the save is not in the background and must succeed.
             best: a step whose checkpoint is kept beside the newest ones; -1 for none.
-            loss_scale: state of `precision.LossScale`.
+            loss_scale: state of the guard's loss scale.
 
         Raises:
             SaveError: the run's first or last checkpoint could not be written. Another one that fails only causes a
@@ -234,10 +234,9 @@ class Saver:
             return LOST
         text = self._describe(error) if alone else str(error)
         place = next(path for path in (self._run_dir, *self._run_dir.parents) if path.exists())
-        space = shutil.disk_usage(place).free
-        entries = os.statvfs(place).f_favail
+        disk = os.statvfs(place)
         full = any(sign in text for sign in ("No space left", "Errno 28", "os error 28", "unexpected pos"))
-        room = f"{space / 1e6:,.1f} MB and {entries:,} files are free in {place}"
+        room = f"{disk.f_bavail * disk.f_frsize / 1e6:,.1f} MB and {disk.f_favail:,} files are free in {place}"
         return f"{'disk full: ' if full else ''}{text.strip().splitlines()[-1]} ({room})"
 
     def _make(self, partial: Path, tensors: Tensors) -> str:

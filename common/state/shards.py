@@ -15,7 +15,7 @@ from common import manifest, private_api
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
     from torch.distributed.checkpoint.storage import WriteResult
 
 
@@ -74,16 +74,15 @@ class ShardWriter:
         """Nothing: each file says which parts it holds."""
 
 
-def _contents(items: "list[WriteItem]", planner: "SavePlanner") -> Iterator[memoryview]:
-    """The header and the tensors of a file."""
-    parts = {item.index.fqn: item for item in items}
+def _contents(items: list[Any], planner: "SavePlanner") -> Iterator[memoryview]:
+    """The header and the tensors of a file, whose items are dcp's `WriteItem`s."""
+    # The largest elements first, so that all are aligned.
+    items = sorted(items, key=lambda item: (-item.tensor_data.properties.dtype.itemsize, item.index.fqn))
+    parts = {item.index.fqn: (item.tensor_data.properties.dtype, item.tensor_data.chunk) for item in items}
     assert len(parts) == len(items), "two parts of a tensor in one file"
-    dtypes = {name: item.tensor_data.properties.dtype for name, item in parts.items() if item.tensor_data}
-    names = sorted(parts, key=lambda name: (-dtypes[name].itemsize, name))  # so that all are aligned
-    chunks = {name: item.tensor_data.chunk for name, item in parts.items() if item.tensor_data}
-    yield memoryview(private_api.shard_header({name: (dtypes[name], chunks[name]) for name in names}))
-    for name in names:
-        tensor = planner.resolve_data(parts[name])
+    yield memoryview(private_api.shard_header(parts))
+    for item in items:
+        tensor = planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor)
         # One at a time on its way from a GPU, and into one piece: safetensors does not store strides.
         whole = tensor.detach().cpu().contiguous().flatten()

@@ -18,7 +18,6 @@ TORCHVISION = "torchvision:"
 FILES = {".bin", ".pt", ".pth", ".safetensors"}
 WAIT_S = 600.0  # for another process that fetches the same weights
 MOST_LISTED = 5  # tensors that a line names
-Load = Callable[[keymap.Tensors], None]
 
 
 def restore(
@@ -121,7 +120,7 @@ def _listed(what: str, lines: list[str]) -> str:
     return f"; {what}: {', '.join(lines[:MOST_LISTED])}{more}" if lines else ""
 
 
-def _open(init: str, model: nn.Module) -> tuple[dict[str, tuple[int, ...]], Load]:
+def _open(init: str, model: nn.Module) -> tuple[dict[str, tuple[int, ...]], Callable[[keymap.Tensors], None]]:
     """The sizes of the weights by the model's names, and a function that fills tensors by name (all ranks)."""
     path = Path(init).expanduser()
     if init.startswith(TORCHVISION) or (path.suffix in FILES and path.is_file()):

@@ -48,11 +48,9 @@ class StateCheck:
     def summarize(self, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
         """This rank's part: what `judge` needs of its tensors, by canonical name; JSON values."""
         dense = {name: tensor.detach() for name, tensor in tensors.items() if tensor.layout == torch.strided}
-        finite, shared = (
-            {name: one for name, one in dense.items() if name in names or name.startswith(STATE)}
-            for names in (self._finite, self._shared)
-        )
-        return [_not_finite(finite), replicas.hashes_of(shared) if "replicas" in self.kinds else {}]
+        finite = {name: one for name, one in dense.items() if name in self._finite or name.startswith(STATE)}
+        shared = {name: one for name, one in dense.items() if self.is_shared(name)}
+        return [_not_finite(finite), replicas.hashes_of(shared)]
 
     def is_shared(self, name: str) -> bool:
         """Whether all ranks that hold the same part of a tensor hold the same bits; what is not compared may differ."""

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_convert
+from torch.utils.data import DataLoader
 
-from common import UserError, marks
+from common import UserError
 from common.train.sampler import Plan, Request, evaluation_requests, training_requests
 
 
@@ -65,10 +65,9 @@ class _Reads(torch.utils.data.Dataset):
     """Adapter: a torch Dataset whose index is a whole request."""
 
     def __init__(self, reader: BatchReader) -> None:
-        self.reader: BatchReader | None = reader
+        self.reader = reader
 
     def __getitem__(self, request: Request) -> Batch | UserError:
-        assert self.reader is not None
         try:
             batch = Batch(*self.reader.read(request.epochs, request.indices), request.step_samples, request.last)
         except UserError as error:
@@ -77,16 +76,6 @@ class _Reads(torch.utils.data.Dataset):
             # The queue would do it in a thread of its own, whose error nobody gets: the rank would wait for ever.
             map_tensors(torch.Tensor.share_memory_, batch)
         return batch
-
-
-def _read_here(reads: _Reads, requests: Iterable[Request], device: torch.device) -> Iterator[Batch | UserError]:
-    """What DataLoader does without workers, in a third of its time."""
-    for request in requests:
-        with marks.mark(marks.READS):
-            batch = default_convert(reads[request])
-            if device.type == "cuda":
-                batch = map_tensors(torch.Tensor.pin_memory, batch)
-        yield batch
 
 
 class _Requests:
@@ -103,15 +92,15 @@ class _Requests:
 _idle: dict[tuple[int, int, int, bool], DataLoader[Any]] = {}
 
 
-def _read_in_workers(
+def _read(
     reader: BatchReader, requests: Iterable[Request], workers: int, pin_memory: bool
 ) -> Iterator[Batch | UserError]:
-    """Read ahead in processes, which wait for the next loader of the same reader once all requests are read.
+    """Read here, or ahead in processes, which wait for the next loader of the same reader once all requests are read.
 
     So an evaluation starts none but the first time. The workers end with their reader, or before Python exits.
     """
     key = (os.getpid(), id(reader), workers, pin_memory)  # a forked process has no part in its parent's workers
-    kept = hasattr(reader, "__weakref__")  # else its end, of a class with __slots__, is not known
+    kept = workers > 0 and hasattr(reader, "__weakref__")  # else its end, of a class with __slots__, is not known
     loader = _idle.pop(key, None)
     if loader is not None:
         loader.sampler.requests = requests  # type: ignore[attr-defined]
@@ -131,8 +120,8 @@ def _read_in_workers(
             generator=torch.Generator(),
         )
         batches = iter(loader)  # starts the workers, each with the reader
-        reads.reader = None  # else an idle loader would keep the reader, whose end is its own
         if kept:
+            reads.reader = None  # type: ignore[assignment]  # an idle loader would keep it from its end
             weakref.finalize(reader, _idle.pop, key, None)
     yield from batches
     if kept:
@@ -163,10 +152,7 @@ class Loader:
         self.wait_s = 0.0
         self._device = device
         self._copied: collections.deque[tuple[Batch, torch.cuda.Event]] = collections.deque()
-        if workers:
-            self._batches = _read_in_workers(reader, requests, workers, device.type == "cuda")
-        else:
-            self._batches = _read_here(_Reads(reader), requests, device)
+        self._batches = _read(reader, requests, workers, device.type == "cuda")
         self._copies: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __iter__(self) -> Iterator[Batch]:
@@ -190,7 +176,7 @@ class Loader:
         return batch
 
     def _next_copied(self) -> Batch | None:
-        """The next batch on the GPU, where a CUDA stream of its own copies the one after it, while this one computes."""
+        """The next batch on the GPU, to which a stream of its own copies the one after it, while this one computes."""
         while len(self._copied) < 2 and (batch := self._next_read()):
             with torch.cuda.stream(self._copies):
                 copied = map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)

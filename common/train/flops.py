@@ -63,13 +63,10 @@ def count_sample(loss: Callable[[nn.Module, Batch], torch.Tensor], model: nn.Mod
 
 
 def peak_on_paper(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak FLOP/s of a GPU by its data sheet; 0 for a device or type that `PEAK_FLOPS` does not list."""
-    if device.type == "cuda" and dtype == torch.bfloat16:
-        name = torch.cuda.get_device_name(device)
-        for chip, peak in PEAK_FLOPS.items():
-            if re.search(rf"\b{chip}\b", name) and not OTHERS.search(name):
-                return peak
-    return 0.0
+    """Peak FLOP/s of a GPU by its data sheet; 0 for a device or type that peak_flops.toml does not list."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" and dtype == torch.bfloat16 else ""
+    peaks = [peak for chip, peak in PEAK_FLOPS.items() if re.search(rf"\b{chip}\b", name)]
+    return peaks[0] if peaks and not OTHERS.search(name) else 0.0
 
 
 def source(device: torch.device, dtype: torch.dtype) -> str:

@@ -1,11 +1,16 @@
 """Skip updates whose gradient is not finite, and stop a training with too many of them in a row."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import BadStateError, keymap, precision, private_api, ranks
+from common import BadStateError, keymap, private_api, ranks
 from common.train import sampler
+
+FIRST_SCALE = 2.0**16  # of float16's loss
+GROWTH_STEPS = 2000  # after so many steps without a skip, the scale doubles
 
 
 class FiniteGuard:
@@ -15,8 +20,12 @@ class FiniteGuard:
     change nothing (`private_api.skip_update_if`), so no rank waits for its device to find out. Any other optimizer gets
     no gradients for such a step, and each step waits for the norm.
 
+    In float16, a scale keeps small gradients from vanishing: it multiplies the loss, and divides the gradients again. A
+    gradient that is not finite halves it, and GROWTH_STEPS steps without one double it (Micikevicius et al. 2018,
+    section 3.2, https://arxiv.org/abs/1710.03740).
+
     Attributes:
-        loss_scale: train_step multiplies the loss by it: () on the device, or the number 1.
+        loss_scale: (), on the device; the number 1 for other types, whose range is float32's.
     """
 
     def __init__(
@@ -25,7 +34,8 @@ class FiniteGuard:
         optimizer: torch.optim.Optimizer,
         plan: sampler.Plan,
         most: int,
-        scale: precision.LossScale | None = None,
+        dtype: torch.dtype = torch.float32,
+        saved_scale: Sequence[float] | None = None,
     ) -> None:
         """Begin, and create a fused optimizer's state, because its first update may be one to skip (all ranks).
 
@@ -34,10 +44,9 @@ class FiniteGuard:
             optimizer: the optimizer of its parameters.
             plan: the samples of each step, to name them in an error.
             most: updates in a row that may be skipped.
-            scale: float16's loss scale. Updates that are skipped in order to lower it do not count.
+            dtype: what the model computes in. In float16, updates that are skipped to lower the scale do not count.
+            saved_scale: state of the scale that a checkpoint has saved; None to begin with a large one.
         """
-        self._scale = scale or precision.LossScale(torch.float32, torch.device("cpu"))
-        self.loss_scale = self._scale.value
         self._fused = bool(optimizer.defaults.get("fused"))
         if self._fused:
             keymap.create_state(optimizer)
@@ -54,13 +63,23 @@ class FiniteGuard:
             by_type.setdefault(buffer.dtype, []).append(buffer)
         self._kept = [_Kept(buffers) for buffers in by_type.values()]
         device = next(model.parameters()).device
+        scale, steps = saved_scale or (FIRST_SCALE, 0)
+        self.loss_scale = torch.tensor(float(scale), device=device) if dtype == torch.float16 else 1
+        self._since_change = torch.tensor(float(steps), device=device)  # steps since the scale has changed
         self._bad = torch.zeros((), dtype=torch.bool, device=device)
         self._since_report: dict[int, torch.Tensor] = {}  # by step: whether its update was skipped, and to what end
         self._in_a_row = 0
 
     def unscale_gradients(self) -> None:
         """Divide the gradients by the loss scale, before anything looks at them."""
-        self._scale.unscale(self._model.parameters())
+        if isinstance(self.loss_scale, torch.Tensor):
+            for parameter in self._model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.loss_scale)
+
+    def scale_state(self) -> list[float]:
+        """What a checkpoint saves of the loss scale; empty for other types than float16."""
+        return [self.loss_scale.item(), self._since_change.item()] if isinstance(self.loss_scale, torch.Tensor) else []
 
     def skip_if_not_finite(self, grad_norm: torch.Tensor) -> None:
         """Make the next optimizer step do nothing if the global gradient norm, (), is not finite."""
@@ -90,13 +109,22 @@ class FiniteGuard:
             )
 
     def restore_if_skipped(self, step: int) -> None:
-        """After `step`: restore the buffers to their values before it, if its update was skipped."""
+        """After `step`: restore the buffers to their values before it, if its update was skipped; adapt the loss scale.
+
+        No rank waits for its device.
+        """
         bad = self._bad
         for kept in self._kept:
             now = torch.cat([buffer.flatten() for buffer in kept.buffers])
             torch.where(bad, kept.copy, now, out=kept.copy)
             private_api.copy_each(kept.buffers, kept.parts)
-        lowered = self._scale.update(bad)
+        lowered = torch.zeros_like(bad)
+        if isinstance(self.loss_scale, torch.Tensor):
+            lowered = bad & (self.loss_scale > 1)
+            steps = torch.where(bad, 0, self._since_change + 1)
+            grown = steps == GROWTH_STEPS
+            self._since_change = torch.where(grown, 0, steps)
+            self.loss_scale.mul_(torch.where(lowered, 0.5, torch.where(grown, 2.0, 1.0)))
         self._since_report[step] = torch.stack((bad & ~lowered, lowered))
 
     def report(self) -> int:

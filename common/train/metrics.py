@@ -86,17 +86,13 @@ def _totals(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return dict(zip(sums, values.tolist(), strict=True))
 
 
-def is_better(tag: str, value: float, before: float | None) -> bool:
-    """Whether a metric's value is better than one before: lower for those that LOWER matches, else higher."""
-    sign = -1 if LOWER.search(tag) else 1
-    return math.isfinite(value) and (before is None or sign * value > sign * before)
-
-
 def best(records: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, int]]:
     """Best value and its step of each metric under val/: the lowest of those that LOWER matches, else the highest."""
     found: dict[str, tuple[float, int]] = {}
     for line in records:
         for tag, value in line.items():
-            if tag.startswith("val/") and is_better(tag, value, found[tag][0] if tag in found else None):
+            sign = -1 if LOWER.search(tag) else 1
+            before, _ = found.get(tag, (-sign * math.inf, 0))
+            if tag.startswith("val/") and math.isfinite(value) and sign * value > sign * before:
                 found[tag] = (value, int(line["step"]))
     return found

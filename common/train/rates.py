@@ -56,8 +56,7 @@ def freeze(model: nn.Module, rates: str) -> nn.Module:
     for name in frozen:
         named[name].requires_grad_(False)
     if factors:
-        averages = [name for name, _ in model.named_buffers() if name.endswith("running_mean")]
-        still = any(factor(name, factors) == 0 for name in averages)
+        still = any(name.endswith("running_mean") and factor(name, factors) == 0 for name, _ in model.named_buffers())
         ranks.print0(
             f"rates    {rates}: {len(frozen)} of {len(named)} tensors are frozen"
             f"{'; averages of their BatchNorms still follow the data' if still else ''}"

@@ -160,9 +160,7 @@ class Plan:
     @property
     def epoch_steps(self) -> int:
         """Steps of an epoch, rounded up; all steps of the training if there is no set of samples."""
-        if not self.num_samples:
-            return self.max_steps
-        return ceil_div(self.num_samples, self.division.global_batch_size)
+        return ceil_div(self.num_samples, self.division.global_batch_size) if self.num_samples else self.max_steps
 
     def position(self, step: int) -> int:
         """Samples consumed after `step`."""
@@ -211,12 +209,11 @@ def make_plan(
             f"more than {MOST_SORTED:,} has changed since it was written: continue with the code that wrote it until "
             "the epoch ends, or begin an epoch with its weights (--init)"
         )
-    if max_steps:
-        end = start + max(0, max_steps - step) * division.global_batch_size
-        return Plan(num_samples, run_seed, step, max_steps, start, end, division)
-    remaining = max(0, epochs * num_samples - start)
-    last_step = step + ceil_div(remaining, division.global_batch_size)
-    return Plan(num_samples, run_seed, step, last_step, start, start + remaining, division)
+    remaining = max(0, max_steps - step) * division.global_batch_size
+    if not max_steps:
+        remaining = max(0, epochs * num_samples - start)
+        max_steps = step + ceil_div(remaining, division.global_batch_size)
+    return Plan(num_samples, run_seed, step, max_steps, start, start + remaining, division)
 
 
 def check_min_samples(plan: Plan, least: int, num_devices: int = 1) -> None:
@@ -232,11 +229,11 @@ def check_min_samples(plan: Plan, least: int, num_devices: int = 1) -> None:
     """
     division = plan.division
     fewest = _fewest(division.global_batch_size, division, num_devices)
-    device = "rank" if num_devices == 1 else f"one of {num_devices} GPUs"
+    device = "a rank" if num_devices == 1 else f"one of {num_devices} GPUs"
     if fewest < least:
         multiple = f", to a multiple of {num_devices}" if num_devices > 1 else ""
         raise UserError(
-            f"--global-batch-size {division.global_batch_size} gives {'a ' * (num_devices == 1)}{device} only {fewest} "
+            f"--global-batch-size {division.global_batch_size} gives {device} only {fewest} "
             f"of the {least} samples that this model needs per micro-batch: raise --global-batch-size or "
             f"--micro-batch-size{multiple}"
         )
@@ -244,7 +241,7 @@ def check_min_samples(plan: Plan, least: int, num_devices: int = 1) -> None:
     if rest and _fewest(rest, division, num_devices) < least:
         last = plan.max_steps - 1
         advice = f"use --max-steps {last} to drop that step" if last else "lower --global-batch-size"
-        who = f"a rank (of {division.dp_size})" if num_devices == 1 else device
+        who = f"{device} (of {division.dp_size})" if num_devices == 1 else device
         raise UserError(
             f"the last step of --epochs has {rest} of {plan.num_samples} samples: in micro-batches of up to "
             f"{division.micro_batch_size}, {who} would get fewer than the {least} that this model needs: {advice}"

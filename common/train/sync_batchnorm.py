@@ -103,7 +103,6 @@ def is_synchronized(module: nn.Module) -> bool:
     return isinstance(module, SyncBatchNorm | nn.SyncBatchNorm)
 
 
-def is_over_all_ranks(module: nn.Module) -> bool:
+def is_over_all_ranks(module: Any) -> bool:
     """Whether a module is a BatchNorm whose running statistics are the same on all ranks."""
-    group: Any = getattr(module, "process_group", None)
-    return is_synchronized(module) and dist.get_world_size(group) == dist.get_world_size()
+    return is_synchronized(module) and dist.get_world_size(module.process_group) == dist.get_world_size()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Annotated, Any
 
 from common import UserError, bounds
 
@@ -19,7 +19,7 @@ class ShapeArgs:
     num_kv_heads: bounds.NonNegativeInt = 0  # key and value heads; 0 for num_heads
     mlp_width: bounds.NonNegativeInt = 0  # hidden units of each MLP; 0 for 8/3 of width, rounded up to a multiple of 64
     tied: bool = False  # share the embedding's weights with the output layer
-    rope_base: bounds.AtLeastOne = 10_000.0  # base of the rotary positions' wavelengths
+    rope_base: Annotated[float, bounds.Bounds(1)] = 10_000.0  # base of the rotary positions' wavelengths
     norm_eps: bounds.NonNegativeFloat = 1e-5  # added to the variance in each norm
     vocab_size: bounds.NonNegativeInt = 0  # rows of the embedding; 0 for as many as the tokenizer has tokens
     head_width: bounds.NonNegativeInt = 0  # width of each head; 0 for width / num_heads

@@ -1,13 +1,14 @@
 """Train a GPT through Hugging Face Accelerate: a config file chooses the strategy, and this code stays the same.
 
 `Accelerator.prepare` puts the model under DistributedDataParallel or FSDP2, as the file says. The rest is ddp_gpt with
-Accelerate's calls in the place of torch's. Where Accelerate became something else than was asked for, the run stops.
+Accelerate's calls in the place of torch's. The run stops where Accelerate would train something else than its file and
+the flags ask for.
 
     what                               cpu.yaml, ddp.yaml    fsdp2.yaml, of N ranks (hsdp.yaml: of those of a group)
     parameters, gradients, optimizer   all, a replica        1/N of each; before `prepare`, all parameters
     batch                              an equal part         an equal part
 
-One step sends what it does in ddp_gpt or fsdp_gpt.
+One step sends the same as in ddp_gpt or fsdp_gpt.
 
     accelerate launch --config_file recipes/accelerate_gpt/configs/cpu.yaml recipes/accelerate_gpt/train.py
     ACCELERATE_CONFIG=configs/ddp.yaml bash launch/torchrun.sh recipes/accelerate_gpt

@@ -1,15 +1,15 @@
-"""Train a ResNet with DistributedDataParallel built by hand: how the gradients' sum travels, in sight.
+"""Train a ResNet with DistributedDataParallel built by hand: one sees how the sum of the gradients travels.
 
-Every rank holds the whole model, as in ddp_resnet, and computes the gradients of its own samples. What each rank needs
-is the mean of these gradients, and --sync chooses who sends what to whom for it, and when.
+Every rank holds the whole model, as in ddp_resnet, and computes the gradients of its own samples. Each rank needs the
+mean of these gradients; --sync chooses the messages that bring it there, and their time.
 
     what               each rank
     parameters         all, a replica
-    gradients          all, the mean over the ranks; and a copy of what is being sent
+    gradients          all, the mean over the ranks; and a copy for the messages
     optimizer state    all, a replica
     batch              an equal part
 
-    --sync       what a rank of N sends, for gradients of P bytes                      when
+    --sync       a rank of N sends, for gradients of P bytes,                          when
     parameter    an all-reduce for each parameter                                      after the backward pass
     flat         one all-reduce of P                                                   after it
     bucket       an all-reduce for each --bucket-mb, as DistributedDataParallel does   while it still runs
@@ -23,7 +23,7 @@ As in ddp_resnet, a broadcast brings BatchNorm's running statistics from rank 0 
     bash launch/torchrun.sh recipes/allreduce_resnet                                # one per GPU, else 2 on the CPU
     NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/allreduce_resnet --sync ring   # four, in a ring
 
-Measured: not yet. Several GPUs and NCCL: not run.
+Measured: docs/measured/allreduce.md. Several GPUs and NCCL: not run.
 
 Base: recipes/ddp_resnet. Open: 0 1 3
 """
@@ -132,6 +132,56 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
 # --- 3 Strategy -------------------------------------------------------------------------------------------
 
 
+def ring(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Add up `flat`, (n,), over the ranks: N chunks go round, and each rank sends to the next one only.
+
+    Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002
+    """
+    size = group.size()
+    after = (group.rank() + 1) % size
+    before = (group.rank() - 1) % size
+    chunks = flat.tensor_split(size)
+    # Reduce-scatter: each rank on the way adds its own summand to a chunk, and the last one completes it.
+    for hop in range(size - 1):
+        summed = chunks[(group.rank() - hop) % size]
+        mine = chunks[(group.rank() - hop - 1) % size]
+        received = torch.empty_like(mine)
+        exchange(P2POp(dist.irecv, received, before, group), P2POp(dist.isend, summed, after, group))
+        mine += received
+    # All-gather: the complete chunks go round.
+    for hop in range(size - 1):
+        complete = chunks[(group.rank() - hop + 1) % size]
+        next_one = chunks[(group.rank() - hop) % size]
+        exchange(P2POp(dist.irecv, next_one, before, group), P2POp(dist.isend, complete, after, group))
+
+
+def exchange(*messages: P2POp) -> None:
+    """Send and receive at the same time: two ranks that both sent first could wait for each other.
+
+    The receive comes first. gloo announces it to the sender. Behind a large message the announcement would wait, and
+    two ranks would send one after the other.
+    """
+    for work in dist.batch_isend_irecv(list(messages)):
+        work.wait()
+
+
+def sync_gradients(args: Args, model: Any) -> None:
+    """Replace each rank's gradients by their mean over the ranks (all ranks)."""
+    gradients = gradients_of(model.module)
+    if args.sync == "bucket":
+        model.receive_buckets()
+    elif args.sync == "parameter":
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=model.group)
+    else:
+        flat = flatten(gradients)
+        ways: dict[str, Any] = {"flat": dist.all_reduce, "ring": ring, "tree": tree, "rank0": through_rank0}
+        ways[args.sync](flat, group=model.group)
+        unflatten(flat, gradients)
+    for gradient in gradients:
+        gradient.div_(model.group.size())
+
+
 def make_mesh(args: Args, world: World) -> DeviceMesh:
     """The ranks and their axes."""
     return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("dp",))
@@ -150,184 +200,6 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
         model = sync_batchnorm.convert(model, mesh.get_group("dp"))
     broadcast([parameter.detach() for parameter in model.parameters()], mesh.get_group("dp"))
     return Replica(args, model, mesh.get_group("dp"))
-
-
-class Replica(nn.Module):
-    """A rank's copy of the model. With --sync bucket, it sends gradients while the backward pass still runs.
-
-    Attributes:
-        group: all ranks.
-        is_last: whether the next backward pass is the last one of its step. Earlier ones only add up gradients.
-    """
-
-    def __init__(self, args: Args, module: nn.Module, group: dist.ProcessGroup) -> None:
-        """Divide the parameters into buckets of at most --bucket-mb."""
-        super().__init__()
-        self.module = module
-        self.group = group
-        self.is_last = False
-        self._buckets: list[list[Any]] = []
-        self._arrived: set[nn.Parameter] = set()
-        self._sent: list[tuple[torch.Tensor, Any]] = []
-        # The backward pass reaches the last parameters first: their bucket is the first to be full, and sent.
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        for parameter in reversed(trained if args.sync == "bucket" else []):
-            used = sum(one.nbytes for one in self._buckets[-1]) if self._buckets else float("inf")
-            if used + parameter.nbytes > args.bucket_mb * 1e6:
-                self._buckets.append([])
-            self._buckets[-1].append(parameter)
-            parameter.register_post_accumulate_grad_hook(self._send_full_buckets)
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """What the plain model computes."""
-        return self.module(*inputs)
-
-    def _send_full_buckets(self, parameter: nn.Parameter) -> None:
-        """Send the buckets that `parameter`, whose gradient is ready, has filled; in the same order on all ranks."""
-        if self.is_last:
-            self._arrived.add(parameter)
-            while len(self._sent) < len(self._buckets) and self._arrived.issuperset(self._buckets[len(self._sent)]):
-                flat = flatten([one.grad for one in self._buckets[len(self._sent)]])
-                self._sent.append((flat, dist.all_reduce(flat, group=self.group, async_op=True)))
-
-    def receive_buckets(self) -> None:
-        """Wait for the sums, and put them where the gradients were."""
-        for bucket, (flat, work) in zip(self._buckets, self._sent, strict=True):
-            work.wait()
-            unflatten(flat, [one.grad for one in bucket])
-        self._sent.clear()
-        self._arrived.clear()
-
-
-def sync_gradients(args: Args, model: Any) -> None:
-    """Replace each rank's gradients by their mean over the ranks (all ranks).
-
-    Raises:
-        UserError: a parameter has no gradient: the ranks could add up those of different parameters.
-    """
-    trained = {name: parameter for name, parameter in model.module.named_parameters() if parameter.requires_grad}
-    if missing := [name for name, parameter in trained.items() if parameter.grad is None]:
-        raise UserError(
-            f"the loss does not reach {missing[0]}: use it in forward, or freeze it (requires_grad_(False))"
-        )
-    gradients = [parameter.grad for parameter in trained.values()]
-    if args.sync == "bucket":
-        model.receive_buckets()
-    elif args.sync == "parameter":
-        for gradient in gradients:
-            dist.all_reduce(gradient, group=model.group)
-    else:
-        flat = flatten(gradients)
-        ways: dict[str, Any] = {"flat": dist.all_reduce, "ring": ring, "tree": tree, "rank0": through_rank0}
-        ways[args.sync](flat, group=model.group)
-        unflatten(flat, gradients)
-    for gradient in gradients:
-        gradient.div_(model.group.size())
-
-
-def ring(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Add up `flat`, (n,), over the ranks: N chunks go round, and each rank sends to the next one only.
-
-    Patarasuk and Yuan 2009, https://doi.org/10.1016/j.jpdc.2008.09.002
-    """
-    size = group.size()
-    after = (group.rank() + 1) % size
-    before = (group.rank() - 1) % size
-    chunks = flat.tensor_split(size)
-    # Reduce-scatter: a chunk gains a summand at each rank that it comes to, and at the last one it is complete.
-    for hop in range(size - 1):
-        summed = chunks[(group.rank() - hop) % size]
-        mine = chunks[(group.rank() - hop - 1) % size]
-        received = torch.empty_like(mine)
-        exchange(P2POp(dist.irecv, received, before, group), P2POp(dist.isend, summed, after, group))
-        mine += received
-    # All-gather: the complete chunks go round.
-    for hop in range(size - 1):
-        complete = chunks[(group.rank() - hop + 1) % size]
-        next_one = chunks[(group.rank() - hop) % size]
-        exchange(P2POp(dist.irecv, next_one, before, group), P2POp(dist.isend, complete, after, group))
-
-
-def tree(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Add up `flat`, (n,), over the ranks by recursive halving and doubling: few messages, for a slow start of each.
-
-    Thakur, Rabenseifner and Gropp 2005, https://doi.org/10.1177/1094342005051521
-    """
-    rank = group.rank()
-    levels = group.size().bit_length() - 1
-    helper = rank + 2**levels  # of ranks that are no power of two, those that are over let others add theirs
-    if rank >= 2**levels:
-        dist.send(flat, rank - 2**levels, group)
-        dist.recv(flat, rank - 2**levels, group)
-        return
-    if helper < group.size():
-        flat += receive(flat, helper, group)
-    mine = flat
-    halves = []
-    for level in reversed(range(levels)):  # reduce-scatter: half of what is left to each peer, the farthest one first
-        peer = rank ^ 2**level
-        first, second = mine.tensor_split(2)
-        mine, out = (first, second) if rank < peer else (second, first)
-        received = torch.empty_like(mine)
-        exchange(P2POp(dist.irecv, received, peer, group), P2POp(dist.isend, out, peer, group))
-        mine += received
-        halves.append((peer, mine, out))
-    for peer, complete, other in reversed(halves):  # all-gather: the same way back
-        exchange(P2POp(dist.irecv, other, peer, group), P2POp(dist.isend, complete, peer, group))
-    if helper < group.size():
-        dist.send(flat, helper, group)
-
-
-def through_rank0(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Add up `flat`, (n,), over the ranks at rank 0, whose link carries everything.
-
-    nn.DataParallel and parameter servers send the updated parameters back, which are as many bytes.
-    """
-    if group.rank():
-        dist.send(flat, 0, group)
-        dist.recv(flat, 0, group)
-        return
-    for peer in range(1, group.size()):
-        flat += receive(flat, peer, group)
-    for peer in range(1, group.size()):
-        dist.send(flat, peer, group)
-
-
-def receive(like: torch.Tensor, peer: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """A tensor of another rank, of the same size."""
-    received = torch.empty_like(like)
-    dist.recv(received, peer, group)
-    return received
-
-
-def exchange(*messages: P2POp) -> None:
-    """Send and receive at the same time: two ranks that both sent first could wait for each other.
-
-    The receive comes first. gloo announces it to the sender, and behind a large message the announcement would wait, so
-    that two ranks would send one after the other.
-    """
-    for work in dist.batch_isend_irecv(list(messages)):
-        work.wait()
-
-
-def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Give all ranks what rank 0 has, in one message for each type."""
-    for _, same in itertools.groupby(sorted(tensors, key=lambda one: str(one.dtype)), key=lambda one: one.dtype):
-        ours = list(same)
-        flat = flatten(ours)
-        dist.broadcast(flat, 0, group)
-        unflatten(flat, ours)
-
-
-def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A copy of all elements, (n,)."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy the elements back."""
-    for piece, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
-        tensor.copy_(piece.view_as(tensor))
 
 
 def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scale: Any) -> metrics.Sums:
@@ -360,6 +232,137 @@ def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     if args.max_grad_norm:
         return nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
     return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+
+class Replica(nn.Module):
+    """A rank's copy of the model. With --sync bucket, it sends gradients while the backward pass still runs.
+
+    Attributes:
+        group: all ranks.
+        is_last: whether the next backward pass is the last one of its step. Earlier ones only add up gradients.
+    """
+
+    def __init__(self, args: Args, module: nn.Module, group: dist.ProcessGroup) -> None:
+        """Divide the parameters into buckets of at most --bucket-mb."""
+        super().__init__()
+        self.module = module
+        self.group = group
+        self.is_last = False
+        self._buckets: list[list[Any]] = []
+        self._arrived: set[nn.Parameter] = set()
+        self._sent: list[tuple[torch.Tensor, Any]] = []
+        # The backward pass reaches the last parameters first: their bucket is the first to be full, and sent.
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for parameter in reversed(trained if args.sync == "bucket" else []):
+            used = sum(one.nbytes for one in self._buckets[-1]) if self._buckets else float("inf")
+            if used + parameter.nbytes > args.bucket_mb * 1e6:
+                self._buckets.append([])
+            self._buckets[-1].append(parameter)
+            parameter.register_post_accumulate_grad_hook(self._send_full_buckets)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Run the plain model."""
+        return self.module(*inputs)
+
+    def _send_full_buckets(self, parameter: nn.Parameter) -> None:
+        """Send the buckets that the gradient of `parameter` completes; in the same order on all ranks."""
+        if self.is_last:
+            self._arrived.add(parameter)
+            while len(self._sent) < len(self._buckets) and self._arrived.issuperset(self._buckets[len(self._sent)]):
+                flat = flatten([one.grad for one in self._buckets[len(self._sent)]])
+                self._sent.append((flat, dist.all_reduce(flat, group=self.group, async_op=True)))
+
+    def receive_buckets(self) -> None:
+        """Wait for the sums, and put them where the gradients were."""
+        for bucket, (flat, work) in zip(self._buckets, self._sent, strict=True):
+            work.wait()
+            unflatten(flat, [one.grad for one in bucket])
+        self._sent.clear()
+        self._arrived.clear()
+
+
+def tree(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Add up `flat`, (n,), over the ranks by recursive halving and doubling: few messages, where each starts slowly.
+
+    Thakur, Rabenseifner and Gropp 2005, https://doi.org/10.1177/1094342005051521
+    """
+    rank = group.rank()
+    levels = group.size().bit_length() - 1
+    helper = rank + 2**levels  # ranks beyond a power of two send theirs to this one first, and get the sum last
+    if rank >= 2**levels:
+        dist.send(flat, rank - 2**levels, group)
+        dist.recv(flat, rank - 2**levels, group)
+        return
+    if helper < group.size():
+        flat += receive(flat, helper, group)
+    mine = flat
+    halves = []
+    for level in reversed(range(levels)):  # reduce-scatter: half of the rest to each peer, the farthest one first
+        peer = rank ^ 2**level
+        first, second = mine.tensor_split(2)
+        mine, out = (first, second) if rank < peer else (second, first)
+        received = torch.empty_like(mine)
+        exchange(P2POp(dist.irecv, received, peer, group), P2POp(dist.isend, out, peer, group))
+        mine += received
+        halves.append((peer, mine, out))
+    for peer, complete, other in reversed(halves):  # all-gather: the same way back
+        exchange(P2POp(dist.irecv, other, peer, group), P2POp(dist.isend, complete, peer, group))
+    if helper < group.size():
+        dist.send(flat, helper, group)
+
+
+def through_rank0(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Add up `flat`, (n,), over the ranks at rank 0, whose link carries all bytes.
+
+    nn.DataParallel and parameter servers send the updated parameters back, which have as many bytes.
+    """
+    if group.rank():
+        dist.send(flat, 0, group)
+        dist.recv(flat, 0, group)
+        return
+    for peer in range(1, group.size()):
+        flat += receive(flat, peer, group)
+    for peer in range(1, group.size()):
+        dist.send(flat, peer, group)
+
+
+def receive(like: torch.Tensor, peer: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """A tensor of another rank, of the same size."""
+    received = torch.empty_like(like)
+    dist.recv(received, peer, group)
+    return received
+
+
+def broadcast(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Copy rank 0's tensors to all ranks, in one message for each type."""
+    for _, same in itertools.groupby(sorted(tensors, key=lambda one: str(one.dtype)), key=lambda one: one.dtype):
+        ours = list(same)
+        flat = flatten(ours)
+        dist.broadcast(flat, 0, group)
+        unflatten(flat, ours)
+
+
+def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of all elements, (n,)."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy the elements back."""
+    for piece, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+        tensor.copy_(piece.view_as(tensor))
+
+
+def gradients_of(module: nn.Module) -> list[Any]:
+    """The gradients of all trained parameters.
+
+    Raises:
+        UserError: a parameter has no gradient: the ranks could add up those of different parameters.
+    """
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    if unused := [name for name, parameter in trained.items() if parameter.grad is None]:
+        raise UserError(f"the loss does not reach {unused[0]}: use it in forward, or freeze it (requires_grad_(False))")
+    return [parameter.grad for parameter in trained.values()]
 
 
 # --- 4 Step -----------------------------------------------------------------------------------------------

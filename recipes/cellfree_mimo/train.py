@@ -1,8 +1,12 @@
 """Simulate the uplink of a cell-free massive MIMO network, its coherence blocks or its access points split over ranks.
 
-Nothing is trained. A step is one drop of users at random places; its result is each user's spectral efficiency for
-four levels of cooperation between the access points, with two kinds of combining. Setup, levels and formulas are those
-of Björnson and Sanguinetti 2020 (https://arxiv.org/abs/1903.10611), sections II to IV; README.md writes them out.
+Why a simulation among trainings? It proves that common/ is general: a run without a model, data and gradients starts,
+stops, resumes, logs and saves like every training. And its all-reduce stands for a real message, the fronthaul, by
+which the access points of such a network cooperate.
+
+A step is one drop of users at random places. Its result is each user's spectral efficiency for four levels of
+cooperation between the access points, with two kinds of combining. Setup, levels and formulas are those of Björnson and
+Sanguinetti 2020 (https://arxiv.org/abs/1903.10611), sections II to IV; README.md writes them out.
 
     what                      --split users           --split antennas
     access points             all                     a part: antennas, estimates and combining vectors
@@ -11,9 +15,9 @@ of Björnson and Sanguinetti 2020 (https://arxiv.org/abs/1903.10611), sections I
 
 --split both has both on a mesh of two axes: --antenna-ranks ranks share the access points of each part of the blocks.
 
-One step sends: among ranks that share access points, one all-reduce of two K x K Gram matrices and K numbers per
-coherence block (the fronthaul of the centralised level), for --micro-batch-size blocks at a time; two all-reduces at
-the end of the drop, for the other levels. Among ranks that share blocks, one all-reduce of sums at the end of the drop.
+Ranks that share access points send one all-reduce of two K x K Gram matrices and K numbers per coherence block (the
+fronthaul of level 4), for --micro-batch-size blocks at a time. At the end of the drop they send two more, for the other
+levels. Ranks that share blocks send one all-reduce of sums, at the end of the drop.
 
     python recipes/cellfree_mimo/train.py                                               # one process
     bash launch/torchrun.sh recipes/cellfree_mimo --split antennas                      # one per GPU, else 2 on the CPU
@@ -29,6 +33,7 @@ Base: none.
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -43,6 +48,7 @@ from common.run import cli, exits
 from common.run.process import Process, World
 from common.state import checkpoint
 from common.train import metrics, sampler
+from common.workloads import cellfree
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 
@@ -73,142 +79,20 @@ class Args(session.RunArgs):
 
 # --- 2 Workload -------------------------------------------------------------------------------------------
 
-SIDE = 1000.0  # m, of the square; what leaves it at one edge comes back at the opposite one
-HEIGHT = 10.0  # m, of an access point above the users
-GAIN_AT_1M = -30.5  # dB
-GAIN_PER_DECADE = -36.7  # dB, for ten times the distance
-SHADOWING = 4.0  # dB, standard deviation
-DECORRELATION = 9.0  # m, at which the correlation of two users' shadowing is 1/2
-NOISE = -174 + 10 * math.log10(20e6) + 5  # dBm, of 20 MHz and a noise figure of 5 dB
-ANGULAR_SPREAD = math.radians(15)  # standard deviation of the angles that a user's signal comes from
 POWER = 100.0  # mW of each user
 BLOCK = 200  # symbols of a coherence block
-STATIONS = 4  # cells of the paper's cellular network; each pilot is used equally often in each of them
-NODES = 48  # of Gauss-Hermite quadrature, which is then exact to rounding for the arrays here
 SETUPS = {"paper": (100, 4, 40), "large": (128, 4, 1000)}  # access points, antennas of each, users
 SERIES = tuple(f"l{level}_{kind}" for level in (4, 3, 2, 1) for kind in ("mmse", "mr"))
 
 
-class Sizes(NamedTuple):
-    """The sizes of a network."""
-
-    access_points: int
-    antennas: int
-    users: int
-    pilots: int
-
-
-def sizes_of(args: Args) -> Sizes:
-    """Those of the setup, or of the flags that replace them."""
+def sizes_of(args: Args) -> cellfree.Sizes:
+    """Sizes of the setup, or of the flags that replace them."""
     access_points, antennas, users = SETUPS[args.setup]
     if args.pilots >= BLOCK:
         raise UserError(f"--pilots {args.pilots} leaves no data in a block of {BLOCK} symbols: use fewer")
-    return Sizes(args.access_points or access_points, args.antennas or antennas, args.users or users, args.pilots)
-
-
-def complex_normal(*keys: int | np.ndarray) -> np.ndarray:
-    """Circular complex normal numbers of variance 1, functions of the keys alone (Box and Muller 1958)."""
-    return np.sqrt(-np.log1p(-seed.uniform(*keys, 0))) * np.exp(2j * np.pi * seed.uniform(*keys, 1))
-
-
-def normal(*keys: int | np.ndarray) -> np.ndarray:
-    """Normal numbers of variance 1, functions of the keys alone."""
-    return math.sqrt(2) * complex_normal(*keys).real
-
-
-def grid(number: int) -> np.ndarray:
-    """Places (number, 2) in m, in the middles of equal rectangles, as nearly square as the number allows."""
-    rows = max(n for n in range(1, math.isqrt(number) + 1) if number % n == 0)
-    columns = number // rows
-    x, y = np.meshgrid((np.arange(columns) + 0.5) / columns, (np.arange(rows) + 0.5) / rows)
-    return SIDE * np.stack([x.ravel(), y.ravel()], axis=-1)
-
-
-def displacement(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """The shortest way (..., 2) from one place to another, over the edges if that is shorter."""
-    straight = end - start
-    return straight - SIDE * np.round(straight / SIDE)
-
-
-def gain_db(way: np.ndarray) -> np.ndarray:
-    """Path gain over the noise in dB, without shadowing, for horizontal ways (..., 2) in m."""
-    distance = np.sqrt(HEIGHT**2 + np.square(way).sum(-1))
-    return GAIN_AT_1M + GAIN_PER_DECADE * np.log10(distance) - NOISE
-
-
-class Drop(NamedTuple):
-    """Users at their places.
-
-    Attributes:
-        places: (K, 2) in m.
-        pilots: (K,) number of each user's pilot.
-        roots: (K, K) lower-triangular root of the correlation between the users' shadowing.
-    """
-
-    places: np.ndarray
-    pilots: np.ndarray
-    roots: np.ndarray
-
-
-def drop_users(run_seed: int, drop: int, sizes: Sizes) -> Drop:
-    """Drop users at uniform places, one after the other, until each of four cells has its share of them.
-
-    The pilots are those of the authors' program: the paper compares with a cellular network of four stations, each
-    with as many users as there are pilots. A user belongs to the station with the best gain, shadowing included. A
-    user of a full cell is dropped again elsewhere. Within a cell, users take the pilots in turn.
-    """
-    stations = grid(STATIONS)
-    share = math.ceil(sizes.users / STATIONS)
-    places = np.zeros((sizes.users, 2))
-    pilots = np.zeros(sizes.users, int)
-    roots = np.zeros((sizes.users, sizes.users))
-    drawn = np.zeros((sizes.users, STATIONS))
-    members = [0] * STATIONS
-    for attempt in itertools.count():
-        user = sum(members)
-        if user == sizes.users:
-            break
-        keys = (run_seed, seed.PLACE, drop, attempt)
-        place = SIDE * seed.uniform(*keys, np.arange(2))
-        apart = np.linalg.norm(displacement(places[:user], place), axis=-1)
-        # A new row of the Cholesky factor: given the shadowing of the users before, this one's is normal again.
-        known = torch.from_numpy(roots[:user, :user])
-        wanted = torch.from_numpy(2 ** (-apart / DECORRELATION))
-        root = torch.linalg.solve_triangular(known, wanted[:, None], upper=False)[:, 0].numpy()
-        spread = math.sqrt(max(0.0, 1 - root @ root))
-        own = normal(*keys, 2 + np.arange(STATIONS))
-        shadowing = SHADOWING * (root @ drawn[:user] + spread * own)
-        station = int(np.argmax(gain_db(displacement(stations, place)) + shadowing))
-        if members[station] < share:
-            places[user] = place
-            pilots[user] = members[station] % sizes.pilots
-            roots[user, : user + 1] = [*root, spread]
-            drawn[user] = own
-            members[station] += 1
-    return Drop(places, pilots, roots)
-
-
-def local_scattering(angles: np.ndarray, antennas: int) -> np.ndarray:
-    """Correlation (..., N, N) between an array's antennas, half a wavelength apart, of signals from around `angles`.
-
-    The local scattering model (section II-A): the angles are normal around the direction of the user, in radians.
-    """
-    nodes, weights = np.polynomial.hermite.hermgauss(NODES)
-    directions = np.sin(angles[..., None] + math.sqrt(2) * ANGULAR_SPREAD * nodes)
-    lags = np.exp(1j * np.pi * np.arange(antennas)[:, None] * directions[..., None, :]) @ weights / math.sqrt(np.pi)
-    both = np.concatenate([lags[..., :0:-1].conj(), lags], axis=-1)  # of lags 1 - N to N - 1
-    return both[..., np.arange(antennas)[:, None] - np.arange(antennas) + antennas - 1]
-
-
-def correlations(run_seed: int, number: int, drop: Drop, sizes: Sizes, mine: np.ndarray) -> np.ndarray:
-    """Spatial correlation matrices (A, K, N, N) of all users at the access points `mine`, over the noise.
-
-    Shadowing is correlated between users and independent between access points.
-    """
-    ways = displacement(grid(sizes.access_points)[mine, None], drop.places)
-    drawn = normal(run_seed, seed.SHADOW, number, mine[:, None], np.arange(sizes.users))
-    gains = 10 ** ((gain_db(ways) + SHADOWING * drawn @ drop.roots.T) / 10)
-    return gains[..., None, None] * local_scattering(np.arctan2(ways[..., 1], ways[..., 0]), sizes.antennas)
+    return cellfree.Sizes(
+        args.access_points or access_points, args.antennas or antennas, args.users or users, args.pilots
+    )
 
 
 def slots_of(pilots: np.ndarray, number: int) -> tuple[np.ndarray, int]:
@@ -222,9 +106,10 @@ def slots_of(pilots: np.ndarray, number: int) -> tuple[np.ndarray, int]:
 
 
 class Network(NamedTuple):
-    """What a drop's access points know: A of them with N antennas; T pilots with P slots each, T P = U.
+    """Knowledge of a drop's access points: A of them with N antennas; T pilots with P slots each, T P = U.
 
     Attributes:
+        slots: (K,) of the users; see `slots_of`.
         numbers: (A,) of the access points.
         estimators: (A, T, P, N, N), from white noise, in the place of a received pilot, to estimates of channels.
         disturbance: (A, N, N), Z: covariance of the noise and of all users' estimation errors.
@@ -232,6 +117,7 @@ class Network(NamedTuple):
         empty: (U,), 1 for a slot without a user.
     """
 
+    slots: np.ndarray
     numbers: np.ndarray
     estimators: torch.Tensor
     disturbance: torch.Tensor
@@ -239,14 +125,15 @@ class Network(NamedTuple):
     empty: torch.Tensor
 
 
-def make_network(found: np.ndarray, slots: np.ndarray, per_pilot: int, sizes: Sizes, numbers: np.ndarray) -> Network:
-    """MMSE estimation (section II-B) from correlations (A, K, N, N), in float64.
+def make_network(found: np.ndarray, pilots: np.ndarray, sizes: cellfree.Sizes, numbers: np.ndarray) -> Network:
+    """MMSE estimation (section II-B) from correlations (A, K, N, N) and the users' pilots (K,), in float64.
 
     With R the correlation of a user's channel and p the power, the received pilot has the covariance
     Psi = I + p tau sum R, over the users of the pilot. The estimate's is B = p tau R Psi^-1 R, the error's C = R - B.
     An estimate sqrt(p tau) R Psi^-1 y of a received pilot y = L w, with Psi = L L^H and w white, is
     sqrt(p tau) R L^-H w.
     """
+    slots, per_pilot = slots_of(pilots, sizes.pilots)
     count = sizes.pilots * per_pilot
     every = torch.zeros(len(found), count, *found.shape[2:], dtype=torch.complex128)
     every[:, slots] = torch.from_numpy(found)
@@ -261,28 +148,28 @@ def make_network(found: np.ndarray, slots: np.ndarray, per_pilot: int, sizes: Si
     whitening = torch.linalg.solve_triangular(torch.linalg.cholesky(disturbance), identity, upper=False)
     empty = torch.ones(count, dtype=torch.float64)
     empty[slots] = 0
-    return Network(numbers, estimators, disturbance, whitening, empty)
+    return Network(slots, numbers, estimators, disturbance, whitening, empty)
 
 
 def draw_estimates(run_seed: int, network: Network, blocks: np.ndarray) -> torch.Tensor:
     """Estimates of all channels (A, B, N, T, P) in the blocks of these numbers (B,).
 
-    A draw depends on the block, the access point, the pilot and the antenna, and on no number of ranks.
+    Each random number depends on the block, the access point, the pilot and the antenna, and on no number of ranks.
     """
     _, pilots, _, antennas, _ = network.estimators.shape
     numbers = network.numbers[:, None, None, None]
     place = np.arange(pilots * antennas).reshape(antennas, pilots)
-    white = torch.from_numpy(complex_normal(run_seed, seed.FADING, numbers, blocks[:, None, None], place))
+    white = torch.from_numpy(cellfree.complex_normal(run_seed, seed.FADING, numbers, blocks[:, None, None], place))
     return torch.einsum("atpnm,abmt->abntp", network.estimators, white.to(network.estimators))
 
 
 class Statistics(NamedTuple):
-    """Sums over blocks of what the combining vectors v of A access points do, in float64.
+    """Sums over blocks for the combining vectors v of A access points, L-MMSE and MR, in float64.
 
     Attributes:
-        pairs: (A, T, P, P), v_i^H h_j of users i and j of one pilot. For other pairs the mean is 0, by symmetry.
-        total: (A, U), power of v^H y: all users' signals, and the noise.
-        rate: (A, U), log2(1 + SINR) of an access point alone.
+        pairs: (2, A, T, P, P), v_i^H h_j of users i and j of one pilot. For other pairs the mean is 0, by symmetry.
+        total: (2, A, U), power of v^H y: all users' signals, and the noise.
+        rate: (2, A, U), log2(1 + SINR) of an access point alone.
     """
 
     pairs: torch.Tensor
@@ -290,51 +177,41 @@ class Statistics(NamedTuple):
     rate: torch.Tensor
 
 
-def local_statistics(estimates: torch.Tensor, network: Network) -> list[Statistics]:
-    """For L-MMSE and for MR combining, from the estimates (A, B, N, T, P) of some blocks.
+def local_statistics(estimates: torch.Tensor, network: Network) -> Statistics:
+    """Statistics of the access points here, from the estimates (A, B, N, T, P) of some blocks.
 
     Given the estimates, the channels' errors are independent of them. So means over the errors are taken exactly, by
     the covariance Z in the place of draws: E|v^H h|^2 summed over users, and noise, is p |v^H Hhat|^2 + v^H Z v.
     """
     channels = estimates.flatten(3)
     received = POWER * channels @ channels.mH + network.disturbance[:, None]  # covariance, given the estimates
-    found = []
-    for vectors in (POWER * torch.linalg.solve(received, channels), channels):
+    kinds = []
+    for vectors in (POWER * torch.linalg.solve(received, channels), channels):  # (A, B, N, U)
         by_pilot = vectors.unflatten(-1, estimates.shape[3:])
         pairs = torch.einsum("abntp,abntq->abtpq", by_pilot.conj(), estimates)
         total = (vectors.conj() * (received @ vectors)).sum(2).real
         signal = POWER * pairs.diagonal(dim1=-2, dim2=-1).flatten(2).abs().square()
         rate = torch.log2(1 + signal / (at_least_rounding(total - signal, total) + network.empty))
-        found.append(Statistics(pairs.sum(1).to(torch.complex128), total.sum(1).double(), rate.sum(1).double()))
-    return found
+        kinds.append((pairs.sum(1).to(torch.complex128), total.sum(1).double(), rate.sum(1).double()))
+    return Statistics(*map(torch.stack, zip(*kinds, strict=True)))
 
 
 def at_least_rounding(difference: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """What remains of a number when nearly all of it is subtracted is not less than its rounding."""
+    """A small difference of two large numbers, or the rounding error of these, if that is larger."""
     return torch.maximum(difference, torch.finfo(of.dtype).eps * of)
 
 
-class Grams(NamedTuple):
-    """Sums over access points, of a block each: all that the centralised level needs of the estimates Hhat (B, N, U).
+def local_grams(estimates: torch.Tensor, network: Network) -> torch.Tensor:
+    """Level 4 needs no more of the estimates Hhat (B, A N, U) than these Gram matrices, packed, (B, U, 2 U + 1).
 
-    Attributes:
-        whitened: (B, U, U), Hhat^H Z^-1 Hhat.
-        plain: (B, U, U), Hhat^H Hhat.
-        disturbed: (B, U), the diagonal of Hhat^H Z Hhat.
+    They are Hhat^H Z^-1 Hhat, then Hhat^H Hhat, and in the last column the diagonal of Hhat^H Z Hhat. This rank has the
+    parts of its access points. Z is block diagonal over access points, so the sum of all parts is exact.
     """
-
-    whitened: torch.Tensor
-    plain: torch.Tensor
-    disturbed: torch.Tensor
-
-
-def local_grams(estimates: torch.Tensor, network: Network) -> Grams:
-    """The parts of the access points here. Z is block diagonal over access points, so the sum of the parts is exact."""
     channels = estimates.flatten(3)
     white = (network.whitening[:, None] @ channels).transpose(0, 1).flatten(1, 2)
-    disturbed = (channels.conj() * (network.disturbance[:, None] @ channels)).real.sum((0, 2))
     plain = channels.transpose(0, 1).flatten(1, 2)  # (B, A N, U)
-    return Grams(white.mH @ white, plain.mH @ plain, disturbed)
+    disturbed = (channels.conj() * (network.disturbance[:, None] @ channels)).real.sum((0, 2))
+    return torch.cat([pack(white.mH @ white), pack(plain.mH @ plain), disturbed[..., None]], dim=-1)
 
 
 def best_sinr(gram: torch.Tensor) -> torch.Tensor:
@@ -349,22 +226,24 @@ def best_sinr(gram: torch.Tensor) -> torch.Tensor:
     return 1 / inverse.abs().square().sum(-2) - 1  # the diagonal of L^-H L^-1
 
 
-def centralised_rates(grams: Grams, empty: torch.Tensor) -> torch.Tensor:
+def centralised_rates(grams: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
     """Level 4 (section III-A), log2(1 + SINR) summed over blocks, (2, U): MMSE and MR combining over all antennas."""
-    mmse = best_sinr(grams.whitened)
-    signal = POWER * grams.plain.diagonal(dim1=-2, dim2=-1).abs().square()
-    total = POWER * grams.plain.abs().square().sum(-1) + grams.disturbed
+    whitened, plain, disturbed = grams.split([len(empty), len(empty), 1], dim=-1)
+    mmse = best_sinr(unpack(whitened))
+    powers = POWER * unpack(plain).abs().square()
+    signal = powers.diagonal(dim1=-2, dim2=-1)
+    total = powers.sum(-1) + disturbed[..., 0]
     mr = signal / (at_least_rounding(total - signal, total) + empty)
     return torch.log2(1 + torch.stack([mmse, mr])).sum(1).double()
 
 
 class Means(NamedTuple):
-    """Sums over access points of a drop's means: what levels 3 and 2 need.
+    """Sums over access points of a drop's means, for levels 3 and 2; the first dim is L-MMSE and MR.
 
     Attributes:
-        pairs: (T, P, P), m: of v_i^H h_j.
-        noise: (T, P), of D: power at an access point that is not due to the means m of its pilot.
-        gram: (T, P, P, P), for user i: m_ij^* m_ik / D_i.
+        pairs: (2, T, P, P), m: of v_i^H h_j.
+        noise: (2, T, P), of D: power at an access point that is not due to the means m of its pilot.
+        gram: (2, T, P, P, P), for user i: m_ij^* m_il / D_i.
     """
 
     pairs: torch.Tensor
@@ -375,25 +254,25 @@ class Means(NamedTuple):
 def local_means(found: Statistics, empty: torch.Tensor) -> Means:
     """The part of the access points here, from their statistics, divided by the number of blocks.
 
-    Channels of different access points are independent. So the covariance of what they send for user i is a diagonal
+    Channels of different access points are independent. So the covariance of their signals for user i is a diagonal
     matrix D, plus p m_j m_j^H for each user j of the pilot, where m_j (A,) are means.
     """
     total = found.total.view(found.pairs.shape[:-1])
     noise = at_least_rounding(total - POWER * found.pairs.abs().square().sum(-1), total)
-    scaled = found.pairs / (noise + empty.view(total.shape[1:]))[..., None]
-    return Means(found.pairs.sum(0), noise.sum(0), torch.einsum("atij,atik->tijk", found.pairs.conj(), scaled))
+    scaled = found.pairs / (noise + empty.view(total.shape[2:]))[..., None]
+    return Means(found.pairs.sum(1), noise.sum(1), torch.einsum("katij,katil->ktijl", found.pairs.conj(), scaled))
 
 
 def cooperative_rates(means: Means, empty: torch.Tensor) -> torch.Tensor:
-    """Levels 3 and 2 (sections III-B and III-C), log2(1 + SINR), (2, U), by the use-and-then-forget bound.
+    """Levels 3 and 2 (sections III-B and III-C), log2(1 + SINR), (2, 2, U), by the use-and-then-forget bound.
 
     Level 3 weights the access points best, by large-scale fading decoding; level 2 weights them equally.
     """
     level3 = best_sinr(means.gram).diagonal(dim1=-2, dim2=-1)  # of the matrix for user i, the SINR of user i
     powers = POWER * means.pairs.abs().square()
     signal = powers.diagonal(dim1=-2, dim2=-1)
-    level2 = signal / (powers.sum(-1) - signal + means.noise + empty.view_as(signal))
-    return torch.log2(1 + torch.stack([level3, level2])).flatten(1)
+    level2 = signal / (powers.sum(-1) - signal + means.noise + empty.view(signal.shape[1:]))
+    return torch.log2(1 + torch.stack([level3, level2])).flatten(2)
 
 
 # --- 3 Strategy -------------------------------------------------------------------------------------------
@@ -410,43 +289,36 @@ def make_mesh(args: Args, world: World) -> DeviceMesh:
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("users", "antennas"))
 
 
-def my_access_points(sizes: Sizes, mesh: DeviceMesh) -> np.ndarray:
+def my_access_points(sizes: cellfree.Sizes, mesh: DeviceMesh) -> np.ndarray:
     """Numbers of the access points of this rank, in near-equal parts."""
     return np.array_split(np.arange(sizes.access_points), mesh["antennas"].size())[mesh.get_local_rank("antennas")]
 
 
 def pack(gram: torch.Tensor) -> torch.Tensor:
-    """A Hermitian matrix (..., n, n) as as many real numbers: its real part below, its imaginary part above."""
+    """A Hermitian matrix (..., n, n) in n x n real numbers: its real part below, its imaginary part above."""
     return gram.real.tril() + gram.imag.triu(1)
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """The Hermitian matrix that `pack` has packed."""
+    """The Hermitian matrix behind the result of `pack`."""
     lower = packed.tril()
     upper = packed.triu(1)
     return torch.complex(lower + lower.tril(-1).mT, upper - upper.mT)
 
 
-def fronthaul(grams: Grams, mesh: DeviceMesh) -> Grams:
+def fronthaul(sent: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Add up the parts of all access points (ranks that share them): one all-reduce of U (2 U + 1) numbers a block."""
-    sent = torch.cat([pack(grams.whitened), pack(grams.plain), grams.disturbed[..., None]], dim=-1)
     dist.all_reduce(sent, group=mesh.get_group("antennas"))
-    count = grams.disturbed.shape[-1]
-    whitened, plain, disturbed = sent.split([count, count, 1], dim=-1)
-    return Grams(unpack(whitened), unpack(plain), disturbed[..., 0])
+    return sent
 
 
-def add_up(tensors: list[torch.Tensor], mesh: DeviceMesh, axis: str) -> list[torch.Tensor]:
-    """Add up tensors over an axis of the mesh (all its ranks), in one all-reduce."""
-    real = [torch.view_as_real(one) if one.is_complex() else one for one in tensors]
+def add_up(tensors: Iterable[torch.Tensor], mesh: DeviceMesh, axis: str) -> None:
+    """Add up tensors in place over an axis of the mesh (all its ranks), in one all-reduce."""
+    real = [torch.view_as_real(one) if one.is_complex() else one for one in tensors]  # share memory with them
     sent = torch.cat([one.flatten() for one in real])
     dist.all_reduce(sent, group=mesh.get_group(axis))
-    found = [part.view_as(one) for part, one in zip(sent.split([one.numel() for one in real]), real, strict=True)]
-    # A complex number begins at an even place of its storage, so each part gets a storage of its own.
-    return [
-        torch.view_as_complex(part.clone()) if one.is_complex() else part
-        for part, one in zip(found, tensors, strict=True)
-    ]
+    for one, part in zip(real, sent.split([one.numel() for one in real]), strict=True):
+        one.copy_(part.view_as(one))
 
 
 # --- 4 Step -----------------------------------------------------------------------------------------------
@@ -461,37 +333,37 @@ class Results(nn.Module):
         self.spectral_efficiency = nn.Parameter(torch.zeros(drops, len(SERIES), users, dtype=torch.float64))
 
 
-def make_drop(args: Args, mesh: DeviceMesh, device: torch.device, step: int) -> tuple[Network, np.ndarray]:
-    """The access points of this rank in a drop, and the users' slots (K,)."""
+def make_drop(args: Args, mesh: DeviceMesh, device: torch.device, step: int) -> Network:
+    """The access points of this rank in a drop."""
     sizes = sizes_of(args)
     mine = my_access_points(sizes, mesh)
-    drop = drop_users(args.seed, step, sizes)
-    slots, per_pilot = slots_of(drop.pilots, sizes.pilots)
-    exact = make_network(correlations(args.seed, step, drop, sizes, mine), slots, per_pilot, sizes, mine)
+    drop = cellfree.drop_users(args.seed, step, sizes)
+    exact = make_network(cellfree.correlations(args.seed, step, drop, sizes, mine), drop.pilots, sizes, mine)
     real = precision.compute_dtype(args.dtype, device)
-    estimators, disturbance, whitening = (one.to(device, real.to_complex()) for one in exact[1:4])
-    return Network(mine, estimators, disturbance, whitening, exact.empty.to(device, real)), slots
+    estimators, disturbance, whitening = (one.to(device, real.to_complex()) for one in exact[2:5])
+    return Network(exact.slots, mine, estimators, disturbance, whitening, exact.empty.to(device, real))
 
 
 def simulate(args: Args, plan: sampler.Plan, mesh: DeviceMesh, device: torch.device, step: int) -> torch.Tensor:
     """Spectral efficiencies (8, K) in bit/s/Hz of a drop, by SERIES and user, on every rank (all ranks take part)."""
-    network, slots = make_drop(args, mesh, device, step)
+    network = make_drop(args, mesh, device, step)
     start, stop = plan.position(step - 1), plan.position(step)
     sums: list[torch.Tensor] = []
     for first, end in sampler.micro_batches(start, stop, plan.division, mesh.get_local_rank("users")):
         estimates = draw_estimates(args.seed, network, np.arange(first, end))
         level4 = centralised_rates(fronthaul(local_grams(estimates, network), mesh), network.empty)
-        parts = [level4, *itertools.chain(*local_statistics(estimates, network))]
+        parts = [level4, *local_statistics(estimates, network)]
         sums = [one + part for one, part in zip(sums, parts, strict=True)] if sums else parts
-    level4, *local = (one / (stop - start) for one in add_up(sums, mesh, "users"))
-    mmse, mr = Statistics(*local[:3]), Statistics(*local[3:])
+    add_up(sums, mesh, "users")
+    level4, *local = (one / (stop - start) for one in sums)
+    statistics = Statistics(*local)
     empty = network.empty.double()
-    means = add_up([*local_means(mmse, empty), *local_means(mr, empty)], mesh, "antennas")
-    cooperative = torch.stack([cooperative_rates(Means(*some), empty) for some in (means[:3], means[3:])], dim=1)
-    level1 = torch.stack([mmse.rate.amax(0), mr.rate.amax(0)])  # each user's best access point
+    means = local_means(statistics, empty)
+    add_up(means, mesh, "antennas")
+    level1 = statistics.rate.amax(1)  # each user's best access point
     dist.all_reduce(level1, dist.ReduceOp.MAX, group=mesh.get_group("antennas"))
-    rates = torch.cat([level4, *cooperative, level1])
-    return (1 - args.pilots / BLOCK) * rates[:, torch.from_numpy(slots).to(device)]
+    rates = torch.cat([level4, *cooperative_rates(means, empty), level1])
+    return (1 - args.pilots / BLOCK) * rates[:, torch.from_numpy(network.slots).to(device)]
 
 
 def evaluate(found: torch.Tensor) -> metrics.Sums:
@@ -534,7 +406,7 @@ def draw_cdf(path: Path, users: np.ndarray) -> None:
 
 
 def restore(found: checkpoint.Found, results: Results) -> None:
-    """Fill in the drops that a checkpoint has, which may be of a run with more or fewer drops (all ranks)."""
+    """Fill in the drops of a checkpoint, which may be of a run with more or fewer drops (all ranks)."""
     if found.path is None:
         return
     ((name, parameter),) = results.named_parameters()

@@ -1,7 +1,7 @@
 """Train a GPT on sequences that are too long for one device: context parallel, and FSDP2 over all ranks.
 
 Each of the --cp ranks of a group holds two pieces of every sequence, an early and a late one, so that all have as much
-to compute. Only attention reads beyond a rank's own pieces: --cp-kind says how it gets there.
+to compute. Only attention reads beyond a rank's own pieces: --cp-kind says how the keys and values of the others come.
 
     what                          each rank, of N in N / cp groups
     parameters                    1/N of each, and the whole of one or two blocks during their computation
@@ -17,7 +17,7 @@ to compute. Only attention reads beyond a rank's own pieces: --cp-kind says how 
                   heads to whole sequences of some,
                   and another one back
 
-Parameters and gradients travel as in fsdp_gpt, over all ranks: no rank knows which of them share sequences.
+Parameters and gradients travel as in fsdp_gpt, over all ranks, whether these share sequences or not.
 
     bash launch/torchrun.sh recipes/context_gpt --seq-len 1024                                # one group of 2
     NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/context_gpt --cp 2 --cp-kind ulysses     # 2 groups of 2
@@ -124,27 +124,10 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
 # --- 3 Strategy -------------------------------------------------------------------------------------------
 
 
-def make_mesh(args: Args, world: World) -> DeviceMesh:
-    """The ranks and their axes: dp groups, which read different sequences, and the cp ranks that share each of them."""
-    cli.check_divides("--cp", args.cp, {"the number of ranks": world.size})
-    if args.cp > 1 and args.seq_len % (2 * args.cp):
-        raise UserError(
-            f"--seq-len {args.seq_len} must be a multiple of {2 * args.cp}: each of the --cp {args.cp} ranks holds two "
-            "pieces of every sequence"
-        )
-    if args.cp_kind == "ulysses":
-        heads = {"--num-heads": args.num_heads, "--num-kv-heads": gpt.Shape.of(args, vocab_size=1).num_kv_heads}
-        cli.check_divides("--cp-kind ulysses: --cp", args.cp, heads)
-    return init_device_mesh(world.device.type, (world.size // args.cp, args.cp), mesh_dim_names=("dp", "cp"))
-
-
-def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
-    """Index of the part of each batch that this rank reads, and number of parts; one per cp group."""
-    return mesh.get_local_rank("dp"), mesh["dp"].size()
-
-
 def pieces_of(rank: int, size: int, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """A rank's part of whole sequences: of 2 N pieces, number r and, as causal attention has less to do early, 2 N-1-r.
+    """A rank's part of whole sequences: of 2 N pieces, number r and number 2 N - 1 - r.
+
+    Causal attention has less to compute for early pieces, and more for late ones: together, all ranks have the same.
 
     Args:
         rank: r, in its cp group.
@@ -156,58 +139,34 @@ def pieces_of(rank: int, size: int, x: torch.Tensor, dim: int = 1) -> torch.Tens
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]], dim)
 
 
-class AllToAll(torch.autograd.Function):
-    """Send part i to rank i of a group, and get a part of each; all parts are of one size, (N, ...)."""
+def visible(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
+    """The queries of a rank that read keys of an owner, these keys, and whether a query reads only the keys before it.
 
-    @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """What the others send, in the order of ranks."""
-        ctx.group = group
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Each gradient goes back to where its part came from."""
-        return AllToAll.apply(grad.contiguous(), ctx.group), None
-
-
-def ulysses_attention(
-    group: dist.ProcessGroup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor:
-    """Each rank computes some of the heads over whole sequences (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509).
-
-    Args:
-        group: the cp ranks.
-        query: this rank's pieces, (B, heads, T / N, D).
-        key: (B, kv heads, T / N, D).
-        value: the same shape.
+    Of another rank's block, half of the queries or half of the keys are left out, whole. So all these blocks take
+    equally long, and none needs a mask.
     """
-    size = group.size()
-    heads = [x.shape[1] // size for x in (query, key, value)]
-    # (N, B, (heads + 2 kv heads) / N, T / N, D)
-    parts = torch.cat([torch.stack(x.chunk(size, dim=1)) for x in (query, key, value)], dim=2)
-    pieces = torch.cat(AllToAll.apply(parts, group).unbind(), dim=2).tensor_split(2 * size, dim=2)
-    whole = torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim=2)  # early ones, late ones; (..., T, D)
-    mixed = gpt.causal_attention(*whole.split(heads, dim=1))  # (B, heads / N, T, D)
-    parts = torch.stack([pieces_of(rank, size, mixed, 2) for rank in range(size)])  # (N, B, heads / N, T / N, D)
-    return torch.cat(AllToAll.apply(parts, group).unbind(), dim=1)  # (B, heads, T / N, D)
+    every, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)
+    if owner == rank:
+        return every, every, True
+    return (every, early, False) if owner < rank else (late, every, False)
 
 
-# A block of keys and values is what one rank holds of them, (2, B, kv heads, T / N, D).
+# A block: the keys and values of one rank's pieces, (2, B, kv heads, T / N, D).
 Blocks = Iterator[tuple[int, torch.Tensor]]  # of all ranks, each with its rank
 
 
-def gathered(ours: torch.Tensor, group: dist.ProcessGroup) -> Blocks:
-    """All blocks at once."""
-    blocks = ours.new_empty(group.size() * len(ours), *ours.shape[1:])  # (2 N, B, kv heads, T / N, D)
-    dist.all_gather_into_tensor(blocks, ours, group=group)
-    yield from enumerate(blocks.chunk(group.size()))
+def passed_round(ours: torch.Tensor, group: dist.ProcessGroup) -> Blocks:
+    """One block after the other, this rank's first: the next one travels while the caller computes with this one."""
+    block = ours
+    for hop in range(group.size()):
+        wait = pass_on(block, group) if hop < group.size() - 1 else None
+        yield (group.rank() - hop) % group.size(), block
+        if wait:
+            block = wait()
 
 
 def pass_on(outgoing: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Begin to send to the next rank and to receive from the one before; the function returned waits for the latter.
+    """Begin to send to the next rank, and to receive from the one before. The result waits for the received tensor.
 
     The receive comes first: behind a large message, gloo would announce it late.
     """
@@ -225,26 +184,8 @@ def pass_on(outgoing: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], to
     return wait
 
 
-def passed_round(ours: torch.Tensor, group: dist.ProcessGroup) -> Blocks:
-    """One block after the other, this rank's first; the next is on its way while the caller computes with this one."""
-    block = ours
-    for hop in range(group.size()):
-        wait = pass_on(block, group) if hop < group.size() - 1 else None
-        yield (group.rank() - hop) % group.size(), block
-        if wait:
-            block = wait()
-
-
-def sum_gathered(parts: Iterator[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
-    """Gradient of this rank's block, from this rank's parts of the gradients of all blocks, in the order of ranks."""
-    blocks = list(parts)
-    ours = torch.empty_like(blocks[0])
-    dist.reduce_scatter_tensor(ours, torch.cat(blocks), group=group)
-    return ours
-
-
 def sum_round(parts: Iterator[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
-    """The same in the order of `passed_round`: a block's gradient follows it round, one computation behind."""
+    """Gradient of this rank's block, added up while it follows the block round, one computation behind."""
     ours = next(parts)
     wait = None
     for part in parts:
@@ -252,26 +193,10 @@ def sum_round(parts: Iterator[torch.Tensor], group: dist.ProcessGroup) -> torch.
     return ours + wait() if wait else ours
 
 
-BLOCKS = {"ring": passed_round, "allgather": gathered}
-SUM = {"ring": sum_round, "allgather": sum_gathered}
-
-
-def visible(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
-    """Which of a rank's queries read which of an owner's keys, and whether each only those up to its own position.
-
-    All but the rank's own blocks take equally long: half of the queries or half of the keys are left out, and no mask
-    is needed.
-    """
-    every, early, late = slice(0, length), slice(0, length // 2), slice(length // 2, length)
-    if owner == rank:
-        return every, every, True
-    return (every, early, False) if owner < rank else (late, every, False)
-
-
 class BlockAttention(torch.autograd.Function):
-    """Attention to one rank's keys after the other's; the results are joined as they come.
+    """Attention to the keys of one rank after another; each result is joined to the sum of those before.
 
-    The backward pass gets the blocks again: kept, they would take N times the memory of a rank's own.
+    The backward pass sends the blocks again: kept, they would take N times the memory of a rank's own.
     """
 
     @staticmethod
@@ -287,7 +212,7 @@ class BlockAttention(torch.autograd.Function):
             keys, values = block[..., columns, :]
             part, part_logs = private_api.block_attention(query[:, :, rows], keys, values, causal)
             both = torch.logaddexp(logs[:, :, rows], part_logs)
-            # Each part was divided by its own divisor, and has to be by that of both.
+            # Each part was divided by its own divisor, and has to be divided by that of both.
             correction = (logs[:, :, rows] - both).exp()[..., None]
             out[:, :, rows] = out[:, :, rows] * correction + part * (part_logs - both).exp()[..., None]
             logs[:, :, rows] = both
@@ -332,8 +257,19 @@ def share_sequences(args: Args, model: Any, group: dist.ProcessGroup) -> None:
 
     model.forward = forward_pieces
     attend = ulysses_attention if args.cp_kind == "ulysses" else functools.partial(BlockAttention.apply, args.cp_kind)
-    for block in model.blocks.values():  # the compiler takes what is around it: it knows no messages
+    for block in model.blocks.values():  # torch.compile knows no messages, so it compiles the code around them
         block.attention.attend = torch.compiler.disable(functools.partial(attend, group))
+
+
+def make_mesh(args: Args, world: World) -> DeviceMesh:
+    """The ranks and their axes: dp groups, which read different sequences, and the cp ranks that share each of them."""
+    check_flags(args, world.size)
+    return init_device_mesh(world.device.type, (world.size // args.cp, args.cp), mesh_dim_names=("dp", "cp"))
+
+
+def dp_coordinates(mesh: DeviceMesh) -> tuple[int, int]:
+    """Index of the part of each batch that this rank reads, and number of parts; one per cp group."""
+    return mesh.get_local_rank("dp"), mesh["dp"].size()
 
 
 def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) -> nn.Module:
@@ -341,7 +277,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     dtype = precision.compute_dtype(args.dtype, device)
     model = model.to(precision.param_dtype(dtype))
     compute = dtype if dtype in precision.HALVES else None
-    # FSDP's param_dtype is the type it gathers in, our compute type. It adds up gradients in our storage type.
+    # param_dtype: parameters are gathered and computed in it. reduce_dtype: gradients are summed in it.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.param_dtype(dtype))
     # Parameters come in the compute type, so section 2's autocast has nothing to do. On GPUs it would compute each norm
     # in float32, and cast the result back once for each matrix that reads it.
@@ -385,6 +321,74 @@ def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     else:
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     return norm.full_tensor()  # a DTensor: this adds up the ranks' parts
+
+
+def gathered(ours: torch.Tensor, group: dist.ProcessGroup) -> Blocks:
+    """All blocks at once, by one all-gather."""
+    blocks = ours.new_empty(group.size() * len(ours), *ours.shape[1:])  # (2 N, B, kv heads, T / N, D)
+    dist.all_gather_into_tensor(blocks, ours, group=group)
+    yield from enumerate(blocks.chunk(group.size()))
+
+
+def sum_gathered(parts: Iterator[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
+    """The same sum of blocks that came by `gathered`: one reduce-scatter."""
+    blocks = list(parts)
+    ours = torch.empty_like(blocks[0])
+    dist.reduce_scatter_tensor(ours, torch.cat(blocks), group=group)
+    return ours
+
+
+BLOCKS = {"ring": passed_round, "allgather": gathered}
+SUM = {"ring": sum_round, "allgather": sum_gathered}
+
+
+def ulysses_attention(
+    group: dist.ProcessGroup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """Each rank computes some of the heads over whole sequences (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509).
+
+    Args:
+        group: the cp ranks.
+        query: this rank's pieces, (B, heads, T / N, D).
+        key: (B, kv heads, T / N, D).
+        value: the same shape.
+    """
+    size = group.size()
+    heads = [x.shape[1] // size for x in (query, key, value)]
+    # (N, B, (heads + 2 kv heads) / N, T / N, D)
+    parts = torch.cat([torch.stack(x.chunk(size, dim=1)) for x in (query, key, value)], dim=2)
+    pieces = torch.cat(AllToAll.apply(parts, group).unbind(), dim=2).tensor_split(2 * size, dim=2)
+    whole = torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim=2)  # early ones, late ones; (..., T, D)
+    mixed = gpt.causal_attention(*whole.split(heads, dim=1))  # (B, heads / N, T, D)
+    parts = torch.stack([pieces_of(rank, size, mixed, 2) for rank in range(size)])  # (N, B, heads / N, T / N, D)
+    return torch.cat(AllToAll.apply(parts, group).unbind(), dim=1)  # (B, heads, T / N, D)
+
+
+class AllToAll(torch.autograd.Function):
+    """Send part i to rank i of a group, and get a part of each; all parts are of one size, (N, ...)."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """The parts from all ranks, in their order."""
+        ctx.group = group
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Each gradient returns to the rank of its part."""
+        return AllToAll.apply(grad.contiguous(), ctx.group), None
+
+
+def check_flags(args: Args, num_ranks: int) -> None:
+    """Refuse sequences and heads that the ranks cannot share, before the data is read."""
+    cli.check_divides("--cp", args.cp, {"the number of ranks": num_ranks})
+    if args.cp > 1 and args.seq_len % (2 * args.cp):  # two pieces for each rank
+        raise UserError(f"--seq-len {args.seq_len} must be a multiple of {2 * args.cp}, twice the --cp {args.cp} ranks")
+    if args.cp_kind == "ulysses":
+        heads = {"--num-heads": args.num_heads, "--num-kv-heads": gpt.Shape.of(args, vocab_size=1).num_kv_heads}
+        cli.check_divides("--cp-kind ulysses: --cp", args.cp, heads)
 
 
 # --- 4 Step -----------------------------------------------------------------------------------------------

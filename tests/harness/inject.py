@@ -62,8 +62,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from common import BadStateError, keymap, manifest, places, private_api, ranks, seal, session
-from common.protect import health, heartbeat, watch
-from common.run import log, output, process_group, run_dir, stop
+from common.protect import health, heartbeat, peers, watch
+from common.run import output, process_group, run_dir, stop
 from common.state import checkpoint, saver, shards, state_check
 from common.train import data, flops, guard, sampler, sync_batchnorm
 from common.workloads import resnet, text
@@ -297,8 +297,8 @@ def _send(name: str, pause_s: float = 0.0) -> None:
 
 def _send_later(name: str) -> None:
     """After heartbeats that tell the others where this rank is: counted, for on a busy machine they come late."""
-    sent = _Self.watching._beats
-    while _Self.watching._beats < sent + 3:
+    sent = _Self.watching._peers.num_beats
+    while _Self.watching._peers.num_beats < sent + 3:
         time.sleep(watch.BEAT_S / 4)
     _send(name)
 
@@ -645,13 +645,13 @@ def _keep_events() -> None:
     """TensorBoard's writer stays the same one, whatever happens to it."""
 
     class Kept:
-        def __get__(self, run: log.Run, _: type) -> Any:
-            return run.__dict__["_events"]
+        def __get__(self, records: run_dir.Records, _: type) -> Any:
+            return records.__dict__["_events"]
 
-        def __set__(self, run: log.Run, events: Any) -> None:
-            run.__dict__["_events"] = events or run.__dict__.get("_events")
+        def __set__(self, records: run_dir.Records, events: Any) -> None:
+            records.__dict__["_events"] = events or records.__dict__.get("_events")
 
-    log.Run._events = Kept()  # type: ignore[assignment]
+    run_dir.Records._events = Kept()  # type: ignore[assignment]
 
 
 def _read_whole_records() -> None:
@@ -680,7 +680,7 @@ def _need_room() -> None:
 
 def _feel_nothing() -> None:
     _replace(watch.Watch, "_feel_next", lambda _: None)
-    _replace(watch.Watch, "_next_is_silent", lambda _: False)
+    _replace(peers.Peers, "next_is_silent", lambda _: False)
 
 
 MUTANTS = {

@@ -47,7 +47,7 @@ def fail_in_turn(folder: str) -> None:
     frame = sys._getframe()
     assert frame
     time.sleep(4 * watch.BEAT_S)
-    sys.stderr.write(f"beat: {watching._store.get('watch/0').decode()}\n")
+    sys.stderr.write(f"beat: {watching._peers.store.get('watch/0').decode()}\n")
     process_group.finish(watching._world.process)
 
 

@@ -462,7 +462,7 @@ def test_evaluation_is_exact(count: int, tmp_path: Path) -> None:
     assert trained(4, tmp_path / "4", data, *flags)[2] == pytest.approx(wanted, rel=1e-12)
     how = {"variables": sharding(FSDP2, 4), "stand_in": "GPUs"}  # whose ranks wait for each other in each forward pass
     assert trained(4, tmp_path / "fsdp2", data, *flags, **how)[2] == pytest.approx(wanted, rel=1e-12)
-    requests = "sampler.evaluation_requests(plan, len(validation), {})"
+    requests = "data.evaluation(validation, plan, {}, args.workers, world.device)"
     all_read_the_same = {"main": {requests.format("dp_rank"): requests.format("0")}}
     mutant = mutants.mutate(HUGGING, tmp_path / "mutant", all_read_the_same)
     found = trained(4, tmp_path / "5", data, *flags, recipe=mutant)[2]

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from common import seed
 from common.train import sampler
+from common.workloads import cellfree
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -446,11 +447,11 @@ def test_paper_setup(mimo: ModuleType) -> None:
     sizes = mimo.sizes_of(mimo.Args())
     assert sizes == (100, 4, 40, 10)
     assert mimo.sizes_of(mimo.Args(setup="large")) == (128, 4, 1000, 10)
-    grid = mimo.grid(100)
+    grid = cellfree.grid(100)
     assert sorted({x for x, _ in grid}) == [50 + 100 * i for i in range(10)]
-    assert len({tuple(place) for place in mimo.grid(128)}) == 128
-    assert len({x for x, _ in mimo.grid(128)}) == 16
-    drops = [mimo.drop_users(0, step, sizes) for step in range(1, 30)]
+    assert len({tuple(place) for place in cellfree.grid(128)}) == 128
+    assert len({x for x, _ in cellfree.grid(128)}) == 16
+    drops = [cellfree.drop_users(0, step, sizes) for step in range(1, 30)]
     assert all(np.bincount(drop.pilots).tolist() == [4] * 10 for drop in drops)
     places = np.concatenate([drop.places for drop in drops]) / 1000
     assert places.min() > 0
@@ -459,33 +460,33 @@ def test_paper_setup(mimo: ModuleType) -> None:
     assert places.std(0) == pytest.approx([12**-0.5] * 2, abs=0.02)
     for drop in drops[:3]:
         root = drop.roots
-        apart = np.abs(mimo.displacement(drop.places[:, None], drop.places))
+        apart = np.abs(cellfree.displacement(drop.places[:, None], drop.places))
         assert apart.max() <= 500
         assert root @ root.T == pytest.approx(2 ** (-np.linalg.norm(apart, axis=-1) / 9), abs=1e-12)
 
 
-def test_places_and_matrices_are_the_oracles(mimo: ModuleType) -> None:
+def test_places_and_matrices_are_the_oracles() -> None:
     """Wrap-around, shadowing, pilots, scattering with four antennas."""
-    sizes = mimo.Sizes(9, 4, 10, 3)
-    drop = mimo.drop_users(0, 1, sizes)
+    sizes = cellfree.Sizes(9, 4, 10, 3)
+    drop = cellfree.drop_users(0, 1, sizes)
     matrices, of_pilot = scene(*sizes, 1)
     assert drop.pilots.tolist() == of_pilot
-    found = mimo.correlations(0, 1, drop, sizes, np.arange(9))
+    found = cellfree.correlations(0, 1, drop, sizes, np.arange(9))
     assert np.abs(found / matrices - 1).max() < 1e-8
-    assert (mimo.correlations(0, 1, drop, sizes, np.arange(3, 5)) == found[3:5]).all()
+    assert (cellfree.correlations(0, 1, drop, sizes, np.arange(3, 5)) == found[3:5]).all()
 
 
-def test_shadowing_has_its_statistics(mimo: ModuleType) -> None:
+def test_shadowing_has_its_statistics() -> None:
     """4 dB, correlated between users by their distance and independent between access points."""
-    sizes = mimo.Sizes(400, 1, 2, 2)
+    sizes = cellfree.Sizes(400, 1, 2, 2)
     places = np.array([[500.0, 500.0], [509.0, 500.0]])
     root = np.array([[1, 0], [0.5, math.sqrt(0.75)]])
-    drop = mimo.Drop(places, np.arange(2), root)
+    drop = cellfree.Drop(places, np.arange(2), root)
     shadows = []
     for number in range(20):
-        gains = mimo.correlations(0, number, drop, sizes, np.arange(400))[..., 0, 0].real
-        ways = mimo.displacement(mimo.grid(400)[:, None], places)
-        shadows.append(10 * np.log10(gains) - mimo.gain_db(ways))
+        gains = cellfree.correlations(0, number, drop, sizes, np.arange(400))[..., 0, 0].real
+        ways = cellfree.displacement(cellfree.grid(400)[:, None], places)
+        shadows.append(10 * np.log10(gains) - cellfree.gain_db(ways))
     users = np.concatenate(shadows).T
     assert users.std(1) == pytest.approx([4, 4], rel=0.03)
     assert np.corrcoef(users)[0, 1] == pytest.approx(0.5, abs=0.03)

@@ -227,6 +227,20 @@ def test_continues_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (tmp_path / "train.py").read_text() == Path(__file__).read_text()
 
 
+def test_start_that_records_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Resumed at its end, from before what was recorded: that is no result of this run."""
+    run = make_run(tmp_path)
+    run.log_validation(10, means(0.5))
+    run.log_validation(15, means(0.25))
+    run.finish()
+    capsys.readouterr()
+    make_run(tmp_path, first_step=10).finish()
+    assert runner.records(tmp_path, "val/loss") == {10: 0.5}
+    assert "best     val/loss 0.5000 at step 10" in capsys.readouterr().out
+    make_run(tmp_path / "new").finish()
+    assert (tmp_path / "new" / "metrics.jsonl").read_text() == ""
+
+
 def test_finish_says_the_best_and_how_to_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,16 +294,17 @@ def test_full_disk_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixtur
     """What could not be recorded is told, and what comes once there is room is recorded."""
     run = make_run(tmp_path)
     record(run, 5, 0.5)
-    with run._records as good, Path("/dev/full").open("a") as full:
-        run._records = full
+    records = run._records
+    with records._lines as good, Path("/dev/full").open("a") as full:
+        records._lines = full
         capsys.readouterr()
         record(run, 10, 0.25)
         warned = re.findall(r"^warning: .*$", capsys.readouterr().out, re.MULTILINE)
         assert warned == [f"warning: step 10 was not recorded in {tmp_path}: [Errno 28] No space left on device"] * 2
-        run._records = good
+        records._lines = good
         record(run, 15, 0.125)
         assert runner.records(tmp_path, "train/loss") == {5: 0.5, 15: 0.125}
-        run._records = full
+        records._lines = full
         record(run, 20, 0.1)
         run.finish()
     assert "done     step 20 of 20" in capsys.readouterr().out

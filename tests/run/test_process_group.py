@@ -110,9 +110,9 @@ def test_rank_0_listens_at_its_address_alone(address: str, wanted: str) -> None:
     """Not at a name's, which other machines may resolve to another one, nor at one that it does not have."""
     listening = process_group._listen(address, runner.free_port())
     found = ""
-    if listening:
-        with listening:
-            found = listening.getsockname()[0]
+    if listening is not None:
+        with socket.socket(fileno=listening) as server:
+            found = server.getsockname()[0]
     assert found == wanted
 
 

@@ -102,7 +102,7 @@ def load(path, tensors):
     ("file", "more", "proof"),
     [
         ("checkpoint.py", FLIP, "moves"),
-        ("watch.py", "Watch._compare = lambda self, to_the_end=False: ([], set())", "kill"),
+        ("protect/peers.py", "Peers.compare = lambda self, to_the_end=False: ([], set())", "kill"),
     ],
     ids=["a checkpoint comes back with a flipped bit", "nobody names the dead"],
 )

@@ -41,35 +41,38 @@ def test_like_float32_and_resumes_exactly(recipe: str, small_text: Path, tmp_pat
     assert same_tensors(parts, whole)
     scales = [json.loads((path / "MANIFEST.json").read_text())["loss_scale"] for path in (parts, whole)]
     assert scales[0] == scales[1]
-    assert 1 < scales[0][0] <= precision.FIRST_SCALE
+    assert 1 < scales[0][0] <= guard.FIRST_SCALE
     assert scales[0][1] > 0
 
 
-def gradient(scale: precision.LossScale) -> torch.Tensor:
+def make_guard(model: nn.Module, dtype: torch.dtype, saved_scale: list[float] | None = None) -> guard.FiniteGuard:
+    return guard.FiniteGuard(model, OPTIMIZERS["SGD"](model), make_plan(), 1, dtype, saved_scale)
+
+
+def gradient(saved_scale: list[float] | None) -> torch.Tensor:
     """Of a weight, where the gradient of the activations is below what float16 can hold."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 1, bias=False))
+    finite = make_guard(model, torch.float16, saved_scale)
     with precision.autocast(CPU, torch.float16):
         loss = model(torch.ones(4, 8)).float().sum() * 1e-8
-    (loss * scale.value).backward()
-    scale.unscale(model.parameters())
+    (loss * finite.loss_scale).backward()
+    finite.unscale_gradients()
     weight = model[0].weight
     assert weight.grad is not None
     return weight.grad
 
 
 def test_small_gradients_are_kept() -> None:
-    scaled = gradient(precision.LossScale(torch.float16, CPU))
-    assert scaled.abs().min() > 0
-    assert not gradient(precision.LossScale(torch.float16, CPU, [1.0, 0])).any()
+    assert gradient(None).abs().min() > 0
+    assert not gradient([1.0, 0]).any()
 
 
 def test_lowered_and_raised(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that is skipped to lower the scale is no fault, until the scale is 1."""
-    monkeypatch.setattr(precision, "GROWTH_STEPS", 3)
-    scale = precision.LossScale(torch.float16, CPU, [4.0, 0])
+    monkeypatch.setattr(guard, "GROWTH_STEPS", 3)
     model = nn.Linear(2, 2)
-    finite = guard.FiniteGuard(model, OPTIMIZERS["SGD"](model), make_plan(), most=1, scale=scale)
+    finite = make_guard(model, torch.float16, [4, 0])
 
     def step(number: int, norm: float) -> float:
         for parameter in model.parameters():
@@ -82,7 +85,7 @@ def test_lowered_and_raised(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert finite.report() == 0
     assert "skipped 2 updates to lower float16's loss scale to 1" in capsys.readouterr().out
     assert [step(number, 1.0) for number in (3, 4, 5, 6, 7)] == [1.0, 1.0, 2.0, 2.0, 2.0]
-    assert scale.state() == [2.0, 2.0]
+    assert finite.scale_state() == [2.0, 2.0]
     assert [step(number, float("nan")) for number in (8, 9, 10)] == [1.0, 1.0, 1.0]
     with pytest.raises(BadStateError, match="not finite in steps 9 to 10"):
         finite.report()
@@ -90,5 +93,5 @@ def test_lowered_and_raised(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 def test_other_types_have_none() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        scale = precision.LossScale(dtype, CPU, [8.0, 1])
-        assert (scale.value, scale.state()) == (1, [])
+        finite = make_guard(nn.Linear(2, 2), dtype, [8.0, 1])
+        assert (finite.loss_scale, finite.scale_state()) == (1, [])

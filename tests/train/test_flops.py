@@ -1,5 +1,6 @@
 """FLOPs of a sample and of a device, and what a training shows where they cannot be counted."""
 
+import tomllib
 import types
 from collections.abc import Callable, Iterator
 from typing import ClassVar
@@ -11,6 +12,8 @@ from common import UserError
 from common.train import data, flops
 from common.workloads import gpt, text
 from torch import nn
+
+from tests.harness.runner import ROOT
 
 
 class Rows:
@@ -84,6 +87,13 @@ def test_count_of_a_gpt(head_width: int) -> None:
 def test_peak_flops_of_a_known_gpu(name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert flops.peak_flops(torch.device("cuda", 0), torch.bfloat16) == peak
+
+
+def test_peaks_of_the_planner_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = tomllib.loads((ROOT / "tools" / "plan" / "hardware.toml").read_text()).values()
+    for machine in [one for one in machines if one.get("bfloat16", True)]:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=machine["gpu"]: name)
+        assert flops.peak_on_paper(torch.device("cuda", 0), torch.bfloat16) == machine["peak_16bit"], machine["gpu"]
 
 
 @pytest.mark.parametrize(
