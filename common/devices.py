@@ -33,6 +33,12 @@ def configure(matmul_precision: str, deterministic: bool) -> None:
     torch.backends.cudnn.benchmark = not deterministic
 
 
+def used_by(model: torch.nn.Module, device: torch.device) -> list[torch.device]:
+    """This process's device, and the others that its model computes on: nn.DataParallel drives several GPUs."""
+    others = (getattr(model, "device_ids", None) or [])[1:]
+    return [device, *(torch.device(device.type, index) for index in others)]
+
+
 def notes(device: torch.device, compiled: bool) -> Iterator[str]:
     """Lines for the terminal: all settings on a GPU, and on a CPU those that are not the default."""
     gpu = device.type == "cuda"

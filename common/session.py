@@ -10,28 +10,25 @@ import contextlib
 import dataclasses
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from common import BadStateError, UserError, bounds, devices, keymap, marks, precision, ranks, seed
 from common.measure import pace, profile, verdict  # measure
 from common.protect import health, watch  # protect
 from common.run import cli, log, process_group, run_dir, stop
 from common.run.process import Carried, Process, Rewind, World
-from common.state import checkpoint, saver
-from common.state.best import Best
-from common.state.doubts import Doubts
-from common.state.state_check import StateCheck
-from common.train import data, flops, guard, metrics, sampler, sync_batchnorm
+from common.state import best, checkpoint, doubts, saver, state_check
+from common.train import flops, guard, metrics, sampler, sync_batchnorm
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class RunArgs(
     profile.ProfileArgs,  # measure
     watch.WatchArgs,  # protect
@@ -57,7 +54,7 @@ class RunArgs(
     deterministic: bool = False  # the same bits each time on GPUs too, if slower; a CPU gives them anyway
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class TrainArgs(RunArgs):
     """Flags of every training."""
 
@@ -89,23 +86,6 @@ def join(args: Any, recipe: str, process: Process) -> World:
     health.check(world.device)  # protect
     process.watch = watch.Watch(world)  # protect
     return world
-
-
-def check_sums(
-    evaluate: Callable[[data.Loader], metrics.Sums], train: data.BatchReader, plan: sampler.Plan, device: torch.device
-) -> None:
-    """Refuse a forward that does not return sums (all ranks): a mean would train at another learning rate.
-
-    Args:
-        evaluate: returns this rank's sums over batches.
-        train: the training set.
-        plan: the steps of the training.
-        device: of this rank.
-
-    Raises:
-        UserError: as `metrics.check_sums`.
-    """
-    metrics.check_sums(*(evaluate(batches) for batches in data.twins(train, plan, device)))
 
 
 class Session:
@@ -145,10 +125,7 @@ class Session:
             UserError: the folder is in use, or another job has saved there since `found`; or a micro-batch has too few
                 samples for the model.
         """
-        # A model that drives several GPUs from one process, as nn.DataParallel does, has this attribute.
-        indices = getattr(model, "device_ids", None) or []
-        computes_on = [torch.device(world.device.type, index) for index in indices[1:]]
-        computes_on.insert(0, world.device)
+        computes_on = devices.used_by(model, world.device)
         sampler.check_min_samples(plan, sync_batchnorm.min_samples(model), len(computes_on))
         self._args = args
         self._process = world.process
@@ -161,9 +138,9 @@ class Session:
         self._no_better = ""  # why --patience ends the run
         self._name = f"rank {world.rank} on {world.host}"
         carried = world.process.carried
-        self._doubts = carried.doubts if carried else Doubts(args.on_bad_state)
+        self._doubts = carried.doubts if carried else doubts.Doubts(args.on_bad_state)
         keeps = vars(args)
-        self._best = Best(keeps.get("keep_best", ""), keeps.get("patience", 0), found.run_dir, plan.first_step)
+        self._best = best.Best(keeps.get("keep_best", ""), keeps.get("patience", 0), found.run_dir, plan.first_step)
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
         steps = plan.first_step, self._last_step
@@ -181,11 +158,11 @@ class Session:
             world.process.owners = weakref.ref(model), weakref.ref(optimizer)
             saved_scale = found.progress.get("loss_scale")
             self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips, dtype, saved_scale)
-        self._check = StateCheck(model, compare=args.check_every > 0)
+        self._check = state_check.StateCheck(model, compare=args.check_every > 0)
         self._saver = saver.Saver(found, recipe, mesh, self._check, world.process, args.keep, args.async_save)
         rates = [group["lr"] for group in optimizer.param_groups] if optimizer else []
-        sample = sample or flops.Sample()
-        self._log = log.Run(found.run_dir, recipe, args, world, plan, dtype, sample, rates, computes_on)
+        counted = sample or flops.Sample()
+        self._log = log.Run(found.run_dir, recipe, args, world, plan, dtype, counted, rates, computes_on)
         self._saved_s = 0.0
 
     def steps(self, dp_rank: int) -> Iterator[int]:
@@ -202,8 +179,7 @@ class Session:
             self._pace.begin()  # measure
             yield step
             if found := self._profile.end(step, self._name):  # measure
-                judged = verdict.of_profile(self._args, found)  # measure
-                self._log.log_profile(step, found.parts, found.lines, judged)  # measure
+                self._log.log_profile(step, found.parts, found.lines, verdict.of_profile(self._args, found))  # measure
             if self._is_last(step):
                 break
 
@@ -223,7 +199,7 @@ class Session:
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation is due after `step`; a request to stop does not cause one."""
         due = self._evaluation_is_due(step)
-        with marks.mark(marks.EVALUATES if due else marks.BESIDE):
+        with record_function(marks.EVALUATES if due else marks.BESIDE):
             pass
         self._watch.note("evaluation" if due else "")  # of a failure or hang from here on  # protect
         return due
@@ -251,13 +227,13 @@ class Session:
             **more: other values for train/, such as lr; a name that has a group already, such as rl/return, keeps it.
 
         Raises:
-            BadStateError: replicas differ, or a parameter is not finite; see `StateCheck`.
+            BadStateError: replicas differ, or a parameter is not finite; see `state_check.StateCheck`.
         """
         self._pace.end()  # measure
         self._is_last(step)
         self._log.add(sums)
         compares = self._args.check_every > 0 and step % self._args.check_every == 0
-        with self._rewinds(), marks.mark(marks.BESIDE):
+        with self._rewinds(), record_function(marks.BESIDE):
             if self.logs(step):
                 norm = {} if grad_norm is None else {"grad_norm": grad_norm.item()}
                 logged = self._log.log_train(step, data_wait_s, **norm, **more)
@@ -267,12 +243,7 @@ class Session:
             if compares:
                 self._check.compare(keymap.to_save(self._model, None), step)
 
-    def log_validation(
-        self,
-        step: int,
-        sums: metrics.Sums,
-        metrics_of: Callable[[dict[str, float]], Mapping[str, float]] = lambda means: means,
-    ) -> None:
+    def log_validation(self, step: int, sums: metrics.Sums, metrics_of: metrics.MetricsOf = dict) -> None:
         """Log an evaluation's global means, note whether it is the best so far, and stop at the end of --patience.
 
         Args:
@@ -284,7 +255,7 @@ class Session:
             UserError: --keep-best names none of the metrics.
         """
         means = metrics_of(metrics.means(sums))
-        with marks.mark(marks.EVALUATED):
+        with record_function(marks.EVALUATED):
             self._log.log_validation(step, means)
         no_better = self._best.add(step, means)
         if no_better and not self._stops:
@@ -306,7 +277,7 @@ class Session:
 
         Raises:
             UserError: a name of `more` has none of the prefixes that `keymap.NO_WEIGHTS` lists: nothing could load it.
-            BadStateError: the state must not be kept; see `StateCheck`.
+            BadStateError: the state must not be kept; see `state_check.StateCheck`.
         """
         self._watch.note("")  # protect
         if not self.saves(step):
@@ -316,7 +287,7 @@ class Session:
                 raise UserError(f"run.save got {name!r}, which is no part of the model: call it {f'extra.{name}'!r}")
         began = time.perf_counter()
         last = self._is_last(step)
-        with self._rewinds(), marks.mark(marks.BESIDE):
+        with self._rewinds(), record_function(marks.BESIDE):
             self._report_skips()  # first: a checkpoint must not hide what has led to it
             tensors = keymap.to_save(self._model, self._optimizer) | (more or {})
             scale = self.finite.scale_state() if self._optimizer else []

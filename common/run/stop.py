@@ -147,12 +147,13 @@ class Stop:
             done = self._done
         self._store.set("stop/reason", reason)
         self._store.set(f"stop/done/{self._rank}", str(done))
-        if self._rank == 0 and (done_of_all := self._wait_for([f"stop/done/{rank}" for rank in range(self._size)])):
-            self._store.set("stop/target", str(min(1 + max(map(int, done_of_all)), self._last_step)))
-        target = self._wait_for(["stop/target"])
-        if not target:
+        names = [f"stop/done/{rank}" for rank in range(self._size)] if self._rank == 0 else ["stop/target"]
+        found = [int(number) for number in self._wait_for(names)]
+        if not found:
             return
-        self._target = int(target[0])
+        self._target = min(1 + max(found), self._last_step) if self._rank == 0 else found[0]
+        if self._rank == 0:
+            self._store.set("stop/target", str(self._target))
         self._agreed.set()
         repeat = "; send it again to quit now without saving" if reason.startswith("SIG") else ""
         ranks.print0(f"{reason}: saving and stopping after step {self._target}{repeat}")

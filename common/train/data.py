@@ -206,11 +206,3 @@ def training(train: BatchReader, plan: Plan, dp_rank: int, workers: int, device:
 def evaluation(validation: BatchReader, plan: Plan, dp_rank: int, workers: int, device: torch.device) -> Loader:
     """This rank's batches of an evaluation, in the training's micro-batch size."""
     return Loader(validation, evaluation_requests(plan, len(validation), dp_rank), workers, device)
-
-
-def twins(train: BatchReader, plan: Plan, device: torch.device) -> Iterator[Loader]:
-    """Batches of the first sample alone, and of it twice; nothing if a micro-batch has only one sample of each rank."""
-    if plan.division.global_micro_batch_size >= 2 * plan.division.dp_size:
-        for count in (1, 2):
-            index = np.zeros(count, int)
-            yield Loader(train, [Request(index, index, count, True)], 0, device)

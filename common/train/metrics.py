@@ -2,15 +2,15 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 
-from common import UserError, ranks
+from common import UserError
 
 Sums = dict[str, torch.Tensor]
-TOLERANCE = 0.05  # of a ratio of losses, which bfloat16 has rounded
+MetricsOf = Callable[[dict[str, float]], Mapping[str, float]]  # makes the metrics to show of means
 # Metrics of which the lowest is best, by the end of their names.
 LOWER = re.compile("[/_](loss|bits_per_byte|perplexity|error|mae|mse|rmse|wer|cer|fid)$")
 
@@ -42,44 +42,12 @@ def means(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     Returns:
         The mean of each sum except "count".
     """
-    totals = _totals(sums)
-    count = totals.pop("count")
-    return {key: total / count for key, total in totals.items()}
+    found = totals(sums)
+    count = found.pop("count")
+    return {key: total / count for key, total in found.items()}
 
 
-def check_sums(*twins: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a forward that does not return sums (all ranks): a mean would train at another learning rate.
-
-    Args:
-        *twins: sums of an evaluation of one sample, and of the same sample twice in one micro-batch; or nothing.
-
-    Raises:
-        UserError: "loss" or "count" is missing, the loss is a mean, or the count does not count.
-    """
-    if not twins:
-        return
-    if missing := {"loss", "count"} - twins[0].keys():
-        raise UserError(f'forward returns no "{min(missing)}": it must return "loss", a sum, and "count", its samples')
-    once, twice = map(_totals, twins)
-    if once["count"] and not math.isclose(twice["count"], 2 * once["count"]):
-        counted = f"{once['count']:g} for one sample and {twice['count']:g} for two"
-        raise UserError(f'forward\'s "count" is {counted}: it must be the number of samples')
-    if not once["loss"] or not all(map(math.isfinite, (once["loss"], twice["loss"]))):
-        return
-    ratio = twice["loss"] / once["loss"]
-    if abs(ratio - 1) < TOLERANCE:
-        raise UserError(
-            "forward returns a mean loss: the same sample twice has the loss of one. Return the sum over the samples, "
-            'as by reduction="sum"; Brigade divides by the samples of the whole step'
-        )
-    if abs(ratio - 2) > TOLERANCE:
-        ranks.print0(
-            f"note: the same sample twice has {ratio:.3g} times the loss of one: the loss is no sum over samples, so "
-            "the training depends on --micro-batch-size and the number of ranks"
-        )
-
-
-def _totals(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def totals(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Sums over all ranks, with one all-reduce."""
     values = torch.stack([value.double() for value in sums.values()])
     dist.all_reduce(values)

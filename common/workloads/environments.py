@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from common import UserError, marks, seed
 
@@ -138,7 +139,7 @@ class Environments:
         if self.continuous:
             actions = actions.clip(self._space.low, self._space.high).astype(self._space.dtype)
         self._actions[np.arange(len(actions)), self._lengths] = actions
-        with marks.mark(marks.READS):
+        with record_function(marks.READS):
             next_observations, rewards, terminated, truncated, _ = self._vector.step(actions)
         self.observations = next_observations
         done = terminated | truncated

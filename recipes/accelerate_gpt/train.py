@@ -39,7 +39,7 @@ from common import UserError, bounds, precision, ranks, session
 from common.run import cli, exits
 from common.run.process import Process, World
 from common.state import checkpoint, start
-from common.train import data, flops, guard, initial, metrics, rates, sampler, schedule
+from common.train import data, flops, guard, initial, metrics, rates, sampler, schedule, twins
 from common.workloads import gpt, text
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def main(process: Process) -> None:
     # After parallelize, which may replace the parameters.
     optimizer = make_optimizer(args, model)
     # Optional: stops if forward returns a mean. It runs before restore and compile, which it would disturb.
-    session.check_sums(lambda batches: evaluate(args, model, batches), train, plan, world.device)
+    twins.check_sums(lambda batches: evaluate(args, model, batches), train, plan, world.device)
     start.restore(found.path, args.init, model, optimizer)
     if args.compile:
         model.compile()

@@ -1,6 +1,5 @@
 """Means over all samples of all ranks, from one collective."""
 
-import contextlib
 import math
 from typing import Any
 
@@ -60,45 +59,10 @@ def test_add_takes_in_new_keys_and_changes_nothing() -> None:
     assert {key: value.item() for key, value in first.items()} == {"loss": 1.5, "count": 2}
 
 
-def sums_of(loss: float, count: float = 1) -> metrics.Sums:
-    return {"loss": torch.tensor(loss), "count": torch.tensor(count)}
-
-
 @pytest.mark.parametrize("sums", [torch.tensor(1.0), {"loss": torch.ones(2)}, {"loss": 1.0}], ids=repr)
 def test_what_are_no_sums_are_refused(sums: Any) -> None:
     with pytest.raises(UserError, match=r"forward (returned a Tensor, not|must return tensors without dimensions)"):
         metrics.add({}, sums)
-
-
-TWINS = {  # sums of a sample, of the same sample twice, and the message
-    "a mean": (sums_of(2.3), sums_of(2.3, 2), "forward returns a mean loss"),
-    "a mean in bfloat16": (sums_of(2.3), sums_of(2.31, 2), "forward returns a mean loss"),
-    "no count": ({"loss": torch.tensor(2.3)}, {"loss": torch.tensor(4.6)}, 'forward returns no "count"'),
-    "no loss": ({"count": torch.tensor(1)}, {"count": torch.tensor(2)}, 'forward returns no "loss"'),
-    "a constant count": (sums_of(2.3), sums_of(4.6), '"count" is 1 for one sample and 1 for two'),
-    "sums": (sums_of(2.3), sums_of(4.6, 2), ""),
-    "sums of 7 tokens a sample": (sums_of(2.3, 7), sums_of(4.6, 14), ""),
-    "negative sums": (sums_of(-2.3), sums_of(-4.6, 2), ""),
-    "a masked sample": (sums_of(0.0, 0), sums_of(0.0, 0), ""),
-    "a loss that is not finite": (sums_of(math.inf), sums_of(math.inf, 2), ""),
-}
-
-
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("case", TWINS)
-def test_twins(case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    once, twice, message = TWINS[case]
-    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
-        metrics.check_sums(once, twice)
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.usefixtures("group")
-def test_loss_over_pairs_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    """As contrastive losses are: that is for the adopter to know."""
-    metrics.check_sums(sums_of(2.0), sums_of(7.0, 2))
-    assert "note: the same sample twice has 3.5 times the loss of one" in capsys.readouterr().out
-    metrics.check_sums()
 
 
 RECORDS = [
