@@ -15,6 +15,7 @@ from common import private_api
 from common.protect import diagnose
 from common.run import process_group
 from common.run.process import World
+from common.state.private_api import files_of_rank
 from common.train import data
 
 BEAT_S = 0.25
@@ -142,7 +143,7 @@ class Heartbeat:
     def _bytes_written(self) -> int:
         """Bytes that this rank has written to the checkpoint that is being saved."""
         folders = self._checkpoints.glob("step_*.tmp-*")
-        return _total([file for one in folders for file in private_api.files_of_rank(one, self._world.rank)])
+        return _total([file for one in folders for file in files_of_rank(one, self._world.rank)])
 
     def slow_save(self) -> str:
         """A sentence about the save that is under way, if it takes longer than --hang-timeout; else ""."""

@@ -116,7 +116,8 @@ class Stop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         while not self._closing.is_set():
             try:
-                reason, self._earlier = self._earlier or self._look(), ""
+                reason = self._earlier or self._look()
+                self._earlier = ""
                 if reason and not self.reason:
                     self._agree(reason)
             except dist.DistError:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.futures import Future
 
-from common import manifest, private_api
+from common import manifest
+from common.state import private_api
 
 if TYPE_CHECKING:  # slow to import
     from torch.distributed.checkpoint.metadata import Metadata

@@ -1,22 +1,19 @@
 """What a training starts from: the checkpoint that it continues, weights of another model, or nothing."""
 
+import contextlib
 import functools
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import filelock
-import safetensors.torch
 import torch
 from torch import nn
 
 from common import UserError, keymap, manifest, ranks
 from common.state import checkpoint
+from common.workloads import pretrained
 
-TORCHVISION = "torchvision:"
-FILES = {".bin", ".pt", ".pth", ".safetensors"}
-WAIT_S = 600.0  # for another process that fetches the same weights
 MOST_LISTED = 5  # tensors that a line names
 
 
@@ -86,19 +83,20 @@ def begin_with(init: str, model: nn.Module) -> None:
     Raises:
         UserError: there are no such weights, or none that fits.
     """
-    saved, load = _open(init, model)
-    tensors = keymap.model_tensors(model)
-    # Over all ranks: a stage of a pipeline has a part of the model.
-    wanted: dict[str, list[int]] = {}
-    for part in ranks.gather({name: list(tensor.shape) for name, tensor in tensors.items()}):
-        wanted |= part
-    missing = [name for name, size in wanted.items() if saved.get(name) != tuple(size)]
-    if len(missing) == len(wanted):
-        raise UserError(
-            f"--init {init}: no tensor has the name and shape of one of the model's, such as "
-            f"{missing[0]} {tuple(wanted[missing[0]])}; the file has {next(iter(saved.items()), 'nothing')}"
-        )
-    load({name: tensor for name, tensor in tensors.items() if name not in missing})
+    with contextlib.ExitStack() as stack:
+        saved, load = _open(init, model, stack)
+        tensors = keymap.model_tensors(model)
+        # Over all ranks: a stage of a pipeline has a part of the model.
+        wanted: dict[str, list[int]] = {}
+        for part in ranks.gather({name: list(tensor.shape) for name, tensor in tensors.items()}):
+            wanted |= part
+        missing = [name for name, size in wanted.items() if saved.get(name) != tuple(size)]
+        if len(missing) == len(wanted):
+            raise UserError(
+                f"--init {init}: no tensor has the name and shape of one of the model's, such as "
+                f"{missing[0]} {tuple(wanted[missing[0]])}; the file has {next(iter(saved.items()), 'nothing')}"
+            )
+        load({name: tensor for name, tensor in tensors.items() if name not in missing})
     left = [f"{name} {tuple(wanted[name])} (there: {saved.get(name, 'none')})" for name in missing]
     frozen = {keymap.canonical(name) for name, one in model.named_parameters() if not one.requires_grad}
     stuck = sorted(frozen.union(*ranks.gather(sorted(frozen))) & set(missing))
@@ -120,16 +118,22 @@ def _listed(what: str, lines: list[str]) -> str:
     return f"; {what}: {', '.join(lines[:MOST_LISTED])}{more}" if lines else ""
 
 
-def _open(init: str, model: nn.Module) -> tuple[dict[str, tuple[int, ...]], Callable[[keymap.Tensors], None]]:
+def _open(
+    init: str, model: nn.Module, stack: contextlib.ExitStack
+) -> tuple[dict[str, tuple[int, ...]], Callable[[keymap.Tensors], None]]:
     """The sizes of the weights by the model's names, and a function that fills tensors by name (all ranks)."""
     path = Path(init).expanduser()
-    if init.startswith(TORCHVISION) or (path.suffix in FILES and path.is_file()):
-        weights = dict(_read(init, path))
+    if init.startswith(pretrained.TORCHVISION) or (path.suffix in pretrained.FILES and path.is_file()):
+        weights = pretrained.read(init)
         return {name: tuple(one.shape) for name, one in weights.items()}, functools.partial(_fill, weights)
+    if path.suffix == ".safetensors" and path.is_file():  # as a folder, of which each rank reads its own part
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (place / "model.safetensors").symlink_to(path.resolve())
+        path = place
     if not path.is_dir():
         raise UserError(
             f"--init {init}: there is no such folder or file; it may be a run, a checkpoint, a .safetensors or "
-            f".pth file, a folder of Hugging Face, or {TORCHVISION}resnet18"
+            f".pth file, a folder of Hugging Face, or {pretrained.TORCHVISION}resnet18"
         )
     if (path / manifest.NAME).exists() or (path / "checkpoints").exists():
         path, _ = checkpoint.choose(path, "--init ")
@@ -159,39 +163,3 @@ def _names(init: str, folder: Path, model: nn.Module) -> dict[str, str]:
         raise UserError(f"--init {init}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"--init {init}: its config.json is not a model's: {error!r}") from error
-
-
-def _read(init: str, path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of torchvision's weights or of one file, by canonical name.
-
-    No code of a file is run; of a large file, only what is used is read.
-    """
-    try:
-        if init.startswith(TORCHVISION):
-            found: Any = _torchvision(init.removeprefix(TORCHVISION))
-        elif path.suffix == ".safetensors":
-            found = safetensors.torch.load_file(path)
-        else:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # of pickle, of the network, of torchvision's registry
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"--init {init} cannot be read: {reason}") from error
-    for key in ("state_dict", "model"):  # what training scripts wrap it in
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-    if not isinstance(found, Mapping):
-        raise UserError(f"--init {init} holds a {type(found).__name__}, and not a state dict")
-    for name, tensor in found.items():
-        if isinstance(tensor, torch.Tensor):
-            yield keymap.canonical(name), tensor
-
-
-def _torchvision(name: str) -> Any:
-    """The newest weights of a model; the first process of a machine that wants them fetches them for the others."""
-    from torchvision import models
-
-    weights = models.get_model_weights(name).DEFAULT
-    place = Path(torch.hub.get_dir()) / "checkpoints"
-    place.mkdir(parents=True, exist_ok=True)
-    with filelock.FileLock(place / f"{name}.lock", timeout=WAIT_S):  # the system releases it if its holder dies
-        return weights.get_state_dict(check_hash=True)

@@ -39,8 +39,8 @@ from common import UserError, bounds, precision, ranks, session
 from common.run import cli, exits
 from common.run.process import Process, World
 from common.state import checkpoint, start
-from common.train import data, flops, guard, initial, metrics, rates, sampler, schedule, twins
-from common.workloads import gpt, text
+from common.train import data, flops, guard, initial, metrics, sampler, schedule, twins
+from common.workloads import gpt, rates, text
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 

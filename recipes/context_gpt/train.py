@@ -45,8 +45,8 @@ from common import UserError, bounds, precision, session
 from common.run import cli, exits
 from common.run.process import Process, World
 from common.state import checkpoint, start
-from common.train import data, flops, guard, initial, metrics, rates, sampler, schedule, twins
-from common.workloads import gpt, private_api, text
+from common.train import data, flops, guard, initial, metrics, sampler, schedule, twins
+from common.workloads import gpt, private_api, rates, text
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 

@@ -38,8 +38,8 @@ from common import UserError, bounds, precision, seed, session
 from common.run import cli, exits
 from common.run.process import Process, World
 from common.state import checkpoint, start
-from common.train import data, flops, guard, initial, metrics, rates, sampler, schedule, twins
-from common.workloads import images, resnet
+from common.train import data, flops, guard, initial, metrics, sampler, schedule, twins
+from common.workloads import images, rates, resnet
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 

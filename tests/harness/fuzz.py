@@ -25,8 +25,8 @@ import torch.distributed as dist
 from common import UserError, manifest
 from common.run import cli
 from common.state import checkpoint
-from common.train import rates, sampler, schedule
-from common.workloads import environments, gpt, image_decode, images, packed, text
+from common.train import sampler, schedule
+from common.workloads import environments, gpt, image_decode, images, packed, rates, text
 
 from tests.harness import damage, module, runner, states
 

@@ -61,10 +61,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import BadStateError, keymap, manifest, places, private_api, ranks, seal, session
+from common import BadStateError, keymap, manifest, places, ranks, seal, session
 from common.protect import health, heartbeat, peers, watch
 from common.run import output, process_group, run_dir, stop
 from common.state import checkpoint, saver, shards, state_check
+from common.state.private_api import files_of_rank
 from common.train import data, flops, guard, sampler, sync_batchnorm
 from common.workloads import resnet, text
 from torch import nn
@@ -312,7 +313,7 @@ def _send_group(name: str) -> None:
 def _trickle(run: str, seconds: float) -> None:
     """As a slow disk: bytes come in, while this thread waits in one call."""
     partial = next(Path(run, "checkpoints").glob("step_*.tmp-*"))
-    file = private_api.files_of_rank(partial, _Self.rank) or [partial / f"shard-{_Self.rank + 1:05d}-slow.safetensors"]
+    file = files_of_rank(partial, _Self.rank) or [partial / f"shard-{_Self.rank + 1:05d}-slow.safetensors"]
     script = f'for i in $(seq {5 * seconds:.0f}); do printf x >>"$0"; sleep 0.2; done; rm "$0"'
     subprocess.run(["sh", "-c", script, str(file[0])], check=True, timeout=WAIT_S)
 

@@ -2,6 +2,8 @@
 
 import gc
 import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from common import UserError
 from common.run import exits, process_group, run_dir
 from common.run.process import Carried, Process, Rewind
 
@@ -35,7 +36,7 @@ def go_back(folder: str, keeps: str, flags: dict[str, Any]) -> None:
         processes.append(process)
         if of_first:
             left = [type(one()).__name__ for one in of_first if one() is not None]
-            print(f"left: {left}, collected: {gc.get_threshold() and gc.isenabled()}")
+            print(f"left: {left}")
             return
         run, model, optimizer = begin(folder, process, on_bad_state="rewind", max_steps=6, log_every=1, **flags)
         KEEPS[keeps](process, model)
@@ -57,7 +58,7 @@ def go_back(folder: str, keeps: str, flags: dict[str, Any]) -> None:
     assert not dist.is_initialized()
     assert second.carried
     assert not second.carried.stop._thread.is_alive()
-    assert keeps or [file.name for file in second.locks] == [file.name for file in second.locks if not file.closed]
+    assert keeps or [file.closed for file in second.locks] == [False]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,8 @@ def test_nothing_keeps_a_model_where_the_run_begins_again(keeps: str, flags: dic
     assert result.ok, str(result)
     said = result.outputs[0]
     assert "in step 3; going back to the newest checkpoint" in said, said
-    assert re.findall(r"^left: (\[.*?\])", said, re.MULTILINE) == [str(["Sequential", "Parameter"] if keeps else [])], said
+    left = str(["Sequential", "Parameter"] if keeps else [])
+    assert re.findall(r"^left: (\[.*?\])", said, re.MULTILINE) == [left], said
 
 
 def begin_again(folder: str) -> None:
@@ -111,29 +113,37 @@ def test_ranks_that_begin_again_meet_without_what_was_before(tmp_path: Path) -> 
     assert result.outputs == ["ends start 0\nends start 1\nends start 2\n"] * 2
 
 
-def hold(path: str, claimed: str) -> None:
+def hold(path: str, mutant: bool) -> None:
+    """The folder is this process's also while its ranks begin again; the mutant's lock ends with its run."""
     process = Process()
     process_group.start(process=process)
-    run_dir.claim(Path(path), process)
+    run_dir.claim(Path(path), Process() if mutant else process)
+    gc.collect()
     process_group.finish(process, begins_again=True)
-    Path(claimed).touch()
+    script = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    other = subprocess.run([sys.executable, "-c", script, f"{path}/lock"], check=False, capture_output=True, text=True)
+    assert ("BlockingIOError" in other.stderr) == (not mutant), other.stderr
     process_group.start(process=process)
+    run_dir.claim(Path(path), process)
     process_group.finish(process)
-    with pytest.raises(UserError, match="is in use by process "):
-        runner.spawn(lambda: None, [])  # never reached: see below
-        raise UserError("is in use by process 1")
 
 
-def test_error_without_memory_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mutant", [False, True], ids=["", "mutant"])
+def test_folder_stays_claimed_where_the_run_begins_again(mutant: bool, tmp_path: Path) -> None:
+    result = runner.spawn(hold, [(str(tmp_path / "run"), mutant)])
+    assert result.ok, str(result)
+
+
+def test_error_without_memory_is_explained() -> None:
     """With the flags and the owners of this process, and of no other one."""
     model = torch.nn.Linear(512, 512)
     optimizer = torch.optim.SGD(model.parameters())
     mine = Process(frees=["--keep 1 (now 2)"], owners=(weakref.ref(model), weakref.ref(optimizer)))
     for process, told in (
-        (mine, (r"parameters 0\.00, .*--keep 1 \(now 2\); more devices",)),
-        (Process(), (r"It takes less with, in this order: more devices",)),
+        (mine, r"parameters 0\.00, .*in this order: (more devices.*; )?--keep 1 \(now 2\)"),
+        (Process(), r"\)\. It takes less with, in this order: more devices"),
     ):
         error = MemoryError()
         process.explain(error)
         (note,) = error.__notes__
-        assert re.search(told[0], note), note
+        assert re.search(told, note), note

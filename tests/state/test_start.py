@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torchvision
 from common import UserError, keymap
 from common.state import checkpoint, start
+from common.workloads import pretrained
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -123,7 +124,7 @@ def test_one_rank_fetches_at_a_time(tmp_path: Path) -> None:
 
 
 def test_waiting_for_weights_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: None) -> None:
-    monkeypatch.setattr(start, "WAIT_S", 0.1)
+    monkeypatch.setattr(pretrained, "WAIT_S", 0.1)
     monkeypatch.setattr(torchvision.models, "get_model_weights", lambda name: Fetched(tmp_path))
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     (tmp_path / "checkpoints").mkdir()

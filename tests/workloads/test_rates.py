@@ -6,7 +6,7 @@ import pytest
 import torch
 from common import UserError
 from common.state import checkpoint
-from common.train import rates
+from common.workloads import rates
 from safetensors.torch import load_file
 from torch import nn
 
