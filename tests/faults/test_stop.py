@@ -256,7 +256,7 @@ def stop_at_own_pace(pace_s: float, folder: str, agree: bool) -> None:
         if rank == 1 and step == 30:
             os.kill(os.getpid(), signal.SIGTERM)
     Path(folder, str(rank)).write_text(str(step))
-    process_group.finish()  # else the other rank finds that this one has died
+    process_group.finish(world.process)  # else the other rank finds that this one has died
 
 
 @pytest.mark.parametrize("agree", [True, False], ids=["all stop after one step", "mutant without agreement"])

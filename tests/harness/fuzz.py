@@ -26,7 +26,7 @@ from common import UserError, manifest
 from common.run import cli
 from common.state import checkpoint
 from common.train import sampler, schedule
-from common.workloads import environments, gpt, image_decode, images, packed, rates, text
+from common.workloads import cellfree, environments, gpt, image_decode, images, packed, rates, text
 
 from tests.harness import damage, module, runner, states
 
@@ -220,7 +220,7 @@ def _plan(args: Any, choose: random.Random, recipe: Any) -> None:
     if not hasattr(args, "lr"):
         sizes = recipe.sizes_of(args)
         if sizes.access_points < 10**5:
-            assert len(recipe.grid(sizes.access_points)) == sizes.access_points
+            assert len(cellfree.grid(sizes.access_points)) == sizes.access_points
         return
     schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
     for step in (0, 1, plan.max_steps):

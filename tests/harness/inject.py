@@ -64,7 +64,7 @@ import torch.distributed.checkpoint as dcp
 from common import BadStateError, keymap, manifest, places, ranks, seal, session
 from common.protect import health, heartbeat, peers, watch
 from common.run import output, process_group, run_dir, stop
-from common.state import checkpoint, saver, shards, state_check
+from common.state import checkpoint, replicas, saver, shards, state_check
 from common.state.private_api import files_of_rank
 from common.train import data, flops, guard, sampler, sync_batchnorm
 from common.workloads import resnet, text
@@ -597,7 +597,7 @@ def _take_any_rank() -> None:
 
 
 def _compare_nothing() -> None:
-    _replace(guard, "_hashes", lambda _: {})
+    _replace(replicas, "hashes_of", lambda _: {})
 
 
 def _look_at_nothing() -> None:

@@ -247,7 +247,7 @@ MUTANTS: dict[str, tuple[Layout, mutants.Changes]] = {
     "the optimizer's state is not loaded": (FSDP, {"main": {LOAD: WEIGHTS_ONLY}}),
     "a stage counts its layers from its own 0": (
         PP,
-        {"parallelize": {f"stage.norm = {NORM}": f"stage.norm = {NORM}; {FROM_0}"}},
+        {"make_stage": {f"stage.norm = {NORM}": f"stage.norm = {NORM}; {FROM_0}"}},
     ),
 }
 

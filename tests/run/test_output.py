@@ -23,8 +23,10 @@ sys.exit(7)
 """
 
 
-def run(spare: Path, stdout: int | None, shell: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", PRINTS, str(spare)]
+def run(
+    spare: Path, stdout: int | None, shell: str = "", script: str = PRINTS, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, str(spare)]
     if shell:
         command = ["bash", "-c", f'exec "$@" {shell}', "bash", *command]
     return subprocess.run(
@@ -65,6 +67,17 @@ def test_reader_that_pauses(blocking: bool, tmp_path: Path) -> None:
     assert "first\n" in (tmp_path / "log").read_text()
     os.close(pipe)
     os.close(reader)
+
+
+def test_protected_again(tmp_path: Path) -> None:
+    """What is kept goes where the newest one says: a process may run a second main, in another folder."""
+    again = PRINTS.replace("output.protect()", "output.protect().spare = Path('/nowhere/log')\noutput.protect()")
+    reader, pipe = os.pipe()
+    os.close(reader)
+    result = run(tmp_path / "log", pipe, script=again)
+    os.close(pipe)
+    assert result.returncode == 7
+    assert (tmp_path / "log").read_text().splitlines()[1:] == ["first", "second \N{SNOWMAN}"]
 
 
 def test_no_output_at_all(tmp_path: Path) -> None:
