@@ -16,7 +16,7 @@ Who renames one of these renames it here as well; a patch of a name that is not 
     common.run.stop.Stop.after                       point "end of a step"; note "done"
     common.manifest.seal, write                      points "before the digests", "before the manifest"
     common.train.guard.FiniteGuard(model, ...)       what the actions "drift" and "damage state" may change
-    common.train.state_check.StateCheck(model, ...)  the same, of a recipe that does not train and has no FiniteGuard
+    common.state.state_check.StateCheck(model, ...)  the same, of a recipe that does not train and has no FiniteGuard
     common.session.Session.log_train                 its point "update"; log_validation, point "evaluation"
     common.protect.watch.Watch._exit                 note "named": this rank prints the finding about another one
     common.protect.watch.Watch._let_others_read      note "named": this rank has printed its own error
