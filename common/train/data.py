@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from common import UserError
-from common.train.sampler import Plan, Request, evaluation_requests, training_requests
+from common.train import sampler
+from common.train.sampler import Plan, Request
 
 
 class Batch(NamedTuple):
@@ -200,9 +201,9 @@ class Loader:
 
 def training(train: BatchReader, plan: Plan, dp_rank: int, workers: int, device: torch.device) -> Loader:
     """This rank's batches of all remaining steps."""
-    return Loader(train, training_requests(plan, dp_rank), workers, device)
+    return Loader(train, sampler.training_requests(plan, dp_rank), workers, device)
 
 
 def evaluation(validation: BatchReader, plan: Plan, dp_rank: int, workers: int, device: torch.device) -> Loader:
     """This rank's batches of an evaluation, in the training's micro-batch size."""
-    return Loader(validation, evaluation_requests(plan, len(validation), dp_rank), workers, device)
+    return Loader(validation, sampler.evaluation_requests(plan, len(validation), dp_rank), workers, device)
