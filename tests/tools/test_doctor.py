@@ -618,7 +618,7 @@ def test_machines_that_differ(machines: list[Machine], tmp_path: Path) -> None:
     changed = tmp_path / "changed"
     for part in ("common", "launch", "tools"):
         shutil.copytree(runner.ROOT / part, changed / part, ignore=shutil.ignore_patterns("__pycache__"))
-    with (changed / "common" / "flops.py").open("a") as file:
+    with (changed / "common" / "train" / "flops.py").open("a") as file:
         file.write("# another commit\n")
     (tmp_path / "out").mkdir()
     visit.start(machines[0])
