@@ -101,7 +101,7 @@ def load(path, tensors):
 @pytest.mark.parametrize(
     ("file", "more", "proof"),
     [
-        ("checkpoint.py", FLIP, "moves"),
+        ("state/checkpoint.py", FLIP, "moves"),
         ("protect/peers.py", "Peers.compare = lambda self, to_the_end=False: ([], set())", "kill"),
     ],
     ids=["a checkpoint comes back with a flipped bit", "nobody names the dead"],
