@@ -1,11 +1,10 @@
-"""What --profile shows, and what it costs: `uv run python benchmarks/profiling.py` (root) writes docs/profiling.md.
+"""What tools.profile shows, and what --profile costs: `uv run python benchmarks/profiling.py` (root).
 
-The link is between two machines, network namespaces on a switch, with one process each.
+It writes docs/profiling.md. The link is between two machines, network namespaces on a switch, with one process each.
 """
 
 import json
 import os
-import re
 import secrets
 import statistics
 import subprocess
@@ -14,9 +13,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from common.measure import profile
 from tests.harness import machines, pages
 from tools import about
+from tools.profile import table, timeline, traces
 
 PAGE = about.ROOT / "docs" / "profiling.md"
 ROUNDS, LAST = 5, 40
@@ -24,31 +23,38 @@ COLUMNS = ("data", "forward", "backward", "optimizer", "exposed", "slower", "bes
 FLAGS = ("--max-steps", "12", "--profile", "5", "--eval-every", "1000", "--name", "run")
 
 
-def run(recipe: str, folder: str, *flags: str) -> tuple[list[dict[str, float]], str]:
-    """Run a recipe on two ranks, or one; returns what it has recorded, and what it has printed."""
+def run(recipe: str, folder: str, *flags: str) -> Path:
+    """Run a recipe on two ranks, or one; returns the run's folder."""
     command = ["bash", "launch/torchrun.sh", f"recipes/{recipe}", "--out", folder, *flags]
     environ = os.environ | {"PYTHON": sys.executable}
     done = subprocess.run(command, cwd=about.ROOT, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    lines = Path(folder, flags[flags.index("--name") + 1], "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines], done.stdout
+    return Path(folder, flags[flags.index("--name") + 1])
 
 
-def profiled(records: list[dict[str, float]]) -> dict[str, float]:
-    """Seconds a step by part."""
-    (found,) = [line for line in records if "profile/step_s" in line]
-    return {tag.removeprefix("profile/").removesuffix("_s"): value for tag, value in found.items()}
+def profiled(path: Path) -> tuple[list[traces.Trace], table.Found]:
+    """The traces of a run, and what they show."""
+    ranks, _ = traces.read(traces.find(path, 0), 0)
+    return ranks, table.judge(ranks)
 
 
-def row(recipe: str, strategy: tuple[str, ...], parts: dict[str, float], printed: str) -> str:
+def row(recipe: str, strategy: tuple[str, ...], path: Path) -> str:
     """One line of the table."""
+    ranks, found = profiled(path)
+    parts = found.mean
     shares = [f"{parts[part] / parts['step']:.0%}" for part in COLUMNS]
-    total = sum(parts[part] for part in (*profile.LINES,)) / parts["step"]
-    before = float(re.findall(r"before them took ([\d,.]+) ms", printed)[0].replace(",", "")) / 1e3
+    total = sum(parts[part] for part in timeline.PARTS) / parts["step"]
     name = " ".join([recipe, *strategy])
-    cells = [name, f"{parts['step'] * 1e3:,.0f} ms", *shares, f"{total:.1%}", f"{parts['step'] / before:.2f}"]
+    longer = parts["step"] / ranks[0].facts["before_s"]
+    cells = [name, f"{parts['step'] * 1e3:,.0f} ms", *shares, f"{total:.1%}", f"{longer:.2f}"]
     return f"| {' | '.join(cells)} |"
+
+
+def printed(path: Path) -> str:
+    """What the command prints of a run."""
+    command = [sys.executable, "-m", "tools.profile", str(path)]
+    return subprocess.run(command, cwd=about.ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def cost(folder: str) -> str:
@@ -58,7 +64,8 @@ def cost(folder: str) -> str:
         for steps, found in seconds.items():
             name = f"{steps}-{number}"
             flags = ("--max-steps", str(LAST), "--profile", steps, "--eval-every", "1000", "--name", name)
-            records, _ = run("ddp_gpt", folder, *flags)
+            lines = (run("ddp_gpt", folder, *flags) / "metrics.jsonl").read_text().splitlines()
+            records = [json.loads(line) for line in lines]
             rates = [
                 line["perf/samples_per_s"] for line in records if line["step"] > 20 and "perf/samples_per_s" in line
             ]
@@ -92,9 +99,8 @@ def over_link(rate: str, folder: Path) -> tuple[float, float]:
             processes.append(one.popen(command, folder / "output", environ | {"NODE_RANK": str(one.number)}))
         if any(process.wait(300) for process in processes):
             sys.exit((folder / "output").read_text())
-    records = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
-    found = profiled(records)
-    return found["step"], found["exposed"] + found["slower"]
+    parts = profiled(folder / "runs/run")[1].mean
+    return parts["step"], parts["exposed"] + parts["slower"]
 
 
 def link(folder: Path) -> str:
@@ -117,20 +123,17 @@ def link(folder: Path) -> str:
 def main() -> None:
     """Profile each recipe, then measure the link and the cost."""
     began = time.monotonic()
-    head = ["recipe", "step", *(profile.LINES[part] for part in COLUMNS), "sum", "of a step before"]
+    head = ["recipe", "step", *(table.LINES[part] for part in COLUMNS), "sum", "of a step before"]
     rows = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     example = ""
     with tempfile.TemporaryDirectory() as folder:
         for recipe in about.RECIPES:
             flag = next((flag for flag in ("--pp", "--tp", "--cp") if about.has_flag(recipe, flag)), "")
             strategy = (flag, "2") if flag else ()
-            records, printed = run(recipe, str(Path(folder, recipe)), *FLAGS, *strategy)
-            rows.append(row(recipe, strategy, profiled(records), printed))
+            path = run(recipe, str(Path(folder, recipe)), *FLAGS, *strategy)
+            rows.append(row(recipe, strategy, path))
             if recipe == "fsdp_gpt":
-                lines = printed.replace(folder, "runs").splitlines()
-                first = next(number for number, line in enumerate(lines) if line.startswith("profile"))
-                kept = [line for line in lines[first:] if line.startswith(("profile", "     ", "verdict"))]
-                example = "```\n" + "\n".join(kept) + "\n```"
+                example = f"```\n{printed(path).replace(folder, 'runs')}```"
         links = link(Path(folder, "link"))
         costs = cost(str(Path(folder, "cost")))
     facts = pages.measured("uv run python benchmarks/profiling.py", "2 ranks on 2 cores", "gloo", began=began)

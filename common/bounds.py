@@ -31,7 +31,7 @@ class Shortens:
     """The value of a flag that makes a part of the step shorter, for the verdict on a profile.
 
     Attributes:
-        part: of `timeline.PARTS`.
+        part: "exposed" (it sends, and computes nothing), "slower" (it waits for another rank) or "idle" (of a GPU).
         value: of the flag.
     """
 

@@ -144,7 +144,7 @@ class Session:
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
         steps = plan.first_step, self._last_step
-        self._profile = profile.Profile(args.profile, *steps, world.device, found.run_dir)  # measure
+        self._profile = profile.Profile(args, *steps, world, found.run_dir)  # measure
         self._pace = pace.Pace(world.device)  # measure
         run_dir.claim(found.run_dir, world.process)
         checkpoint.check_newest(found)
@@ -178,9 +178,9 @@ class Session:
             self._log.unpause()
             self._pace.begin()  # measure
             yield step
-            if found := self._profile.end(step, self._name):  # measure
-                self._log.log_profile(step, found.parts, found.lines, verdict.of_profile(self._args, found))  # measure
-            if self._is_last(step):
+            is_last = self._is_last(step)
+            self._profile.end(step, is_last, self._log.ideal())  # measure
+            if is_last:
                 break
 
     def _is_last(self, step: int) -> bool:
@@ -319,7 +319,6 @@ class Session:
     def finish(self) -> None:
         """Print the result and the command that continues the run, and end the process group (all ranks)."""
         judged = ""
-        self._profile.close()  # measure
-        judged = verdict.of_run(self._args, self._log.spent(), self._saved_s, *self._pace.slow)  # measure
+        judged = verdict.of_run(vars(self._args), self._log.spent(), self._saved_s, *self._pace.slow)  # measure
         self._log.finish(self._stop.reason, self._no_better, judged)
         process_group.finish(self._process)

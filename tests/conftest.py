@@ -14,7 +14,7 @@ import torch.distributed as dist
 from common.workloads import images, text
 
 from tests import house
-from tests.harness import runner
+from tests.harness import again, runner
 
 torch.set_num_threads(1)  # the ranks need the other cores, and threads that wait for each other are slow beside them
 
@@ -100,11 +100,18 @@ def group() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpus", action="store_true", help="let the tests see the GPUs; run those that need one")
     parser.addoption("--part", default="1/1", metavar="I/N", help="the I-th of N parts of the tests: CI takes turns")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the asked part, which a test belongs to by its name, so that no other test moves it into another part."""
+    """Keep the asked part, which a test belongs to by its name, so that no other test moves it into another part.
+
+    Without --gpus, skip what needs one.
+    """
+    for item in items if not config.getoption("gpus") else ():
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: pytest --gpus"))
     part, parts = map(int, config.getoption("part").split("/"))
     assert 1 <= part <= parts, "--part is I/N with I from 1 to N"
     mine, others = [], []
@@ -115,7 +122,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the data sets' cache of this run apart; before the fork server starts, which hands it on to the ranks."""
+    """Hide GPUs, and keep the data sets' cache of this run apart.
+
+    Both hold for the ranks too: the fork server, and every process that a test starts, inherit the environment.
+    """
+    if not config.getoption("gpus"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     cache = tempfile.TemporaryDirectory(prefix="brigade-hf-")
     os.environ["HF_HOME"] = cache.name
     config.add_cleanup(cache.cleanup)
@@ -125,6 +137,21 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Start the fork server, which has much to import, beside the collection of the tests."""
     if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses"):  # it runs the tests
         forkserver.ensure_running()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """From here on, trainings are this test's."""
+    runner.results.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Print the trainings of a test that fails: how to repeat them, and what the ranks of those that failed said."""
+    report = yield
+    if report.failed and runner.results:
+        report.sections.append(("trainings of this test", again.report(runner.results, item.nodeid)))
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -28,7 +28,7 @@ PROGRAMS = {".py", ".sh", ".yaml", ".env", ""}  # ends of the files that such a 
 # Budgets: a light goes on above them, and `tests/test_house.py` fails. Split or delete before raising one.
 RECIPE = 300  # lines of code of a train.py
 MODULE = 200  # of a module of common/
-COMMON = 4200  # of common/ without its workloads; the goal is 4,000
+COMMON = 4000  # of common/ without its workloads
 MAIN = 30  # of a recipe's main
 CALLS = 18  # out of it: of modules of common/, and of what they have made
 LOCALS = 20  # its variables

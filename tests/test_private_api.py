@@ -8,7 +8,6 @@ import os
 import re
 import runpy
 import sys
-import time
 import tomllib
 import traceback
 from collections.abc import Callable
@@ -187,20 +186,20 @@ def test_functions_that_wait_for_a_message() -> None:
 
 
 def wait_for_one_second() -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    store, rank, size = next(dist.rendezvous("env://"))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     process_group.set_timeout(mesh, 900.0)
     for group in (dist.group.WORLD, *mesh.get_all_groups()):
         found: Any = group._get_backend(CPU)
         assert found.options._timeout == timedelta(seconds=960), "longer than a rank may take for a step"
     private_api.set_timeout(timedelta(seconds=1), mesh.get_group("tp"))
-    if dist.get_rank() % 2:
-        time.sleep(4)
+    if rank % 2:  # comes too late, whatever the time: once the others have given up
+        store.wait(["given up/0", "given up/2"], timedelta(seconds=runner.HANG_S))
     else:
-        began = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+        with pytest.raises(RuntimeError, match=r"(?i)timed out waiting 1000ms"):
             dist.all_reduce(torch.ones(1), group=mesh.get_group("tp"))
-        assert time.monotonic() < began + 3
+        store.set(f"given up/{rank}", "")
 
 
 def test_timeout_of_the_groups_of_a_mesh() -> None:

@@ -64,6 +64,7 @@ def test_get_waits_for_a_value_of_the_run(raw: dist.Store, store: seal.SealedSto
             raw.set("a", foreign)
         with pytest.raises(dist.DistStoreError):
             store.get("a")
+    store.set_timeout(timedelta(seconds=runner.HANG_S))
     store.set("a", "mine")
     assert store.get("a") == b"mine"
 
@@ -101,7 +102,7 @@ def test_torch_reads_through_it(raw: dist.Store, store: seal.SealedStore) -> Non
     assert inner.multi_get(["a", "b"]) == [b"1", b"2"]
     assert inner.add("arrived", 2) == 2
     assert inner.check(["address"])
-    inner.wait(["address"], timedelta(seconds=1))
+    inner.wait(["address"], timedelta(seconds=runner.HANG_S))
     raw.set("round 2/address", raw.get("round 1/address"))
     later = dist.PrefixStore("round 2", store)
     later.set_timeout(timedelta(seconds=0.2))

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +101,7 @@ def train(
 
 
 def in_one_process(target: Callable[..., None], *args: Any) -> runner.Result:
-    result = runner.spawn(target, [args], timeout_s=60.0)
+    result = runner.spawn(target, [args])
     assert result.ok, str(result)
     return result
 
@@ -274,7 +273,7 @@ def never_check_replicas(folder: str, check_every: int) -> None:
 
 def test_replicas_need_not_be_compared(tmp_path: Path) -> None:
     in_one_process(never_check_replicas, str(tmp_path), 0)
-    result = runner.spawn(never_check_replicas, [(str(tmp_path / "mutant"), 4)], timeout_s=60.0)
+    result = runner.spawn(never_check_replicas, [(str(tmp_path / "mutant"), 4)])
     assert "'NoneType' object is not callable" in result.outputs[0], str(result)
 
 
@@ -320,8 +319,16 @@ def stop_on_request(folder: str) -> None:
     def after(step: int) -> None:
         if step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.05)
+            runner.wait_for(lambda: made[0].reason)
 
+    made: list[stop.Stop] = []
+    begins = stop.Stop.__init__
+
+    def keep(self: stop.Stop, *args: Any) -> None:
+        begins(self, *args)
+        made.append(self)
+
+    stop.Stop.__init__ = keep  # type: ignore[method-assign]
     events = train(*begin(folder, log_every=100, max_steps=60), after=after)
     last = events["steps"][-1]
     assert 3 < last < 60, last
@@ -348,7 +355,7 @@ def ignore_requests(folder: str) -> None:
 
 
 def test_mutant_that_does_not_stop(tmp_path: Path) -> None:
-    result = runner.spawn(ignore_requests, [(str(tmp_path),)], timeout_s=60.0)
+    result = runner.spawn(ignore_requests, [(str(tmp_path),)])
     assert result.outputs[0].endswith("AssertionError: 60\n"), str(result)
 
 
@@ -381,7 +388,7 @@ def restore_nothing(folder: str) -> None:
 
 
 def test_mutant_that_restores_nothing(tmp_path: Path) -> None:
-    result = runner.spawn(restore_nothing, [(str(tmp_path),)], timeout_s=60.0)
+    result = runner.spawn(restore_nothing, [(str(tmp_path),)])
     assert "not finite at step 4: 1.running_mean on rank 0" in result.outputs[0], str(result)
 
 

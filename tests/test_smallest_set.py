@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import floors, house
+from tests.harness import runner
 
 ALONE = ("keymap", "metrics", "schedule", "ranks")
 WITH_CHECKPOINTS = (*ALONE, "checkpoint", "manifest", "shards")
@@ -101,7 +102,13 @@ def run(folder: Path, names: tuple[str, ...], *parts: str) -> subprocess.Complet
     (folder / "use.py").write_text("".join([HEAD.format(imports=imports), *parts, TAIL]))
     env = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "RANK", "WORLD_SIZE"}}
     return subprocess.run(
-        [sys.executable, "use.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "use.py"],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=runner.HANG_S,
+        check=False,
     )
 
 

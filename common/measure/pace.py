@@ -17,6 +17,7 @@ import torch
 from common import ranks
 
 SLOW = 0.1  # what the others lose of their time by one slow rank, if it is worth a line
+LEAST_S = 30.0  # of training: in a shorter one, what a rank does once, such as its first step, looks like slowness
 
 
 class Pace:
@@ -72,7 +73,7 @@ class Pace:
 
 
 def slow_rank(paces: Sequence[tuple[float, float]]) -> tuple[int, float]:
-    """The rank that works longest, and what of their time the others lose by it; 0 if that is little.
+    """The rank that works longest, and what of their time the others lose by it; 0 if that, or the time, is little.
 
     Args:
         paces: of each rank, `Pace.worked_s` and `Pace.took_s` of the same steps.
@@ -81,4 +82,4 @@ def slow_rank(paces: Sequence[tuple[float, float]]) -> tuple[int, float]:
     others = [worked for one, (worked, _) in enumerate(paces) if one != rank]
     worked, took = paces[rank]
     share = (worked - statistics.median(others)) / took if others and took else 0.0
-    return rank, share if share > SLOW else 0.0
+    return rank, share if share > SLOW and took > LEAST_S else 0.0

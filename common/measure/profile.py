@@ -1,40 +1,30 @@
-"""A few steps under torch.profiler: a trace of each rank, one of all ranks, and a table that adds up to the step."""
+"""A few steps under torch.profiler. Each rank writes its trace, which `python -m tools.profile` reads after the run."""
 
+import contextlib
 import ctypes
 import gc
-import gzip
 import itertools
 import json
 import math
 import os
+import shlex
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.profiler import record_function
 
-from common import UserError, bounds, private_api, ranks
-from common.measure import timeline
+from common import UserError, bounds, marks, private_api, ranks
+from common.run import cli
+from common.run.process import World
 
 SKIPPED = 5  # first steps, which allocate and compile; torch.profiler warms up in the last of them
-MERGED = 8  # most ranks in the trace of all ranks: a browser must load it
 ROUNDS = 10  # of comparing clocks
-LINES = {
-    "data": "waits for data",
-    "forward": "forward",
-    "backward": "backward",
-    "optimizer": "clipping and update",
-    "exposed": "sends, nothing computed",
-    "slower": "waits for another rank",
-    "evaluation": "evaluation",
-    "beside": "checkpoint, checks, log",
-    "idle": "GPU idle, nothing sent",
-}
+# What the flight recorder's entries say of the group of a collective.
+RECORDED = ("profiling_name", "input_sizes", "process_group", "collective_seq_id", "time_created_ns")
 
 
 @dataclass(frozen=True)
@@ -42,47 +32,33 @@ class ProfileArgs:
     """Flags of profiles."""
 
     # every run
-    profile: bounds.NonNegativeInt = 0  # steps to profile, after the first 5: where their time goes; 0 for none
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a profile shows.
-
-    Attributes:
-        parts: seconds a step by part of `timeline.PARTS`, the mean of the ranks, which add up to "step"; and "hidden".
-        lines: the table for the terminal.
-        slowest: the rank that the others waited for longest, as rank and host; "" if nobody waited.
-        slowest_s: the seconds a step that they waited for it, their mean, less what it waited for them.
-    """
-
-    parts: Mapping[str, float]
-    lines: list[str]
-    slowest: str = ""
-    slowest_s: float = 0.0
+    profile: bounds.NonNegativeInt = 0  # steps to profile, after the first 5; tools.profile reads them. 0 for none
 
 
 class Profile:
     """Profiles some steps of a run."""
 
-    def __init__(self, steps: int, first_step: int, last_step: int, device: torch.device, folder: Path) -> None:
+    def __init__(self, args: Any, first_step: int, last_step: int, world: World, run: Path) -> None:
         """Choose the steps.
 
         Args:
-            steps: how many; 0 for none.
+            args: the recipe's flags.
             first_step: the last step that is already done.
             last_step: where the run ends.
-            device: of this rank.
-            folder: the run's.
+            world: this process.
+            run: the run's folder.
 
         Raises:
             UserError: the run is too short.
         """
+        steps = args.profile
+        self._args = args
         self._first = first_step + SKIPPED + 1
         self._last = first_step + SKIPPED + steps if steps else 0
-        self._device = device
-        self._folder = folder / "profile" / f"step_{self._first:08d}"
+        self._world = world
+        self._run = run
         self._began: list[float] = []  # of each step, and the end of the last one
+        self._clock_s = 0.0  # from this machine's clock to rank 0's
         self._profiler: Any = None  # torch's, while it runs
         if steps and self._last > last_step:
             short = (
@@ -98,103 +74,100 @@ class Profile:
         """A step begins (all ranks)."""
         if step > self._last:
             return
-        if step == self._first:  # no kernel of one step counts for another
-            torch.get_device_module(self._device).synchronize(self._device)
-        self._began.append(time.perf_counter())
+        if step == self._first:
+            self._clock_s = clock_offset_s()
+            self._synchronize()  # no kernel of one step counts for another
         if self._profiler:
             self._profiler.step()
-            return
-        if self._device.type == "cpu":
+        else:
+            self._start()
+        self._began.append(time.perf_counter())
+
+    def end(self, step: int, is_last: bool, ideal: dict[str, float]) -> None:
+        """A step has ended; write the trace if it was the last one to profile (all ranks).
+
+        Args:
+            step: the step.
+            is_last: whether the run ends after it: a request to stop may come in the middle of a profile.
+            ideal: as `log.Run.ideal` gives it.
+        """
+        if self._profiler and step == self._last:
+            self._synchronize()
+            self._began.append(time.perf_counter())
+            with record_function(marks.ENDS):  # what follows is no part of the step
+                pass
+            self._write(ideal)
+            _give_back()
+        if is_last:
+            self.close()
+
+    def close(self) -> None:
+        """End the profiler, if it runs."""
+        ended = self._profiler
+        self._profiler = None
+        if ended:
+            ended.stop()
+
+    def _start(self) -> None:
+        if self._world.device.type == "cpu":
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it complains that there is no GPU
         active = self._last - self._first + 1
         schedule = torch.profiler.schedule(skip_first=SKIPPED - 1, wait=0, warmup=1, active=active, repeat=1)
         self._profiler = torch.profiler.profile(record_shapes=True, schedule=schedule)
         self._profiler.start()
 
-    def end(self, step: int, host: str) -> Found | None:
-        """A step has ended (all ranks); what the profile shows, if it was the last one to profile.
+    def _synchronize(self) -> None:
+        torch.get_device_module(self._world.device).synchronize(self._world.device)
 
-        Args:
-            step: the step.
-            host: this rank's name and machine.
-        """
-        if not self._profiler or step < self._last:
-            return None
-        found = self._read(host)
-        _give_back()
-        return found
-
-    def close(self) -> None:
-        """End the profiler, if it runs: a request to stop may have come before its last step."""
-        if self._profiler:
-            self._profiler.stop()
-            self._profiler = None
-
-    def _read(self, host: str) -> Found | None:
-        """What the profile shows (all ranks)."""
-        torch.get_device_module(self._device).synchronize(self._device)
-        self._began.append(time.perf_counter())
-        ended = self._profiler
-        self.close()
-        trace: dict[str, Any] = {}
-        mine = None
+    def _write(self, ideal: dict[str, float]) -> None:
+        """Write this rank's trace; rank 0 prints how long the steps took, and where the traces are (all ranks)."""
+        took_s = [after - before for before, after in itertools.pairwise(self._began)]
+        step_s = statistics.fmean(took_s[SKIPPED:])
+        before_s = statistics.median(took_s[1 : SKIPPED - 1])
+        folder = self._run / "profile" / f"step_{self._first:08d}"
+        file = folder / f"rank_{self._world.rank:05d}.json.gz"
+        name = f"rank {self._world.rank} on {self._world.host}"
         problem = ""
         try:
-            trace = self._export(ended)
-            recorded = private_api.flight_recorder(self._device, only_active=False).get("entries", [])
-            mine = timeline.window(trace, recorded)
-        except (OSError, ValueError) as error:  # a full disk, or no JSON: the training continues
-            problem = f"{host}: {error}"
-        clock_us = clock_offset_s() * 1e6 + trace.get("baseTimeNanoseconds", 0) / 1e3
-        everyone = ranks.gather([problem, clock_us])
-        problems = [one for one, _ in everyone if one]
-        if problems or not mine:
-            ranks.print0(f"warning: there is no profile: {problems[0]}")
-            return None
-        shifts = [one - everyone[0][1] for _, one in everyone]  # onto rank 0's clock
-        steps = [after - before for before, after in itertools.pairwise(self._began)]
-        before_s = statistics.median(steps[1 : SKIPPED - 1])
-        found = _judge(mine, statistics.fmean(steps[SKIPPED:]), _waits(mine, shifts[dist.get_rank()]), host)
-        head = f"profile  steps {self._first} to {self._last}: {found.parts['step'] * 1e3:,.1f} ms a step"
-        head = f"{head}, where those before them took {before_s * 1e3:,.1f} ms"
-        if dist.get_rank() == 0:
-            try:
-                self._merge(shifts)
-            except (OSError, ValueError) as error:
-                ranks.print0(f"warning: the ranks' traces were not merged: {error}")
-        tail = f"         {self._folder}/merged.json.gz shows each operator: open it at https://ui.perfetto.dev"
-        return replace(found, lines=[head, *found.lines, tail])
+            facts = self._facts() | ideal | {"name": name, "step_s": step_s, "before_s": before_s}
+            self._profiler.add_metadata_json(marks.FACTS, _json(facts))
+            ended = self._profiler
+            self.close()
+            folder.mkdir(parents=True, exist_ok=True)
+            ended.export_chrome_trace(str(file))
+        except (OSError, ValueError, KeyError, RuntimeError) as error:  # such as a full disk: the training continues
+            problem = f"{name} has written no profile: {error}"
+            with contextlib.suppress(OSError):
+                file.unlink()  # a part of it, or an older one
+        self.close()
+        problems = [one for one in ranks.gather(problem) if one]
+        if problems:
+            more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
+            ranks.print0(f"warning: {ranks.printable(problems[0])}{more}")
+        if len(problems) < self._world.size:
+            ranks.print0(
+                f"profile  steps {self._first} to {self._last}: {step_s * 1e3:,.1f} ms a step, those before them "
+                f"{before_s * 1e3:,.1f} ms; python -m tools.profile {shlex.quote(str(self._run))} shows where the time "
+                f"goes\n         {folder} has the trace of each rank, for https://ui.perfetto.dev"
+            )
 
-    def _export(self, profiler: Any) -> dict[str, Any]:
-        """Write this rank's trace, and read it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        file = self._file(dist.get_rank())
-        profiler.export_chrome_trace(str(file))
-        with gzip.open(file) as content:
-            return json.load(content)
+    def _facts(self) -> dict[str, Any]:
+        """What `tools.profile` needs and torch does not write."""
+        entries = private_api.flight_recorder(self._world.device, only_active=False).get("entries", [])
+        return {
+            "rank": self._world.rank,
+            "size": self._world.size,
+            "steps": [self._first, self._last],
+            "clock_s": self._clock_s,
+            "recorded": [{key: entry[key] for key in RECORDED} for entry in entries],
+            "flags": vars(self._args),
+            "shorter": [[note.part, flag] for flag, note in cli.noted(self._args, bounds.Shortens)],
+        }
 
-    def _file(self, rank: int) -> Path:
-        return self._folder / f"rank_{rank:05d}.json.gz"
 
-    def _merge(self, shifts: Sequence[float]) -> None:
-        """Write one trace of the first ranks, with one clock (rank 0, when each has written its own)."""
-        merged: dict[str, Any] = {}
-        events = []
-        for rank, shift in enumerate(shifts[:MERGED]):
-            with gzip.open(self._file(rank)) as content:
-                trace = json.load(content)
-            merged = merged or trace
-            of_process = {"process_name": {"name": f"rank {rank}"}, "process_sort_index": {"sort_index": rank}}
-            events += [{"ph": "M", "name": name, "pid": rank, "args": args} for name, args in of_process.items()]
-            for one in trace["traceEvents"]:
-                # Others are no process's, or give it another name.
-                if isinstance(one.get("pid"), int) and not one["name"].startswith("process_"):
-                    event = one | {"pid": rank, "ts": one.get("ts", 0) + shift}
-                    if "id" in event:  # of an arrow, which must not lead to another rank
-                        event["id"] = one["id"] * MERGED + rank
-                    events.append(event)
-        with gzip.open(self._folder / "merged.json.gz", "wt") as content:
-            json.dump(merged | {"traceEvents": events}, content)
+def _json(value: Any) -> str:
+    """As JSON without backslashes, which torch.profiler replaces by slashes."""
+    return json.dumps(value, ensure_ascii=False, default=repr).replace(r"\\", "/").replace(r"\"", "'")
 
 
 def _give_back() -> None:
@@ -203,59 +176,6 @@ def _give_back() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # of glibc
         libc.malloc_trim(0)
-
-
-def _waits(mine: timeline.Window, shift_us: float) -> list[timeline.Wait | None]:
-    """For each of this rank's messages, how long it waited for another rank (all ranks)."""
-    sent = [replace(one, begin=one.begin + shift_us, end=one.end + shift_us) for one in mine.messages]
-    everyone = [
-        [timeline.Message(**one | {"group": tuple(one["group"]), "peers": tuple(one["peers"])}) for one in rows]
-        for rows in ranks.gather([asdict(one) for one in sent])
-    ]
-    return timeline.waits(everyone)[dist.get_rank()]
-
-
-def _judge(mine: timeline.Window, step_s: float, waited: Sequence[timeline.Wait | None], host: str) -> Found:
-    """Add up the steps of all ranks (all ranks)."""
-    by_rank: dict[int, list[timeline.Interval]] = defaultdict(list)
-    for one, wait in zip(mine.messages, waited, strict=True):
-        if wait:
-            by_rank[wait.rank].append((one.begin, one.begin + wait.took_us))
-    parts = timeline.parts(mine, [*itertools.chain(*by_rank.values())]) | {"step": step_s}
-    causes = {rank: timeline.parts(mine, intervals)["slower"] for rank, intervals in by_rank.items()}
-    everyone = ranks.gather([host, parts, causes])
-    size = len(everyone)
-    means = {part: statistics.fmean(one[1][part] for one in everyone) for part in parts}
-    lines = []
-    for part, name in LINES.items():
-        each = [one[1][part] for one in everyone]
-        if max(each) < 1e-6:
-            continue
-        between = f"   {min(each) * 1e3:,.1f} to {max(each) * 1e3:,.1f} by rank" if size > 1 else ""
-        lines.append(f"         {name:<24}{means[part] * 1e3:>10,.1f} ms{means[part] / means['step']:>6.0%}{between}")
-    if means["hidden"] > 1e-6:
-        lines.append(f"         {'sent while it computed':<24}{means['hidden'] * 1e3:>10,.1f} ms")
-    lines += _traffic(mine, waited)
-    # What the others waited for a rank, less what it waited itself: ranks also wait for each other in turns.
-    caused = [sum(one[2].get(str(rank), 0.0) for one in everyone) / max(size - 1, 1) for rank in range(size)]
-    net = [(took_s - one[1]["slower"], one[0]) for took_s, one in zip(caused, everyone, strict=True)]
-    slowest_s, slowest = max(net)
-    return Found(means, lines, slowest, max(slowest_s, 0.0))
-
-
-def _traffic(mine: timeline.Window, waited: Sequence[timeline.Wait | None]) -> list[str]:
-    """Lines on each kind of message: how often in a step, how much, and how fast once all ranks had begun."""
-    kinds: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    for one, wait in zip(mine.messages, waited, strict=True):
-        took_us = one.end - one.begin - (wait.took_us if wait else 0.0)
-        kinds[one.name].append((one.num_bytes, took_us / 1e6))
-    lines = []
-    for name, calls in kinds.items():
-        size_mb = sum(size for size, _ in calls) / 1e6
-        took_s = sum(took for _, took in calls)
-        rate = f"{size_mb / mine.num_steps:,.3f} MB a step at {size_mb / max(took_s, 1e-9):,.0f} MB/s"
-        lines.append(f"         {name:<24}{len(calls) / mine.num_steps:>10,.1f} calls, {rate}")
-    return lines
 
 
 def clock_offset_s() -> float:

@@ -177,22 +177,10 @@ class Run:
         """Count time towards the rate of training again."""
         self._since = time.perf_counter()
 
-    def log_profile(self, step: int, parts: Mapping[str, float], lines: list[str], verdict: str) -> None:
-        """Record a profile of the steps before, and print its table and its verdict.
-
-        Args:
-            step: steps done.
-            parts: seconds a step by part, and "step".
-            lines: the table.
-            verdict: one line; "" for none.
-        """
-        rate = self._plan.division.global_batch_size / parts["step"] / self._num_devices
-        tflops = f"         {rate * self._sample.flops / 1e12:,.3f} TFLOP/s a device" if self._sample.flops else ""
-        mfu = f", {rate * self._ideal_s:.1%} MFU" if self._ideal_s else ""
-        text = "\n".join(filter(None, [*lines, tflops + mfu, verdict]))
-        ranks.print0(text)
-        self._record(step, "profile", {f"{part}_s": value for part, value in parts.items()})
-        self._records.draw(step, lambda board: board.add_text("profile", f"```\n{text}\n```", step))
+    def ideal(self) -> dict[str, float]:
+        """Of a step: "flops" of each device, and "ideal_s", which they take at its peak; 0 if not counted (rank 0)."""
+        samples = self._plan.division.global_batch_size / self._num_devices
+        return {"flops": samples * self._sample.flops, "ideal_s": samples * self._ideal_s}
 
     def spent(self) -> Spent:
         """Where the time from the first step until now went."""

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import difflib
 import functools
+import inspect
 import json
 import re
 import subprocess
@@ -15,6 +16,7 @@ from common import session
 from common.workloads import gpt
 from tools.evaluate import flags as evaluate
 from tools.plan.__main__ import parser as planner
+from tools.profile.__main__ import main as profile
 from tools.prove import flags as prove
 
 from tests.faults import table
@@ -40,6 +42,7 @@ OTHER_FLAGS = {
     "json",
     "part",
     *(word.removeprefix("--") for action in planner()._actions for word in action.option_strings),
+    *(name.replace("_", "-") for name in inspect.signature(profile).parameters),
     *(field.name for field in dataclasses.fields(evaluate.Args)),
     *(field.name for field in dataclasses.fields(prove.Args)),
 }  # of other programs as well

@@ -122,7 +122,7 @@ def recipe(
     where = ("--data", str(text), "--out", str(folder / "runs"), "--name", "run")
     argv = [str(path), *runner.small(base), *steps, *where, *flags]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "GRACE_S", 10.0)  # whichever rank ends first, the others are to say why
+        patch.setattr(runner, "GRACE_S", runner.PATIENT_S)  # whichever rank ends first, the others are to say why
         result = runner.spawn(runner.run_unmeasured, [(str(path), argv)] * size)
     logs = [path.read_text() for path in folder.glob("runs/run/logs/rank_*.log")]
     return "\n".join([*result.outputs, *logs])
@@ -203,7 +203,7 @@ def _(folder: Path, text: Path) -> Said:
 
 # --- ranks that wait ------------------------------------------------------------------------------------------
 
-SLEEPS = before_step("import time\nif step == 3 and world.rank == 1: time.sleep(60)")
+SLEEPS = before_step("import time\nif step == 3 and world.rank == 1: time.sleep(1000)")
 
 
 @provokes("`Watchdog caught collective operation timeout`")
@@ -223,10 +223,11 @@ def _(folder: Path, text: Path) -> Said:
 
 
 def only_rank_0() -> None:
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+    dist.init_process_group("gloo")
+    impatient = dist.new_group(timeout=datetime.timedelta(seconds=2))
     if dist.get_rank() == 0:
-        dist.all_reduce(torch.ones(1))
-    time.sleep(20)
+        dist.all_reduce(torch.ones(1), group=impatient)
+    time.sleep(1000)
 
 
 @provokes("`Timed out waiting ...ms for ... operation to complete`")

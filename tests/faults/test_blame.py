@@ -3,18 +3,29 @@
 import contextlib
 import os
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from common.protect.watch import DEAD_S
+from common.protect.watch import BEAT_S, DEAD_S
 
-from tests.faults.test_ranks import BUSY_S, HANG_S, PROMPT_S, _patient, end_frozen, who  # noqa: F401
+from tests.faults.test_ranks import DEAD, _patient, end_frozen, who  # noqa: F401
 from tests.harness import inject, runner
-from tests.harness.fault_case import FaultCase, checkpoints, events_in, find_line, temporaries, wait_for
+from tests.harness.fault_case import (
+    HANG,
+    PROMPT,
+    FaultCase,
+    checkpoints,
+    events_in,
+    find_line,
+    temporaries,
+    wait_for_beats,
+)
+from tests.harness.runner import wait_for
 
 HOW = ("synchronous", "asynchronous")
 SAVE_S = 5.0  # process_group.TIMEOUT_S of these runs, longer than --hang-timeout
-NOTICE_S = 5.0  # to notice the end of a process that no connection tells; 3 to 3.5 are usual
 SLOW_S = 8.0  # a save that takes longer than both
 
 
@@ -64,14 +75,14 @@ def test_mutant_bytes_do_not_count(case: FaultCase) -> None:
 def test_save_that_hangs(case: FaultCase) -> None:
     last = case.size - 1
     result = case.start(faults=[*patient(case), ("between the files", "sleep", -1, 4)])
-    case.check_named(result, SAVE_S + PROMPT_S, rf"no progress for {SAVE_S:g} s: {who(last, 4)}: save")
+    case.check_named(result, round(SAVE_S / BEAT_S) + PROMPT, rf"no progress for {SAVE_S:g} s: {who(last, 4)}: save")
     if case.size > 1:
         find_line(result.outputs[0], r"ranks \[0\] are waiting for it")
     case.resume_and_check()
 
 
 def save_without_memory(case: FaultCase, how: str, mutant: str = "") -> runner.Result:
-    pause = ("end of a step", "sleep a little", 0, 3)  # until the save before has ended
+    pause = ("end of a step", "let the save end", 0, 3)
     faults = [*patient(case), pause, ("before the data", "no memory", -1, 4)]
     return case.start(*flags_for(how), faults=faults, mutant=mutant)
 
@@ -130,17 +141,17 @@ def test_mutant_does_not_notice(case: FaultCase) -> None:
     case.row.message = "the frozen rank accuses others"
 
 
-def die_early(case: FaultCase, mutant: str = "", timeout_s: float = 60.0) -> runner.Result:
+def die_early(case: FaultCase, mutant: str = "", meanwhile: Callable[[Path], None] | None = None) -> runner.Result:
     """Rank 0 waits for nobody meanwhile: it reads its data, for minutes."""
     faults = [("before the first step", "sleep", 0, 0), ("before the first step", "signal later", -1, 0, "SIGKILL")]
-    return case.start(faults=faults, mutant=mutant, timeout_s=timeout_s)
+    return case.start(faults=faults, mutant=mutant, meanwhile=meanwhile)
 
 
 @pytest.mark.fault("rank: SIGKILL before the training begins", least=2)
 def test_killed_early(case: FaultCase) -> None:
     result = die_early(case)
     last = case.size - 1
-    case.check_named(result, PROMPT_S + DEAD_S, f"dead or frozen; last heartbeat of {who(last, 0)}", culprits=[last])
+    case.check_named(result, PROMPT + DEAD, f"dead or frozen; last heartbeat of {who(last, 0)}", culprits=[last])
     case.resume_and_check(exact=True)
 
 
@@ -151,7 +162,7 @@ def test_killed_without_a_word(case: FaultCase) -> None:
     faults = [("update", "sleep", 0, 4), ("update", "signal later", last, 4, "SIGKILL")]
     result = case.start("--hang-timeout", "100", faults=faults, mutant="no connection ends")
     finding = f"dead or frozen; last heartbeat of {who(last, 4)}: {case.in_update}"
-    case.check_named(result, NOTICE_S, finding, culprits=[last])
+    case.check_named(result, PROMPT + 2 * DEAD, finding, culprits=[last])
     case.resume_and_check()
 
 
@@ -163,15 +174,21 @@ def test_frozen_without_a_word(case: FaultCase) -> None:
     faults = [("update", "sleep", 0, 4), ("update", "signal later", last, 4, "SIGSTOP")]
     result = case.start("--hang-timeout", "100", faults=faults, mutant="no connection ends", meanwhile=end_frozen)
     finding = f"dead or frozen; last heartbeat of {who(last, 4)}: {case.in_update}"
-    case.check_named(result, 10 + DEAD_S + 2 * BUSY_S, finding, culprits=[last])
-    assert case.row.notice_s is not None
-    assert case.row.notice_s > 9
+    silence = round(10 / BEAT_S)  # a tenth of --hang-timeout
+    case.check_named(result, silence + PROMPT + DEAD, finding, culprits=[last])
+    assert case.beats(0) >= silence
 
 
 @pytest.mark.rest
 @pytest.mark.fault("rank: mutant, no rank feels the end of the next one", least=2)
 def test_mutant_feels_nothing(case: FaultCase) -> None:
-    result = die_early(case, "no rank feels the end of the next one", timeout_s=15.0)
+    def end(file: Path) -> None:
+        wait_for(lambda: sum(event["event"] == "fault" for event in events_in(file)) == 2)
+        wait_for_beats(file, 2 * (PROMPT + DEAD), ranks=[0])
+        (pid,) = {event["pid"] for event in events_in(file) if event["rank"] == 0}
+        os.kill(pid, signal.SIGKILL)
+
+    result = die_early(case, "no rank feels the end of the next one", end)
     assert "dead or frozen" not in str(result)
     case.row.message = "nobody is named"
 
@@ -185,7 +202,7 @@ def test_locked(case: FaultCase) -> None:
     assert result.codes[last], str(result)
     if case.size > 1:
         finding = f"dead or frozen; last heartbeat of {who(last, 4)}"
-        case.check_named(result, HANG_S + DEAD_S, finding, culprits=[last])
+        case.check_named(result, HANG + DEAD, finding, culprits=[last])
     else:
         case.record_message(result.outputs[0], r"^Timeout \(0:00:0\d\)!")
     case.resume_and_check()
@@ -203,7 +220,13 @@ def test_locked_alone(case: FaultCase) -> None:
 @pytest.mark.fault("rank: mutant, no thread of C watches the interpreter")
 def test_mutant_locked_alone(case: FaultCase) -> None:
     faults = [("before the first step", "patience", 0, 0, 3.0), ("update", "lock", 0, 4)]
-    result = case.start(faults=faults, size=1, mutant="no thread of C watches the interpreter", timeout_s=20.0)
+
+    def end(file: Path) -> None:
+        wait_for(lambda: sum(event["event"] == "fault" for event in events_in(file)) == 2)
+        time.sleep(2 * (3.0 + 2 * DEAD_S))  # twice what the thread of C waits
+        os.kill(events_in(file)[0]["pid"], signal.SIGKILL)
+
+    result = case.start(faults=faults, size=1, mutant="no thread of C watches the interpreter", meanwhile=end)
     assert result.codes == [-signal.SIGKILL], "only the test has ended it"
     case.row.message = "nothing is printed"
 
@@ -222,7 +245,7 @@ def test_killed_and_frozen(case: FaultCase) -> None:
 
     result = case.start(faults=faults, meanwhile=end_both)
     both = [f"dead or frozen; last heartbeat of {who(rank, 4)}" for rank in (1, 2)]
-    case.check_named(result, HANG_S, *both, culprits=[1, 2])
+    case.check_named(result, HANG, *both, culprits=[1, 2])
 
 
 @pytest.mark.fault("rank: two at once, one raises and one is killed", least=2)
@@ -238,7 +261,8 @@ def test_raises_and_killed(case: FaultCase) -> None:
 
 @pytest.mark.fault("rank: its device {what}")
 @pytest.mark.parametrize("what", ["computes wrongly", "forgets"])
-def test_wrong_device(what: str, case: FaultCase) -> None:
+def test_wrong_device(what: str, case: FaultCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "GRACE_S", 0.5)  # as torchrun: the rank that alone has found it ends with rank 0
     result = case.start(faults=[("at the start", what, -1, 0)])
     told = {"computes wrongly": "multiplies matrices of float32 wrongly", "forgets": "does not keep the"}[what]
     case.check_refused(result, rf"error: cpu of \S+ \(rank {case.size - 1}\) {told}.*: exclude that machine")

@@ -2,7 +2,6 @@
 
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,11 +9,12 @@ import pytest
 from common.run import exits
 
 from tests.harness import runner, stranger
-from tests.harness.fault_case import FaultCase, events_in, wait_for
+from tests.harness.fault_case import FaultCase, events_in, wait_for_beats
+from tests.harness.runner import wait_for
 
-LOOK_S = 2.0  # in which every rank looks into the store several times
+LOOKS = 8  # of every rank into the store
 UNHURRIED = ("--hang-timeout", "60")
-Meddle = Callable[[Sequence[stranger.Place]], object]
+Meddle = Callable[[Sequence[stranger.Place], Callable[[], None]], object]  # gets what waits until all have looked
 
 
 def disturbed(case: FaultCase, meddle: Meddle, mutant: str = "") -> runner.Result:
@@ -27,7 +27,7 @@ def disturbed(case: FaultCase, meddle: Meddle, mutant: str = "") -> runner.Resul
             wait_for(lambda: any(event["event"] == "fault" for event in events_in(file)))
             places = stranger.listening({event["pid"] for event in events_in(file)})
             assert len(places) > case.size, "the store, and a socket of gloo for each rank"
-            meddle(places)
+            meddle(places, lambda: wait_for_beats(file, LOOKS, range(case.size)))
         except BaseException as error:
             trouble.append(error)
         finally:
@@ -40,7 +40,7 @@ def disturbed(case: FaultCase, meddle: Meddle, mutant: str = "") -> runner.Resul
     return result
 
 
-def attack(case: FaultCase, places: Sequence[stranger.Place]) -> None:
+def attack(case: FaultCase, places: Sequence[stranger.Place], let_look: Callable[[], None]) -> None:
     """Forge all that is read from a store, while the ranks read."""
     names: list[list[str]] = []
 
@@ -50,11 +50,10 @@ def attack(case: FaultCase, places: Sequence[stranger.Place]) -> None:
     threads = [threading.Thread(target=meddle, args=(place,), daemon=True) for place in places]
     for one in threads:
         one.start()
-    end = time.monotonic() + LOOK_S
-    for one in threads:  # not for ever: at a port of gloo, torch's client waits for an answer that never comes
-        one.join(max(0.0, end - time.monotonic()))
+    for one in threads:
+        one.join(runner.HANG_S)
     assert sum("watch/0" in found for found in names) <= 1, "one store"
-    time.sleep(LOOK_S)
+    let_look()
 
 
 def foreign(case: FaultCase, result: runner.Result) -> str:
@@ -65,7 +64,7 @@ def foreign(case: FaultCase, result: runner.Result) -> str:
 
 @pytest.mark.fault("network: a stranger forges all that is in the store", least=2)
 def test_forged(case: FaultCase) -> None:
-    result = disturbed(case, lambda places: attack(case, places))
+    result = disturbed(case, lambda *where: attack(case, *where))
     assert result.ok, str(result)
     assert not foreign(case, result), str(result)
     assert not (case.folder / "ran").exists()
@@ -96,9 +95,9 @@ def test_launcher(case: FaultCase) -> None:
 
 @pytest.mark.fault("network: garbage and 150 half-open connections at every port", least=2)
 def test_garbage(case: FaultCase) -> None:
-    def pester(places: Sequence[stranger.Place]) -> None:
+    def pester(places: Sequence[stranger.Place], let_look: Callable[[], None]) -> None:
         with stranger.pestered(places):
-            time.sleep(LOOK_S)
+            let_look()
 
     result = disturbed(case, pester)
     assert result.ok, str(result)
@@ -107,7 +106,7 @@ def test_garbage(case: FaultCase) -> None:
 
 @pytest.mark.fault("network: mutant, nothing is sealed", least=2)
 def test_mutant_obeys(case: FaultCase) -> None:
-    result = disturbed(case, lambda places: attack(case, places), mutant="nothing is sealed")
+    result = disturbed(case, lambda *where: attack(case, *where), mutant="nothing is sealed")
     assert exits.PEER_FAILED in result.codes, str(result)
     assert "a finding of a stranger" in foreign(case, result), str(result)
     case.record_message(result.outputs[0], "a finding of a stranger")

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 from common import manifest
-from common.protect.watch import DEAD_S
+from common.protect.watch import BEAT_S, DEAD_S
 
 from tests.faults.conftest import num_ranks
 from tests.harness import inject, runner
-from tests.harness.fault_case import TIMEOUT_S, FaultCase, checkpoints, events_in, find_line, wait_for
+from tests.harness.fault_case import HANG, PROMPT, FaultCase, checkpoints, events_in, find_line
+from tests.harness.runner import wait_for
 
-BUSY_S = 1.0  # what a machine that does other things as well may add
-HANG_S, PROMPT_S = 3 + 2 + BUSY_S, 2 + BUSY_S  # --hang-timeout, and what finding out may take
+DEAD = round(DEAD_S / BEAT_S)  # heartbeats that a rank compares for
 PHASES = {
     "data": "reading",
     "backward": "backward",
@@ -35,7 +35,7 @@ def who(rank: int, step: int) -> str:
 def _patient() -> Iterator[None]:
     """Let every rank exit by itself, which the tests check."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "GRACE_S", 5.0)
+        patch.setattr(runner, "GRACE_S", runner.PATIENT_S)
         yield
 
 
@@ -51,7 +51,6 @@ def end_frozen(file: Path) -> None:
 
 
 BESIDE = 6  # runs of at most two ranks each
-GATE_S = 60.0  # to start that many
 Meanwhile = Callable[[Path], None]
 
 
@@ -72,13 +71,13 @@ def start_behind_gate(case: FaultCase, fault: inject.Fault, gate: threading.Barr
 
     def meanwhile(file: Path) -> None:
         with contextlib.suppress(threading.BrokenBarrierError):
-            wait_for(lambda: sum(event["event"] == "fault" for event in events_in(file)) == case.size, GATE_S)
-            gate.wait(GATE_S)
+            wait_for(lambda: sum(event["event"] == "fault" for event in events_in(file)) == case.size)
+            gate.wait(runner.HANG_S)
         opened.touch()
         after(file)
 
     waits = [("end of a step", "wait for", rank, 1, str(opened)) for rank in range(case.size)]
-    return case.start(faults=[*waits, fault], meanwhile=meanwhile, timeout_s=TIMEOUT_S + GATE_S)
+    return case.start(faults=[*waits, fault], meanwhile=meanwhile)
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +120,7 @@ def result(
         case.skip_without(flag)
     begun, future = runs_that_wait(request.node)
     outcome = future.result()
+    runner.results.append(outcome)  # it may have run in the time of another test
     case.take_over(begun)
     return outcome
 
@@ -132,7 +132,7 @@ def test_killed(result: runner.Result, case: FaultCase) -> None:
     finding = f"dead or frozen; last heartbeat of {who(last, 4)}: {case.in_update}"
     assert result.codes[last] == -signal.SIGKILL, str(result)
     if case.size > 1:
-        case.check_named(result, PROMPT_S + DEAD_S, finding, culprits=[last])
+        case.check_named(result, PROMPT + DEAD, finding, culprits=[last])
     again = case.resume_and_check()
     case.row.message = case.row.message or find_line(again.outputs[0], "resuming from step 2 of")
     assert case.row.steps_lost == 1
@@ -167,7 +167,7 @@ def check_raises(case: FaultCase, rank: int, phase: str) -> None:
     what = "ArithmeticError: a fault that was put in"
     case.check_named(
         result,
-        PROMPT_S,
+        PROMPT,
         f"{who(rank, 4)} failed in {case.in_update if phase == 'optimizer' else phase}",
         what,
         r'inject\.py", line \d+, in _raise',
@@ -181,7 +181,7 @@ def check_raises(case: FaultCase, rank: int, phase: str) -> None:
 def test_frozen(result: runner.Result, case: FaultCase) -> None:
     last = case.size - 1
     finding = f"dead or frozen; last heartbeat of {who(last, 4)}: {case.in_update}"
-    case.check_named(result, HANG_S, finding, culprits=[last])
+    case.check_named(result, HANG, finding, culprits=[last])
     case.resume_and_check()
 
 
@@ -190,9 +190,9 @@ def test_frozen(result: runner.Result, case: FaultCase) -> None:
 def test_sleeps_in_the_data(result: runner.Result, case: FaultCase) -> None:
     last = case.size - 1
     finding = f"no progress for 3 s: {who(last, 4)}: data"
-    case.check_named(result, HANG_S, finding, r'data\.py", line \d+, in __getitem__')
+    case.check_named(result, HANG, finding, r'data\.py", line \d+, in __getitem__')
     if case.size > 1:
-        case.check_named(result, HANG_S, r"ranks \[0\] are waiting for it")
+        case.check_named(result, HANG, r"ranks \[0\] are waiting for it")
     case.record_message(result.outputs[0], finding)
     case.resume_and_check()
 
@@ -202,7 +202,7 @@ def test_sleeps_in_the_data(result: runner.Result, case: FaultCase) -> None:
 def test_mismatched_collectives(result: runner.Result, case: FaultCase) -> None:
     case.check_named(
         result,
-        HANG_S,
+        HANG,
         "no progress for 3 s: all ranks are waiting for each other",
         rf"{who(0, 3)}: .*waiting in gloo:all_?reduce",
         rf"{who(case.size - 1, 3)}: .*waiting in gloo:barrier",
@@ -216,7 +216,7 @@ def test_mismatched_collectives(result: runner.Result, case: FaultCase) -> None:
 def test_exits_early(result: runner.Result, case: FaultCase) -> None:
     last = case.size - 1
     assert result.codes[last] == 0
-    case.check_named(result, PROMPT_S, f"{who(last, 3)} exited before the training was done", culprits=[last])
+    case.check_named(result, PROMPT, f"{who(last, 3)} exited before the training was done", culprits=[last])
     case.resume_and_check()
 
 
@@ -244,7 +244,7 @@ def test_rank_0_is_frozen(case: FaultCase) -> None:
     assert code, out
     case.record_message(out, f"dead or frozen; last heartbeat of {who(0, 4)}|gets no answer from the store: its host")
     case.row.notice_s = max(event["time"] for event in case.events if event["event"] == "named") - case.fault_time()
-    assert case.row.notice_s < HANG_S
+    assert case.beats(1) <= HANG, "of the other rank"
     case.resume_and_check()
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.harness import runner
-from tests.harness.fault_case import STEPS, FaultCase, checkpoints, events_in, wait_for
+from tests.harness.fault_case import STEPS, FaultCase, checkpoints, events_in
+from tests.harness.runner import wait_for
 from tools import about
 
 

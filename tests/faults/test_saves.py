@@ -100,7 +100,7 @@ def fault_of(what: str, place: Path) -> inject.Fault:
 def test_disk_for_a_while(what: str, how: str, disk: Path, case: FaultCase) -> None:
     """The save that fails warns, and the training continues to a last save that succeeds."""
     action, *more = DISKS[what].mended
-    pause = ("end of a step", "sleep a little", 0, 5)  # until a save beside the training has failed
+    pause = ("end of a step", "let the save end", 0, 5)  # the one beside the training, which fails
     mended = ("end of a step", action, 0, 5, str(disk), *more)
     result = case.start(*flags_for(how), faults=[fault_of(what, disk), pause, mended])
     assert result.ok, str(result)

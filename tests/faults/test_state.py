@@ -124,8 +124,8 @@ def test_passing_nan(case: FaultCase) -> None:
 @pytest.mark.fault("stop: SIGTERM just before --on-bad-state rewind", least=2)
 def test_request_outlives_it(case: FaultCase) -> None:
     """The ranks go back, stop as asked, and continue as if undisturbed."""
-    request = ("end of a step", "signal", 0, 3, "SIGTERM", 0.5)
-    pauses = [("end of a step", "sleep a little", -1, 3)] * 2  # the second after it has gone back
+    request = ("end of a step", "signal and hear", 0, 3, "SIGTERM")
+    pauses = [("end of a step", "hear", -1, 3)] * 2  # the second after it has gone back
     result = case.start(*REWIND, faults=[damage("parameter", "bit", case.place), request, *pauses])
     if any(event["event"] == "nothing shared" for event in case.events):
         pytest.skip("not applicable: no two ranks hold the same part of this state")

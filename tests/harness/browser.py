@@ -17,13 +17,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.harness import runner
+
 CHROMIUM = "chromium"
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
     *("--remote-debugging-pipe", "--hide-scrollbars"),
 )
-TIMEOUT_S = 60.0
+TIMEOUT_S = runner.HANG_S
 
 
 class Page:
@@ -161,7 +163,7 @@ def page() -> Iterator[Page]:
             os.close(to_browser)  # then it ends
             os.close(from_browser)
             try:
-                process.wait(timeout=10)
+                process.wait(timeout=TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait(timeout=TIMEOUT_S)

@@ -30,6 +30,8 @@ Who renames one of these renames it here as well; a patch of a name that is not 
     common.state.shards.ShardWriter.write_data       points "between the files", "in a file"
     Path.rename                                      points "before the rename", "after the rename"
     shutil.rmtree                                    point "during retention"
+    common.run.stop.Stop                             what the action "hear" waits for
+    common.protect.peers.Peers.publish               note "beat"
     os._exit                                         note "exited"
 
 MUTANTS patch what a proof must notice, each next to its name.
@@ -52,6 +54,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -73,7 +76,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tests.harness import damage
+from tests.harness import damage, runner
 
 Fault = tuple[Any, ...]
 POINTS = (
@@ -91,7 +94,7 @@ POINTS = (
     *("before the rename", "after the rename", "during retention"),
 )
 EPOCH_STEPS = 3  # every epoch ends with the last sample of a step, so that a run can be stopped at the very edge
-WAIT_S = 90.0  # at most, for a test
+WAIT_S = runner.HANG_S  # at most, for a test
 
 
 class _Self:
@@ -103,6 +106,7 @@ class _Self:
     due: list[Fault] = []  # noqa: RUF012
     later: list[Fault] = []  # noqa: RUF012
     watching: watch.Watch
+    stopping: stop.Stop
     model: nn.Module
     optimizer: torch.optim.Optimizer
     shared: list[nn.Parameter] = []  # noqa: RUF012
@@ -214,6 +218,13 @@ def _patch(drifts: bool) -> None:
     def keep_watch(made: watch.Watch, _: Any) -> None:
         _Self.watching = made
 
+    def keep_stop(made: stop.Stop, *_: Any) -> None:
+        _Self.stopping = made
+
+    def note_beat(_: peers.Peers) -> None:
+        if threading.current_thread().name == "_watch":  # other threads renew the heartbeat while they compare
+            note("beat")
+
     def begin_step(_: watch.Watch, step: int) -> None:
         _Self.step = step
 
@@ -230,6 +241,8 @@ def _patch(drifts: bool) -> None:
     _after(process_group, "finish", lambda *_, **__: _Self.due.extend(_Self.later))
     _after(watch.Watch, "__init__", keep_watch)
     _after(watch.Watch, "step", begin_step)
+    _after(stop.Stop, "__init__", keep_stop)
+    _after(peers.Peers, "publish", note_beat)
     if drifts:
         _after(guard.FiniteGuard, "__init__", keep_optimizer)
         _after(state_check.StateCheck, "__init__", keep_state)
@@ -294,6 +307,30 @@ def _pretend_bfloat16(native: bool) -> None:
 def _send(name: str, pause_s: float = 0.0) -> None:
     os.kill(os.getpid(), signal.Signals[name])
     time.sleep(pause_s)
+
+
+def _send_and_hear(name: str) -> None:
+    _send(name)
+    _hear()
+
+
+def _hear(unless: str = os.devnull) -> None:
+    """Wait until all ranks have heard of a reason to stop, and this one knows after which step; or for a file."""
+    end = time.monotonic() + WAIT_S
+    while not _Self.stopping._agreed.is_set() and (unless == os.devnull or not Path(unless).exists()) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def _let_save_end() -> None:
+    for one in threading.enumerate():
+        if one.name == "save":
+            one.join(WAIT_S)
+
+
+def _send_until_it_ends(name: str) -> None:
+    """Again and again: whoever comes too early is not counted."""
+    while True:
+        _send(name, stop.SAME_SIGNAL_S + 0.1)
 
 
 def _send_later(name: str) -> None:
@@ -514,6 +551,9 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "other version": _pretend_version,
     "bfloat16": _pretend_bfloat16,
     "signal later": _send_later,
+    "signal and hear": _send_and_hear,
+    "signal until it ends": _send_until_it_ends,
+    "hear": _hear,
     "signal the process group": _send_group,
     "patience": lambda seconds: setattr(process_group, "TIMEOUT_S", seconds),
     "trickle": _trickle,
@@ -525,6 +565,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "ignore": lambda name: signal.signal(signal.Signals[name], signal.SIG_IGN),
     "raise": _raise,
     "sleep": lambda: time.sleep(1000),
+    "let the save end": _let_save_end,
     "sleep a little": lambda: time.sleep(0.5),
     "exit": lambda: sys.exit(0),
     "barrier": _mix_collectives,

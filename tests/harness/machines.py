@@ -17,7 +17,7 @@ BECOME_A_HOST = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exe
 
 def ip(*words: str, tool: str = "ip", check: bool = True) -> str:
     """Run ip, or tc."""
-    done = subprocess.run([tool, *words], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run([tool, *words], capture_output=True, text=True, timeout=runner.HANG_S, check=False)
     assert not check or not done.returncode, f"{tool} {' '.join(words)}: {done.stderr}"
     return done.stdout
 
@@ -74,7 +74,7 @@ class Machine:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
         for process in self.launched:
-            process.wait(10)
+            process.wait(runner.HANG_S)
 
 
 @contextlib.contextmanager

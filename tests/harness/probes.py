@@ -62,7 +62,7 @@ def in_ranks(
     flags: list[str],
     folder: Path,
     *more: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = runner.HANG_S,
 ) -> list[Any]:
     """What `target` reports from each rank, which it calls with the recipe's path and arguments, a file and `more`."""
     path = recipe if isinstance(recipe, Path) else ROOT / "recipes" / recipe / "train.py"

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,10 @@ SIZES = ("--num-layers", "--mlp-width")  # of the model, that a layout may choos
 # Replicas that train apart give other numbers than the rest (tests/recipes/test_diloco.py); as one, they are ddp_gpt.
 AS_ONE = ("--replicas", "1", "--outer-lr", "1", "--outer-momentum", "0")
 GRACE_S = 0.5  # torchrun, too, ends the others when one rank has failed
+PATIENT_S = 60.0  # a GRACE_S in which every rank ends by itself
+# Ends what would never end, and proves nothing: many times what the longest training takes on a busy machine. It is
+# below process_group.TIMEOUT_S, so that what only that would end counts as a hang.
+HANG_S = 500.0
 # Flags of each workload for a model that is quick in float64 on a CPU. tests/harness/short_resnet.py has the first; the
 # sizes of the second divide by few numbers of ranks.
 SMALL = {
@@ -57,10 +61,19 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Result:
-    """How the ranks ended."""
+    """How the ranks ended.
+
+    Attributes:
+        codes: the exit code of each.
+        outputs: what each has printed.
+        target: what they ran, each with its own of `args`.
+        args: for each rank.
+    """
 
     codes: list[int]
     outputs: list[str]
+    target: Callable[..., None] | None = field(default=None, repr=False)
+    args: Sequence[tuple[Any, ...]] = field(default=(), repr=False)
 
     @property
     def ok(self) -> bool:
@@ -213,7 +226,7 @@ def run_recipe(
     world_size: int,
     *flags: str,
     rank_flags: Mapping[int, Sequence[str]] | None = None,
-    timeout_s: float = 200.0,
+    timeout_s: float = HANG_S,
     target: Callable[[str, list[str]], None] | None = None,
 ) -> Result:
     """Run a recipe (by name, or the path of a train.py) on real ranks.
@@ -260,7 +273,7 @@ class _Rank:
 _idle: dict[int, _Rank] = {}  # each keeps its number: what DTensor remembers of a layout depends on the rank
 
 
-def rerun(target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_s: float = 200.0) -> Result:
+def rerun(target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_s: float = HANG_S) -> Result:
     """Call `target(*args[rank])` in one process per rank, which may have run other trainings before.
 
     `target` must leave the process as it was, but for what `_put_back` knows; a process in which threads or a
@@ -275,7 +288,7 @@ def rerun(target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_
 def spawn(
     target: Callable[..., None],
     args: Sequence[tuple[Any, ...]],
-    timeout_s: float = 200.0,
+    timeout_s: float = HANG_S,
     meddle: Callable[[list[int]], None] | None = None,
 ) -> Result:
     """Call `target(*args[rank])` in one new process per rank, with torchrun's environment.
@@ -290,6 +303,19 @@ def spawn(
     for one in here:
         one.end()
     return result
+
+
+results: list[Result] = []  # of the trainings of the test that runs; tests/conftest.py prints those of one that fails
+
+
+def wait_for(condition: Callable[[], Any], what: object = "what the test waits for did not happen") -> Any:
+    """Returns what `condition` returns, once that is true; `what` is printed where it never becomes true."""
+    end = time.monotonic() + HANG_S
+    while not (found := condition()):
+        if time.monotonic() > end:
+            raise AssertionError(str(what))
+        time.sleep(0.02)
+    return found
 
 
 def end_idle() -> None:
@@ -317,7 +343,9 @@ def _run(here: list[_Rank], target: Callable[..., None], args: Sequence[tuple[An
                 deadline = min(deadline, time.monotonic() + GRACE_S)
             time.sleep(0.01)
         codes = [0 if one.ended else one.end() for one in here]
-        return Result(codes, [path.read_text() for path in outputs])
+        result = Result(codes, [path.read_text() for path in outputs], target, args)
+        results.append(result)
+        return result
 
 
 def free_port() -> int:

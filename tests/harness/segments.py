@@ -23,7 +23,7 @@ class Segment:
     notes: Path
 
 
-def run(segments: Sequence[Segment], timeout_s: float = 100.0) -> runner.Result:
+def run(segments: Sequence[Segment], timeout_s: float = runner.HANG_S) -> runner.Result:
     """Run all of them, one after the other, until one fails; returns how the last one ended."""
     assert segments
     for segment in segments:

@@ -54,7 +54,7 @@ def poison(marker: Path) -> bytes:
 def listening(pids: Iterable[int], *prefix: str) -> list[Place]:
     """Address and port of each TCP socket on which one of these processes listens, as `ss` sees it."""
     words = [*prefix, "ss", "-ltnpH"]
-    lines = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+    lines = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True).stdout.splitlines()
     wanted = {str(pid) for pid in pids}
     found = []
     for line in lines:

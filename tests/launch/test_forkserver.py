@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -307,14 +305,6 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 """
 
 
-def until(there: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    end = time.monotonic() + timeout_s
-    while not (found := there()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-    return found
-
-
 def children(pid: int) -> set[int]:
     found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False).stdout
     return {int(one) for one in found.split()}
@@ -334,7 +324,7 @@ def waiting(tmp_path: Path) -> Any:
     variables = {"FACTS": str(folder), "NPROC_PER_NODE": "1", "MAX_RESTARTS": "1"}
     process = popen(["bash", LAUNCHER, recipe], runner.ROOT, variables)
     first = folder / "0"
-    rank, parent = map(int, until(lambda: first.exists() and first.read_text()).split())
+    rank, parent = map(int, runner.wait_for(lambda: first.exists() and first.read_text()).split())
     assert parent == process.pid, "the launcher is a rank's parent"
     (server,) = children(process.pid) - {rank}
     yield process, server, rank, folder / "go"
@@ -350,10 +340,10 @@ def test_server_ends_with_its_launcher(waiting: Any) -> None:
         os.kill(server, number)  # as Slurm sends to all processes of a job
     assert alive(server)
     process.kill()
-    until(lambda: not alive(server))
+    runner.wait_for(lambda: not alive(server))
     assert alive(rank), "it notices by itself, and saves"
     go.touch()
-    until(lambda: not alive(rank))
+    runner.wait_for(lambda: not alive(rank))
     process.communicate()
 
 
@@ -361,7 +351,7 @@ def test_server_is_killed(waiting: Any) -> None:
     """As by a lack of memory: the ranks run on, and start in the ordinary way after a failure."""
     process, server, rank, go = waiting
     os.kill(server, signal.SIGKILL)
-    until(lambda: not alive(server))
+    runner.wait_for(lambda: not alive(server))
     assert alive(rank)
     go.touch()
     result = wait(process)
@@ -420,9 +410,17 @@ def test_only_the_same_command_and_environment(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_wait_has_a_limit() -> None:
-    child = forkserver.Child(os.fork() or os._exit(time.sleep(0.5) or 3), ["python"])  # type: ignore[func-returns-value]
+    waits, ends = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(ends)
+        os.read(waits, 1)  # until the other end is closed
+        os._exit(3)
+    child = forkserver.Child(pid, ["python"])
     assert child.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
         child.wait(0.05)
-    assert child.wait(10.0) == child.poll() == child.returncode == 3
+    os.close(ends)
+    os.close(waits)
+    assert child.wait(runner.HANG_S) == child.poll() == child.returncode == 3
     child.send_signal(signal.SIGKILL)  # has ended: nothing happens

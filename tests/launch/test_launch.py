@@ -59,7 +59,7 @@ def popen(command: Sequence[str | Path], cwd: Path, variables: Mapping[str, str]
     )
 
 
-def wait(process: subprocess.Popen[str], timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
+def wait(process: subprocess.Popen[str], timeout_s: float = runner.HANG_S) -> subprocess.CompletedProcess[str]:
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -652,7 +652,7 @@ def test_job_with_a_log_on_a_full_disk_is_requeued(log: str, tmp_path: Path) -> 
             env=environ({**job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}),
             stdout=file,
             stderr=file,
-            timeout=30,
+            timeout=runner.HANG_S,
             check=False,
         )
     assert result.returncode == 0

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from common.train import flops
+from tools.profile import table, traces
 
 from tests.conftest import write_text
 from tests.harness import inject, mutants, runner, short_resnet, stranger  # noqa: F401 (--model resnet6)
@@ -23,7 +24,7 @@ from tests.harness.fault_case import checkpoints
 from tests.harness.machines import Machine, joined
 from tests.harness.states import same_tensors
 
-pytestmark = [pytest.mark.machines, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.machines
 
 LAUNCHER = runner.ROOT / "launch" / "torchrun.sh"
 RECIPE = "multinode_resnet"
@@ -31,8 +32,6 @@ SAMPLES, BATCH, STEPS = 1433, 120, 12  # an epoch of the digits: 11 whole steps,
 SAVE_EVERY = 2
 HANG_S = 5.0
 OUTAGE_S = 1.0  # after that it takes TCP as long again to notice that the link is back
-NOTICE_S = 15.0  # 5 to 8 are usual; what else the machine does may add to that
-END_S = 5.0  # to notice that a process of another machine has ended
 FLAGS = (
     *("--epochs", "1", "--max-steps", "0", "--global-batch-size", str(BATCH), "--warmup-steps", "2"),
     *("--dtype", "float64", "--log-every", "1", "--eval-every", "1000"),
@@ -58,6 +57,7 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
 
 def train(recipe: str, folder: str, argv: Sequence[str], mutant: str = "") -> None:
     """Run a recipe as one rank: note what it is asked to read, and wait after a step for as long as a test holds it."""
+    from common.protect import peers
     from common.run import stop
     from common.train import sampler
 
@@ -65,6 +65,7 @@ def train(recipe: str, folder: str, argv: Sequence[str], mutant: str = "") -> No
     if mutant:
         inject.MUTANTS[mutant]()
     requests, after = sampler.training_requests, stop.Stop.after
+    is_silent = peers.Peers.next_is_silent
     group = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"  # each start of the ranks has another
 
     def note(**what: Any) -> None:
@@ -84,7 +85,14 @@ def train(recipe: str, folder: str, argv: Sequence[str], mutant: str = "") -> No
             time.sleep(0.02)
         return after(self, step)
 
+    def noted_silent(self: peers.Peers) -> bool:
+        found = is_silent(self)
+        if found:
+            note(event="silent")
+        return found
+
     sampler.training_requests, stop.Stop.after = noted_requests, held_after
+    peers.Peers.next_is_silent = noted_silent  # type: ignore[method-assign]
     sys.argv = [recipe, *argv]
     runpy.run_path(recipe, run_name="__main__")
 
@@ -134,25 +142,20 @@ class Job:
     def release(self, step: int) -> None:
         (self.folder / f"hold{step}").unlink()
 
-    def wait(self, condition: Callable[[], object], timeout_s: float = 60.0) -> float:
-        """Returns how long that took, in seconds."""
-        began = time.monotonic()
-        while not condition():
-            assert time.monotonic() < began + timeout_s, f"what the test waits for did not happen\n{self}"
-            time.sleep(0.05)
-        return time.monotonic() - began
+    def wait(self, condition: Callable[[], object]) -> None:
+        runner.wait_for(condition, self)
 
-    def wait_done(self, step: int, size: int) -> float:
+    def wait_done(self, step: int, size: int) -> None:
         """Wait until a world of `size` ranks has done a step."""
 
         def done() -> bool:
             notes = [note for note in self.notes("done") if note["step"] == step]
             return len([note for note in notes if note["size"] == size]) >= size
 
-        return self.wait(done)
+        self.wait(done)
 
-    def wait_ended(self, *processes: subprocess.Popen[bytes], timeout_s: float = 60.0) -> list[int]:
-        self.wait(lambda: all(process.poll() is not None for process in processes), timeout_s)
+    def wait_ended(self, *processes: subprocess.Popen[bytes]) -> list[int]:
+        self.wait(lambda: all(process.poll() is not None for process in processes))
         return [process.returncode for process in processes]
 
     def __str__(self) -> str:
@@ -229,15 +232,15 @@ def test_profile_of_a_slow_link(machines: list[Machine], tmp_path: Path) -> None
     job = Job(tmp_path, machines[:2], *EXACT[:2], "--data", str(text), *steps, *model, recipe="ddp_gpt")
     for machine in job.machines:
         machine.shape("50mbit")
-    assert job.wait_ended(*(job.start(machine) for machine in job.machines), timeout_s=90) == [0, 0], str(job)
-    lines = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
-    (profile,) = (line for line in lines if "profile/step_s" in line)
-    shown = job.output(machines[0])
-    (megabytes,) = re.findall(r"^ +all_reduce .* ([\d.]+) MB a step", shown, re.MULTILINE)
-    sends = profile["profile/exposed_s"] + profile["profile/slower_s"] + profile["profile/hidden_s"]
-    assert sends > 0.85 * float(megabytes) * 8 / 50  # of two ranks, each sends all bytes once
-    assert profile["profile/exposed_s"] > profile["profile/hidden_s"], "a small model hides little"
-    assert "of the step only sends: a larger --global-batch-size, or a faster network" in shown
+    assert job.wait_ended(*(job.start(machine) for machine in job.machines)) == [0, 0], str(job)
+    ranks, _ = traces.read(traces.find(job.run, 0), 0)
+    found = table.judge(ranks)
+    (megabytes,) = (one.megabytes for one in found.sent if one.name == "all_reduce")
+    sends = found.mean["exposed"] + found.mean["slower"] + found.mean["hidden"]
+    assert sends > 0.85 * megabytes * 8 / 50  # of two ranks, each sends all bytes once
+    assert found.mean["exposed"] > found.mean["hidden"], "a small model hides little"
+    said = table.said(ranks[0].facts, found)
+    assert "of the step only sends: a larger --global-batch-size, or a faster network" in said
 
 
 def test_link_down(machines: list[Machine], tmp_path: Path) -> None:
@@ -257,7 +260,7 @@ def test_link_down(machines: list[Machine], tmp_path: Path) -> None:
 
     machines[1].link("down")
     job.release(7)
-    codes = job.wait_ended(*processes, timeout_s=HANG_S + NOTICE_S)
+    codes = job.wait_ended(*processes)
     assert codes == [1, 1], str(job)
     assert "dead or frozen; last heartbeat of rank 1 (host machine1, " in job.output(machines[0])
     cut_off = (
@@ -288,11 +291,13 @@ def test_replicas_that_a_link_parts(inner_steps: int, machines: list[Machine], t
     job.wait_done(1, 2)
     machines[1].link("down")
     job.release(1)
-    time.sleep(OUTAGE_S)
-    apart = max(note["step"] for note in job.notes("done"))
+    if inner_steps == 6:
+        job.wait(lambda: sum(note["step"] == 5 for note in job.notes("done")) == 2)
+    else:
+        time.sleep(OUTAGE_S)
+        assert max(note["step"] for note in job.notes("done")) < 5, "with one inner step, it waits"
     machines[1].link("up")
     assert job.wait_ended(*processes) == [0, 0], str(job)
-    assert (apart >= 5) == (inner_steps == 6), f"step {apart}: with one inner step, it waits"
     assert runner.records(job.run, "train/loss") == runner.records(wanted, "train/loss")
     assert same_tensors(checkpoints(job.run)[STEPS], checkpoints(wanted)[STEPS])
     check_each_once(job.notes("read"))
@@ -308,7 +313,7 @@ def test_link_down_and_restarts(machines: list[Machine], tmp_path: Path) -> None
     job.wait_done(4, 2)
     machines[1].link("down")
     job.release(4)
-    assert job.wait_ended(goes, timeout_s=HANG_S + NOTICE_S) == [1], str(job)
+    assert job.wait_ended(goes) == [1], str(job)
     assert "machine 0, which hosts the rendezvous 10.29.4.9:29400, has ended or is cut off" in job.output(machines[1])
     assert job.wait_ended(stays) == [0], str(job)
     assert "dead or frozen; last heartbeat of rank 1 (host machine1, " in job.output(machines[0])
@@ -326,10 +331,9 @@ def test_killed_without_a_word(machines: list[Machine], tmp_path: Path) -> None:
     job.wait_done(4, 2)
     pid = next(note["pid"] for note in job.notes("done") if note["rank"] == 1)
     os.kill(pid, signal.SIGKILL)
-    took_s = job.wait(lambda: "dead or frozen; last heartbeat of rank 1 (host machine1, " in job.output(machines[0]))
-    print(f"noticed {took_s:.1f} s after the end")
-    assert took_s <= END_S, str(job)
+    job.wait(lambda: "dead or frozen; last heartbeat of rank 1 (host machine1, " in job.output(machines[0]))
     assert all(job.wait_ended(*processes)), str(job)
+    assert not job.notes("silent"), f"its connection has told, and not 10 s without a heartbeat\n{job}"
 
 
 # --- a machine lost ---------------------------------------------------------------------------------------
@@ -344,12 +348,11 @@ def test_two_one_two(machines: list[Machine], tmp_path: Path) -> None:
     job.wait_done(4, 2)
     machines[1].die()
     job.release(4)
-    alone_s = job.wait_done(7, 1)
+    job.wait_done(7, 1)
     assert "dead or frozen; last heartbeat of rank 1 (host machine1, " in job.output(machines[0])
     assert "1 process on machine0" in job.output(machines[0])
     back = job.start(machines[1])
-    again_s = job.wait_done(8, 2)
-    print(f"from 2 to 1 machines, and 5 steps: {alone_s:.1f} s; from 1 to 2: {again_s:.1f} s")
+    job.wait_done(8, 2)
     assert job.wait_ended(first, back) == [0, 0], str(job)
     sizes = {note["step"]: note["size"] for note in job.notes("done")}
     assert [*sizes.values()] == [2, 2, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2], "the machine that came back cost no step"
@@ -379,7 +382,7 @@ def test_machines_die(machines: list[Machine], tmp_path: Path) -> None:
     assert {*range(1, 7)} <= {*lr}
 
     machines[0].die()
-    assert job.wait_ended(processes[1], timeout_s=NOTICE_S) == [1], str(job)
+    assert job.wait_ended(processes[1]) == [1], str(job)
     assert "machine 0, which hosts the rendezvous 10.29.4.9:29400, has ended or is cut off" in job.output(machines[1])
     assert "Traceback" not in job.output(machines[1])
 
@@ -468,8 +471,8 @@ QUICK = "--rdzv-conf=is_host=0,last_call_timeout=5,read_timeout=3"  # else a min
 
 
 def refused(job: Job, machine: Machine, process: subprocess.Popen[bytes], message: str) -> None:
-    """In time, with one line and nothing else."""
-    assert job.wait_ended(process, timeout_s=40.0) == [2], str(job)
+    """With one line and nothing else."""
+    assert job.wait_ended(process) == [2], str(job)
     assert job.output(machine) == f"error: {message}\n"
 
 
@@ -501,7 +504,7 @@ def test_nobody_there(machines: list[Machine], tmp_path: Path) -> None:
     for process, (address, machine) in others:
         refused(job, machine, process, NOBODY.format(f"{address}:29400"))
     process, (_, machine) = unknown
-    assert job.wait_ended(process, timeout_s=40.0) == [2], str(job)
+    assert job.wait_ended(process) == [2], str(job)
     wanted = r"^error: MASTER_ADDR=nobody\.invalid does not resolve on this machine \(.*\): use machine 0's address$"
     assert re.search(wanted, job.output(machine), re.MULTILINE), str(job)
 

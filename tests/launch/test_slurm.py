@@ -16,7 +16,7 @@ from tests.conftest import write_parquet, write_text
 from tests.harness import mutants, runner
 from tests.harness.states import same_tensors
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slurm
 
 SLURM = runner.ROOT / "launch" / "slurm.sh"
 LOCAL = runner.ROOT / "launch" / "local_slurm.sh"
@@ -31,7 +31,7 @@ FLAGS = [
 def call(*command: str | Path, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     words = [str(word) for word in command]
     env = os.environ | environ
-    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=540, check=False)
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=runner.HANG_S, check=False)
 
 
 def run(*command: str | Path, cwd: Path | None = None, **environ: str) -> str:
@@ -101,20 +101,28 @@ class Job:
         file = self.run / "metrics.jsonl"
         return file.read_text().count("train/loss") if file.exists() else 0
 
-    def wait(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    def wait(self, condition: Callable[[], bool]) -> None:
         """A job that is queued again begins in two minutes, of Slurm's own will; the wait asks for it sooner.
 
         Not in the same second, in which Slurm takes its credential for the revoked one, nor while Slurm still has a
         message to deliver: the end of the first start, which a lost node was to hear, would end the second one.
         """
-        end = time.monotonic() + timeout_s
         pending = 0
-        while not condition():
-            assert time.monotonic() < end, f"{self.state()}\n{self.log()}"
+
+        def came() -> bool:
+            nonlocal pending
+            if condition():
+                return True
             pending = pending + 1 if self.state() == "PENDING" and self.starts() else 0
             if pending > 6 and re.search(r"Agent queue size:\s+0\n", run("sdiag")):
                 call("scontrol", "update", f"JobId={self.id}", "StartTime=now")
             time.sleep(0.3)
+            return False
+
+        runner.wait_for(came, self)
+
+    def __str__(self) -> str:
+        return f"{self.state()}\n{self.log()}"
 
     def completed(self) -> bool:
         state = self.state()
@@ -280,7 +288,7 @@ def test_rank_killed(cluster: Path, images: Path, tmp_path: Path) -> None:
     job = Job(tmp_path, images)
     job.wait(lambda: job.steps() >= SAVE_EVERY + 2)
     os.kill(ranks_of(job)[-1], signal.SIGKILL)
-    job.wait(lambda: job.state() == "FAILED", timeout_s=30.0)
+    job.wait(lambda: job.state() == "FAILED")
     assert "by SIGKILL" in job.log()
     assert (job.run / "checkpoints" / f"step_{SAVE_EVERY:08d}").exists()
     assert not ranks_of(job)
@@ -302,7 +310,7 @@ def test_cancelled_is_not_queued_again(cluster: Path, images: Path, tmp_path: Pa
     job.wait(lambda: job.steps() >= 5)
     run("scancel", job.id)
     job.wait(lambda: job.state() == "CANCELLED")
-    job.wait(lambda: not ranks_of(job), timeout_s=40.0)
+    job.wait(lambda: not ranks_of(job))
     assert job.state() == "CANCELLED"
     assert job.starts() == 1
 
@@ -342,17 +350,11 @@ def test_task_of_an_array(cluster: Path, images: Path, tmp_path: Path) -> None:
     def log(job: str) -> str:
         return "".join(path.read_text() for path in tmp_path.glob(f"slurm-*-{job}.log"))
 
-    def wait(condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + 90
-        while not condition():
-            assert time.monotonic() < end, f"{tasks()}\n{''.join(log(job) for job in tasks())}"
-            time.sleep(0.3)
-
-    wait(lambda: len(tasks()) == 2 and all("loss" in log(job) for job in tasks()))
+    runner.wait_for(lambda: len(tasks()) == 2 and all("loss" in log(job) for job in tasks()))
     (other,) = tasks().keys() - {array}
     run("scancel", "--signal=USR1", f"{array}_{tasks()[array][0]}")
-    wait(lambda: "requeued" in log(array) and tasks()[array][1] == "PENDING")
-    wait(lambda: tasks()[other][1] == "COMPLETED")
+    runner.wait_for(lambda: "requeued" in log(array) and tasks()[array][1] == "PENDING")
+    runner.wait_for(lambda: tasks()[other][1] == "COMPLETED")
     assert log(other).count(", start ") == 1
     assert "stopped at step" not in log(other)
     run("scancel", array)

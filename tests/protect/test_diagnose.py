@@ -3,7 +3,6 @@
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -204,16 +203,13 @@ def test_waits_in_the_oldest_collective_that_has_not_ended() -> None:
 
 def wait_for_rank_1() -> None:
     store, rank, size = next(dist.rendezvous("env://"))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=runner.HANG_S))
     axis = dist.new_group(group_desc="mesh_dp")
     saving = dist.new_group(group_desc=process_group.SAVING)
 
     def look_for(wanted: str) -> None:
         """A collective is done a moment before its record says so."""
-        end = time.monotonic() + 10
-        while any(found != wanted for found in look()):
-            assert time.monotonic() < end, f"{look()} is not {wanted!r}"
-            time.sleep(0.01)
+        runner.wait_for(lambda: all(found == wanted for found in look()), f"this does not become {wanted!r}")
 
     def look() -> list[str]:
         return [

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 from common.protect import heartbeat, watch
@@ -46,7 +45,8 @@ def fail_in_turn(folder: str) -> None:
     watching.step(3)
     frame = sys._getframe()
     assert frame
-    time.sleep(4 * watch.BEAT_S)
+    beats = watching._peers.num_beats
+    runner.wait_for(lambda: watching._peers.num_beats >= beats + 2)
     sys.stderr.write(f"beat: {watching._peers.store.get('watch/0').decode()}\n")
     process_group.finish(watching._world.process)
 

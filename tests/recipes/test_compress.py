@@ -77,6 +77,8 @@ def test_powersgd(plain: tuple[int, dict[int, float]], tmp_path: Path) -> None:
     }
     whole = plain[0] * 2 / STEPS
     assert whole < sent["1"][0] < sent["4"][0] < 0.7 * plain[0]
+    late = ("--powersgd-rank", "1", "--warmup-steps", "4")
+    assert gradient_bytes(RECIPE, tmp_path / "late", "--compress", "powersgd", *late)[0] > plain[0] * 4 / STEPS
     for _, losses in sent.values():
         assert [losses[step] for step in (1, 2, 3)] == [plain[1][step] for step in (1, 2, 3)]
         assert losses[5] != plain[1][5]

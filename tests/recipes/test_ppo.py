@@ -208,7 +208,7 @@ def test_mutant_whose_ranks_stop_by_themselves(alone: dict[str, dict[int, float]
     """One goes on to the next epoch, and the other does not: they wait for each other, or the numbers differ."""
     path = mutants.mutate(PPO, tmp_path, {"train_step": {KL: 'epoch_sums["kl"] / epoch_sums["count"]'}})
     flags = ("--dtype", "float64", "--hang-timeout", "2", "--out", str(tmp_path), "--name", "run")
-    result = runner.run_recipe(path, 2, *FLAGS, *flags, timeout_s=40.0)
+    result = runner.run_recipe(path, 2, *FLAGS, *flags)
     found = runner.records(tmp_path / "run", "train/loss")
     assert not result.ok or worst(found, alone["train/loss"]) > 1e-4
 
@@ -431,6 +431,26 @@ def test_ratio_is_1_until_the_first_update(env: str, recipe: SimpleNamespace, gr
     assert recipe.forward(args, model, batches[0])["kl"] > 1e-5
 
 
+def test_each_update_and_epoch_has_its_own_draws(recipe: SimpleNamespace, group: None) -> None:
+    """The same observations lead to other actions in another update, and are read in another order in each epoch."""
+    args, model, envs = make(recipe)
+    first, again, second = (
+        recipe.play(args, model, environments.Environments(args.env, envs.index, args.seed, seed.EPISODE), step)
+        for step in (1, 1, 2)
+    )
+    assert torch.equal(first.actions, again.actions)
+    assert torch.equal(first.observations[0], second.observations[0])
+    assert not torch.equal(first.actions, second.actions)
+    orders = [
+        torch.cat([batch.returns for batch in recipe.minibatches(args, first, envs.index, epoch)])
+        for epoch in (0, 0, 1, 2)
+    ]
+    assert torch.equal(orders[0], orders[1])
+    assert not torch.equal(orders[0], orders[2])
+    assert not torch.equal(orders[2], orders[3])
+    assert all(torch.equal(order.sort().values, orders[0].sort().values) for order in orders)
+
+
 def test_running_statistics_are_those_of_the_rollouts(recipe: SimpleNamespace, group: None) -> None:
     """The mean over the updates, each of which counts once, after its last minibatch."""
     args, model, envs = make(recipe)
@@ -549,7 +569,7 @@ def test_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     flags, hidden, messages = REFUSED[case]
     path = str(runner.ROOT / "recipes" / PPO / "train.py")
     argv = ["--out", str(tmp_path / "out"), *flags]
-    result = runner.spawn(hide, [(path, argv, *hidden)] * 2, timeout_s=40.0)
+    result = runner.spawn(hide, [(path, argv, *hidden)] * 2)
     assert result.codes[0] == 2, str(result)
     assert all(result.codes), str(result)
     for message in messages:

@@ -1,10 +1,17 @@
 """What a rank holds, measured as benchmarks/strategies.py does it: docs/measured/strategies.md rests on that."""
 
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from common import keymap, ranks
+from common.train import data
+from common.workloads.resnet import make_resnet
 
-from tests.harness import mutants, probes, runner, theory
+from tests.harness import module, mutants, probes, runner, short_resnet, theory  # noqa: F401 (resnet6)
 
 NUM_RANKS = 2
 FLAGS = ["--num-layers", "2", "--width", "64", "--seq-len", "8", "--global-batch-size", "4"]
@@ -76,3 +83,54 @@ def test_copies_of_a_norm_stay_one(mutant: bool, small_data: dict[str, Path], tm
     result = runner.run_recipe(path, 4, *map(str, flags))
     assert result.ok != mutant, str(result)
     assert ("replicas differ at step" in str(result)) == mutant
+
+
+class OneRank(NamedTuple):
+    """In the place of the recipes' `World`."""
+
+    device: torch.device
+    size: int
+
+
+def begin_apart(recipe: str) -> None:
+    """Two ranks begin with other weights and statistics; each pass makes both those of rank 0."""
+    dist.init_process_group("gloo")
+    train = module.load(recipe)
+    args = train.Args(sync_bn=False, dtype="float64", max_grad_norm=0.0)
+    cpu = torch.device("cpu")
+    mesh = train.make_mesh(args, OneRank(cpu, 2))
+    torch.manual_seed(0)
+    plain = make_resnet("resnet6", 1, 10, 8)
+    wanted = {name: one.double() for name, one in plain.state_dict().items()}
+    for one in plain.parameters():
+        one.data += dist.get_rank()
+    model = train.parallelize(args, plain, mesh, cpu)
+    statistics = [one for name, one in model.named_buffers() if name.endswith("running_mean")]
+    samples = np.random.default_rng(0).integers(0, 256, (4, 1, 8, 8), dtype=np.uint8)
+    batch = data.Batch(torch.from_numpy(samples), torch.arange(4), 8, True)
+
+    def values() -> list[list[float]]:
+        return ranks.gather([one.double().sum().item() for one in (*model.parameters(), *model.buffers())])
+
+    assert {keymap.canonical(name): one for name, one in model.named_parameters()}.keys() <= wanted.keys()
+    for name, one in model.named_parameters():
+        assert torch.equal(one, wanted[keymap.canonical(name)]), name
+    for one in statistics:
+        one.fill_(dist.get_rank() + 1)
+    train.forward_backward(args, model, iter([batch]), 2)
+    mine, other = values()  # of the same samples, the same statistics are the same again
+    assert mine == other
+    with torch.no_grad():
+        for one in statistics:
+            one.fill_(dist.get_rank() + 1)
+        train.forward_only(args, model.eval(), iter([batch]))
+    assert all(one.eq(1).all() for one in statistics), "an evaluation is by the statistics of rank 0"
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "recipe", [name for name in runner.RECIPES if runner.has_flag(name, "--sync-bn") and not runner.is_single(name)]
+)
+def test_ranks_follow_rank_0(recipe: str) -> None:
+    result = runner.spawn(begin_apart, [(recipe,)] * NUM_RANKS)
+    assert result.ok, str(result)

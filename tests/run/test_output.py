@@ -35,7 +35,7 @@ def run(
         stderr=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(runner.ROOT)} | environ,
         text=True,
-        timeout=60,
+        timeout=runner.HANG_S,
         check=False,
     )
 

@@ -73,7 +73,7 @@ def go_back(folder: str, keeps: str, flags: dict[str, Any]) -> None:
 )
 def test_nothing_keeps_a_model_where_the_run_begins_again(keeps: str, flags: dict[str, Any], tmp_path: Path) -> None:
     """Two models may not fit into the memory of a device."""
-    result = runner.spawn(go_back, [(str(tmp_path / "run"), keeps, flags)], timeout_s=60.0)
+    result = runner.spawn(go_back, [(str(tmp_path / "run"), keeps, flags)])
     assert result.ok, str(result)
     said = result.outputs[0]
     assert "in step 3; going back to the newest checkpoint" in said, said

@@ -70,9 +70,9 @@ def claim_and_die(path: str, claimed: str) -> None:
     child = os.fork()
     if not child:
         os.setsid()
-        time.sleep(60)
+        time.sleep(2 * runner.HANG_S)
     Path(claimed).write_text(str(child))
-    time.sleep(60)
+    time.sleep(2 * runner.HANG_S)
 
 
 def test_claim_that_cannot_be_told_is_refused(
@@ -95,8 +95,7 @@ def test_folder_is_one_process_s_alone_until_it_ends(
     pids: list[int] = []
 
     def come_second(started: list[int]) -> None:
-        while not (claimed.exists() and claimed.read_text()):
-            time.sleep(0.01)
+        runner.wait_for(lambda: claimed.exists() and claimed.read_text())
         pids.extend(started)
         for _ in range(2):  # the first refusal leaves the lock where it is
             try:
@@ -106,7 +105,7 @@ def test_folder_is_one_process_s_alone_until_it_ends(
                 refusals.append(str(error))
         os.kill(started[0], signal.SIGKILL)
 
-    result = runner.spawn(claim_and_die, [(str(path), str(claimed))], 30.0, come_second)
+    result = runner.spawn(claim_and_die, [(str(path), str(claimed))], meddle=come_second)
     assert result.codes == [-signal.SIGKILL], str(result)
     owner = f"process {pids[0]} on {socket.gethostname()}, Slurm job 1234"
     told = f"--name run: {path} is in use by {owner}; wait until it ends, or use another --name"

@@ -12,22 +12,25 @@ from common.run import process_group, stop
 from common.run.process import Carried, Process
 
 from tests.harness import fake_ranks, runner
+from tests.harness.clock import Clock
 
 
 def wait_for_the_clock(slurm_s: float, deadline_s: float, due_s: float) -> None:
     world = process_group.start()
-    began = time.monotonic()
-    os.environ["SLURM_JOB_END_TIME"] = str(time.time() + slurm_s)
+    stop.time = clock = Clock()  # type: ignore[assignment]
+    os.environ["SLURM_JOB_END_TIME"] = str(clock.time() + slurm_s)
     stopping = stop.Stop(world, deadline_s / 60, first_step=7, last_step=10_000)
-    assert stopping._deadline == pytest.approx(began + due_s, abs=0.1)
-    leaves = due_s < 60
+    assert stopping._deadline == pytest.approx(clock.now + due_s)
     assert not stopping.after(8)
-    while not stopping.reason and time.monotonic() < began + (10 if leaves else 2 * stop.POLL_S):
-        time.sleep(0.01)
-    assert stopping.reason == ("--deadline, or Slurm's time limit, on rank 0" if leaves else "")
-    assert stopping.after(9) == leaves, "the first step that nobody can have passed"
-    if leaves:
-        assert time.monotonic() > began + due_s - 0.1, "not before the time"
+    clock.now += due_s - 0.01
+    looks = clock.looks
+    runner.wait_for(lambda: clock.looks >= looks + 2)
+    assert not stopping.reason, "not before the time"
+    assert not stopping.after(8)
+    clock.now += 0.02
+    runner.wait_for(lambda: stopping.reason)
+    assert stopping.reason == "--deadline, or Slurm's time limit, on rank 0"
+    assert stopping.after(9), "the first step that nobody can have passed"
     assert any(thread.name == "stop" for thread in threading.enumerate())
     process_group.finish(world.process)
     assert not any(thread.name == "stop" for thread in threading.enumerate())
@@ -39,7 +42,7 @@ def wait_for_the_clock(slurm_s: float, deadline_s: float, due_s: float) -> None:
     ids=["a tenth before a short job ends", "before --deadline", "after --deadline", "both are far"],
 )
 def test_leaves_in_time_for_the_end_of_the_job(slurm_s: float, deadline_s: float, due_s: float) -> None:
-    result = runner.spawn(wait_for_the_clock, [(slurm_s, deadline_s, due_s)], timeout_s=30)
+    result = runner.spawn(wait_for_the_clock, [(slurm_s, deadline_s, due_s)])
     assert result.ok, str(result)
 
 
@@ -47,13 +50,12 @@ def stop_in_the_last_save() -> None:
     stopping = stop.Stop(process_group.start(), 0, first_step=0, last_step=8)
     assert not stopping.after(8)
     os.kill(os.getpid(), signal.SIGTERM)
-    while not stopping.reason:
-        time.sleep(0.01)
+    runner.wait_for(lambda: stopping.reason)
     assert stopping.after(8), "and there is no step 9 to wait for"
 
 
 def test_signal_after_the_last_step() -> None:
-    result = runner.spawn(stop_in_the_last_save, [()], timeout_s=30)
+    result = runner.spawn(stop_in_the_last_save, [()])
     assert result.ok, str(result)
     assert "SIGTERM on rank 0: saving and stopping after step 8;" in result.outputs[0]
 
@@ -61,6 +63,7 @@ def test_signal_after_the_last_step() -> None:
 def hear_late(saved: str) -> None:
     """Rank 0 is told at once, rank 1 when its machine's turn comes, and both are still saving."""
     world = process_group.start()
+    stop.time = clock = Clock()  # type: ignore[assignment]
     stopping = stop.Stop(world, 0, 0, 10_000)
     if world.rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -68,17 +71,17 @@ def hear_late(saved: str) -> None:
     while not stopping.after(step):
         step += 1
         time.sleep(0.1)
-    time.sleep(stop.SAME_SIGNAL_S + 0.5)
+    clock.now += stop.SAME_SIGNAL_S + 1
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(4 * stop.POLL_S)
+    runner.wait_for(lambda: stopping._signalled_at < float("inf"), "no rank has heard its signal")
     Path(f"{saved}-{world.rank}").touch()
     process_group.finish(world.process)
 
 
 def test_first_signal_of_a_rank_is_not_its_second(tmp_path: Path) -> None:
     """The machines of a job are drained some seconds apart: what is being saved is not thrown away."""
-    result = runner.spawn(hear_late, [(str(tmp_path / "saved"),)] * 2, timeout_s=30)
+    result = runner.spawn(hear_late, [(str(tmp_path / "saved"),)] * 2)
     assert result.ok, str(result)
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -86,10 +89,16 @@ def test_first_signal_of_a_rank_is_not_its_second(tmp_path: Path) -> None:
 def close_twice() -> None:
     world = process_group.start()
     stopping = stop.Stop(world, 0, 0, 10_000)
-    before = time.monotonic()
+    join, waited = stopping._thread.join, []
+
+    def join_to_the_end(timeout: float | None = None) -> None:
+        waited.append(timeout)
+        join(runner.HANG_S)  # on a machine that is busy, the thread may need longer than `close` waits
+
+    stopping._thread.join = join_to_the_end  # type: ignore[method-assign]
     stopping.close()
+    assert waited == [5 * stop.POLL_S], "it waits for the thread, and not for ever"
     assert not stopping._thread.is_alive()
-    assert time.monotonic() < before + 5 * stop.POLL_S
     stopping.close()
     assert not stopping.after(1)
     process_group.finish(world.process)
@@ -97,7 +106,7 @@ def close_twice() -> None:
 
 def test_close_ends_the_thread() -> None:
     """A thread that still asks the store for news ends badly when the interpreter shuts down."""
-    result = runner.spawn(close_twice, [()], timeout_s=30)
+    result = runner.spawn(close_twice, [()])
     assert result.ok, str(result)
 
 
@@ -110,21 +119,20 @@ def agree_with_the_dead() -> None:
     ranks.gather("closed")
     if world.rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
-        while not stopping.reason:
-            time.sleep(0.01)
+        runner.wait_for(lambda: stopping.reason)
         time.sleep(2 * stop.POLL_S)
         stopping._closing.set()
         stopping._thread.join(2 * stop.POLL_S)
         assert stopping._thread.is_alive(), "it waits for rank 1's answer"
         world.store.set(process_group.FINDING, "rank 1 is dead")
-        stopping._thread.join(5 * stop.POLL_S)
+        stopping._thread.join(runner.HANG_S)
         assert not stopping._thread.is_alive()
     ranks.gather("done")
     os._exit(0)
 
 
 def test_a_dead_rank_is_not_waited_for() -> None:
-    result = runner.spawn(agree_with_the_dead, [()] * 2, timeout_s=30)
+    result = runner.spawn(agree_with_the_dead, [()] * 2)
     assert result.ok, str(result)
 
 
@@ -134,15 +142,14 @@ def go_back(signalled: bool, again: bool) -> None:
     first = stop.Stop(process_group.start(process=here), 60, 0, 10_000)
     if signalled:
         os.kill(os.getpid(), signal.SIGTERM)
-        while not first.reason:
-            time.sleep(0.01)
+        runner.wait_for(lambda: first.reason)
     process_group.finish(here, begins_again=True)
     here.carried = Carried(None, first)
     second = stop.Stop(process_group.start(process=here), 60, 4, 10_000)
     assert second._deadline == first._deadline, "which is not so many minutes from now"
-    end = time.monotonic() + (10 if signalled else 2 * stop.POLL_S)
-    while not second.reason and time.monotonic() < end:
-        time.sleep(0.01)
+    if signalled:
+        runner.wait_for(lambda: second.reason)
+    time.sleep(0 if signalled else 2 * stop.POLL_S)
     assert second.reason == first.reason == ("SIGTERM on rank 0" if signalled else "")
     assert second.after(5) == signalled, "the first step that nobody can have passed"
     if again:
@@ -161,7 +168,7 @@ def go_back(signalled: bool, again: bool) -> None:
 )
 def test_request_outlives_a_rewind(signalled: bool, again: bool, code: int) -> None:
     """What came before is not forgotten, and counts as the first of two that end the process at once."""
-    result = runner.spawn(go_back, [(signalled, again)], timeout_s=30)
+    result = runner.spawn(go_back, [(signalled, again)])
     assert result.codes == [code], str(result)
 
 

@@ -467,6 +467,16 @@ def test_another_fingerprint_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert said.count("note:") == 1, "what the checkpoint does not know is no difference"
 
 
+def test_job_that_saves_meanwhile_is_noticed(tmp_path: Path) -> None:
+    """Between the look for a checkpoint and the claim of the folder; also a first one."""
+    for step in (5, 10):
+        found = states.find(tmp_path)
+        checkpoint.check_newest(found)
+        save(tmp_path, step)
+        with pytest.raises(UserError, match=f"another job has saved step {step} in .*: start this one again"):
+            checkpoint.check_newest(found)
+
+
 def test_find_refuses_another_model(tmp_path: Path) -> None:
     """Whether the run's own checkpoint or --resume led to it; a model on meta is enough to know."""
     save(tmp_path, 5)

@@ -38,6 +38,18 @@ def test_losses_are_compared_with_those_before_a_rewind(capsys: pytest.CaptureFi
         doubts.check_loss(12, 25 * SPIKE**2 + 1)
 
 
+def test_losses_of_before_a_rewind_do_not_count() -> None:
+    """A wrong one, which was no spike yet, would hide those that come."""
+    doubts = Doubts("rewind")
+    for step, loss in enumerate((1.0, 8.0), 1):
+        doubts.check_loss(step, loss)
+    go_back(BadStateError("not finite at step 3", 3), doubts)
+    for step in (1, 2, 3):
+        doubts.check_loss(step, 1.0)
+    with pytest.raises(BadStateError, match=r"in step 4$"):
+        doubts.check_loss(4, 11.0)
+
+
 @pytest.mark.parametrize(
     ("losses", "spike"),
     [

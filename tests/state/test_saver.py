@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import UserError, manifest, ranks
+from common import BadStateError, UserError, manifest, ranks
 from common.run import process_group
 from common.run.process import Process
 from common.state import checkpoint, saver, shards, state_check
@@ -184,6 +184,15 @@ def test_same_step_again_replaces(tmp_path: Path) -> None:
     save(tmp_path, 5)
     make_saver(tmp_path, keep=1).save(5, make_state(9), 50, last=True)
     check_equal(loaded(checkpoint.folder(tmp_path, 5), make_state(9)), make_state(9))
+    assert steps(tmp_path) == [5]
+
+
+def test_state_that_must_not_be_kept_is_not_committed(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    saving = make_saver(tmp_path)
+    state = make_state(6) | {"optimizer.conv.weight.exp_avg": torch.full((6, 3, 3, 3), torch.nan)}
+    with pytest.raises(BadStateError, match=r"not finite at step 6: optimizer\.conv\.weight\.exp_avg on rank 0"):
+        saving.save(6, state, 60, last=True)
     assert steps(tmp_path) == [5]
 
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.harness import runner
+from tests.harness import own, runner
 from tests.harness.states import make_saver, save
 
 
@@ -210,6 +210,20 @@ def test_frozen_weights_that_nothing_fills_are_named(
         model[0].weight.requires_grad_(trained)
         start.begin_with(str(file), model)
         assert (begin in capsys.readouterr().out) == warned
+
+
+@pytest.mark.usefixtures("group")
+def test_numbers_of_an_optimizer_are_restored(tmp_path: Path) -> None:
+    """Those that are no tensors, of parameters and of groups: a load fills copies of them."""
+    models = [make_model(3, run_seed=0), make_model(3, run_seed=1)]
+    optimizers = [own.OddOptimizer(model.parameters(), lr=0.1) for model in models]
+    for _ in range(2):
+        models[0](torch.ones(4, 5)).sum().backward()
+        optimizers[0].step()
+    make_saver(tmp_path).save(2, keymap.to_save(models[0], optimizers[0]), 20, last=True)
+    start.restore(checkpoint.folder(tmp_path, 2), "", models[1], optimizers[1])
+    assert [group["count"] for group in optimizers[1].param_groups] == [2]
+    assert {state["step"] for state in optimizers[1].state.values()} == {2}
 
 
 class Counts:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import runner
 from tools import about
 
 TOOLS = sorted(path.parent.name for path in about.ROOT.glob("tools/*/__main__.py"))
@@ -22,7 +23,7 @@ def run(tool: str, *words: str) -> tuple[int, str, str, set[str]]:
         env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=runner.HANG_S,
         check=False,
     )
     lines = done.stderr.splitlines()

@@ -26,11 +26,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import seal
-from tools.doctor import findings, folder, group, machine, train
+from tools.doctor import around, findings, folder, group, machine, train
 from tools.doctor.findings import Asked, Finding
 
 from tests.harness import disks, runner
-from tests.harness.machines import Machine, ip, joined
+from tests.harness.clock import Clock
+from tests.harness.machines import Machine, joined
 
 LAUNCHER = runner.ROOT / "launch" / "torchrun.sh"
 # What a launcher or a shell may have set here.
@@ -49,9 +50,7 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
     return kept | {"PYTHONPATH": str(runner.ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **given}
 
 
-def look(
-    tmp_path: Path, *flags: str, processes: int = 1, within: Sequence[str] = (), timeout_s: float = 60, **given: str
-) -> list[Finding]:
+def look(tmp_path: Path, *flags: str, processes: int = 1, within: Sequence[str] = (), **given: str) -> list[Finding]:
     """What one machine finds.
 
     Args:
@@ -59,13 +58,18 @@ def look(
         flags: of the doctor.
         processes: ranks that it is to have.
         within: a command that plants the fault, and ends with what starts another command.
-        timeout_s: by then it must have ended.
         given: variables of the environment.
     """
     flags = flags if "--out" in flags else ("--out", str(tmp_path / "out"), *flags)
     command = [*within, sys.executable, "-c", LOOK, str(processes), *flags]
     done = subprocess.run(
-        command, env=environment(given), cwd=tmp_path, capture_output=True, text=True, timeout=timeout_s, check=False
+        command,
+        env=environment(given),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=runner.HANG_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return findings.read(done.stdout)
@@ -80,7 +84,13 @@ def doctor(tmp_path: Path, *flags: str, **given: str) -> tuple[int, str]:
     """Exit code and output of `python -m tools.doctor`."""
     command = [sys.executable, "-m", "tools.doctor", "--out", str(tmp_path / "out"), *flags]
     done = subprocess.run(
-        command, env=environment(given), cwd=runner.ROOT, capture_output=True, text=True, timeout=120, check=False
+        command,
+        env=environment(given),
+        cwd=runner.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=runner.HANG_S,
+        check=False,
     )
     assert not done.stderr
     return done.returncode, done.stdout
@@ -381,7 +391,7 @@ def test_run_in_use(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_root
 def test_folder_that_does_not_answer(tmp_path: Path) -> None:
-    """A frozen file system, as of a server that is gone; the doctor ends in time, and says so."""
+    """A frozen file system, as of a server that is gone, keeps a process for ever; the doctor ends, and says so."""
     image, place = tmp_path / "image", tmp_path / "frozen"
     place.mkdir()
     image.touch()
@@ -391,9 +401,7 @@ def test_folder_that_does_not_answer(tmp_path: Path) -> None:
             subprocess.run(["umount", place], check=False, capture_output=True)
             pytest.skip(f"not run: {command[0]} does not work here")
     try:
-        began = time.monotonic()
-        (found,) = look(tmp_path, "--out", str(place), timeout_s=folder.ANSWER_S + 20)
-        assert time.monotonic() - began < folder.ANSWER_S + 10
+        (found,) = look(tmp_path, "--out", str(place))
         assert named([found]) == [("folder", "breaks")]
         assert "has not answered for 20 s" in found.found
     finally:
@@ -484,28 +492,31 @@ def test_clocks() -> None:
     assert (early.host, early.found) == ("h2", "its clock is 6.9 s ahead of rank 0's, or more")
 
 
-def test_ranks_that_do_not_come() -> None:
+def test_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits no longer than its limit, and names them."""
     store = seal.SealedStore(dist.HashStore(), b"key")
     store.set("facts/2", json.dumps("here"))
-    began = time.monotonic()
+    clock = Clock(now=0.0)
+    monkeypatch.setattr(group, "time", clock)
     came = group.collect(store, "facts", "mine", 0, 4, 0.5)
-    assert 0.5 <= time.monotonic() - began < 5
+    assert clock.now == pytest.approx(0.5, abs=seal.POLL_S)
     assert {rank: value for rank, (value, _) in came.items()} == {0: "mine", 2: "here"}
     found = train.absent([1, 3], {"host": "h", "rank": 0, "processes": 2}, 0.5)
     assert found.found == "ranks 1, 3 (of machines 0, 1) have not come in 0.5 s"
 
 
 HANGS = (
-    "import sys, time\nfrom pathlib import Path\nfrom tools.doctor import findings, train\n"
+    "import sys, time\nfrom pathlib import Path\nfrom tools.doctor import around, findings, train\n"
     "exam = train.Exam(Path(sys.argv[1]), 0, 0)\n"
-    "with exam.limit(0.5, findings.Finding('nccl', 'h', 0, 'breaks', 'it hangs', 'so', 'do')):\n    time.sleep(60)\n"
+    "with exam.limit(0.5, findings.Finding('nccl', 'h', 0, 'breaks', 'it hangs', 'so', 'do')):\n    time.sleep(1000)\n"
 )
 
 
 def test_call_that_does_not_return(tmp_path: Path) -> None:
     """It ends the rank, which reports it."""
-    done = subprocess.run([sys.executable, "-c", HANGS, tmp_path], env=environment({}), timeout=50, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS, tmp_path], env=environment({}), timeout=runner.HANG_S, check=False
+    )
     assert done.returncode == 2
     assert named(findings.read((tmp_path / "report.json").read_text())) == [("nccl", "breaks")]
     assert (tmp_path / "done").read_text() == "2"
@@ -556,6 +567,9 @@ def machines(tmp_path: Path) -> Iterator[list[Machine]]:
         yield them
 
 
+PATIENT = f"{runner.HANG_S / 2:.0f}"  # seconds that a machine waits for those that come
+
+
 class Visit:
     """The doctor on some machines."""
 
@@ -574,9 +588,9 @@ class Visit:
         output.unlink(missing_ok=True)
         self.processes.append(one.popen(planted, output, environment(here | given)))
 
-    def end(self, timeout_s: float = 280.0) -> list[int]:
-        end = time.monotonic() + timeout_s
-        return [process.wait(max(0.1, end - time.monotonic())) for process in self.processes]
+    def end(self) -> list[int]:
+        runner.wait_for(lambda: all(process.poll() is not None for process in self.processes), self)
+        return [process.returncode for process in self.processes]
 
     def printed(self, one: Machine) -> str:
         return (self.folder / f"printed{one.number}").read_text()
@@ -589,10 +603,9 @@ class Visit:
 
 
 @pytest.mark.machines
-@pytest.mark.timeout(400)
 def test_healthy_machines(machines: list[Machine], tmp_path: Path) -> None:
     """Nothing but one line of machine 0: each finding of the tests below is of its fault."""
-    visit = Visit(tmp_path, machines[:2], "--wait", "120")
+    visit = Visit(tmp_path, machines[:2], "--wait", PATIENT)
     for one in visit.them:
         visit.start(one)
     assert visit.end() == [0, 0], str(visit)
@@ -607,10 +620,9 @@ LATE_CLOCK = "import time\n_time = time.time\ntime.time = lambda: _time() - 7\n"
 
 
 @pytest.mark.machines
-@pytest.mark.timeout(400)
 def test_machines_that_differ(machines: list[Machine], tmp_path: Path) -> None:
     """Six faults at once: none hides another one. They are real, but for time.time, which stands in for a clock."""
-    visit = Visit(tmp_path, machines[:2], "--json", "--workers", "1", "--wait", "120")
+    visit = Visit(tmp_path, machines[:2], "--json", "--workers", "1", "--wait", PATIENT)
     ours = tmp_path / "site"
     (ours / "numpy-0.0.7.dist-info").mkdir(parents=True)
     (ours / "numpy-0.0.7.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 0.0.7\n")
@@ -638,11 +650,10 @@ def test_machines_that_differ(machines: list[Machine], tmp_path: Path) -> None:
 
 
 @pytest.mark.machines
-@pytest.mark.timeout(400)
 def test_slow_machine(machines: list[Machine], tmp_path: Path) -> None:
     """It sends at 100 Mbit/s, as through a bad cable."""
     machines[2].shape("100mbit")
-    visit = Visit(tmp_path, machines, "--json", "--wait", "150")
+    visit = Visit(tmp_path, machines, "--json", "--wait", PATIENT)
     for one in machines:
         visit.start(one)
     assert visit.end() == [2, 2, 2], str(visit)
@@ -654,13 +665,12 @@ def test_slow_machine(machines: list[Machine], tmp_path: Path) -> None:
 
 
 @pytest.mark.machines
-@pytest.mark.timeout(400)
 def test_wrong_interface(machines: list[Machine], tmp_path: Path) -> None:
     """gloo takes one that leads nowhere, as a bridge of containers does; the ranks have met by the other one.
 
     Of two, the one with the higher address connects, so a lower address than machine 0's has to be reached.
     """
-    visit = Visit(tmp_path, machines[:2], "--json", "--wait", "120")
+    visit = Visit(tmp_path, machines[:2], "--json", "--wait", PATIENT)
     nowhere = "ip link add docker0 type bridge && ip address add 10.1.1.1/24 dev docker0 && ip link set docker0 up"
     visit.start(machines[0])
     visit.start(machines[1], nowhere, GLOO_SOCKET_IFNAME="docker0")
@@ -670,27 +680,23 @@ def test_wrong_interface(machines: list[Machine], tmp_path: Path) -> None:
 
 
 @pytest.mark.machines
-@pytest.mark.timeout(400)
 def test_machine_that_does_not_come(machines: list[Machine], tmp_path: Path) -> None:
     """What machine 0 has wrong is printed all the same, and before."""
     visit = Visit(tmp_path, machines[:1], "--json", "--wait", "12", "--workers", "1", number=2)
-    began = time.monotonic()
     visit.start(machines[0], "mount -t tmpfs -o size=64m doctor-test /dev/shm")
     assert visit.end() == [2], str(visit)
-    assert time.monotonic() - began < 40
     found = [one for one in visit.found(machines[0]) if one.severity != "advice"]
     assert [one.check for one in found] == ["shm", "meet"], str(visit)
     assert found[-1].found.startswith("2 machines have not met in 12 s")
 
 
 @pytest.mark.machines
-@pytest.mark.timeout(400)
 def test_machines_that_cannot_meet(machines: list[Machine], tmp_path: Path) -> None:
     """A taken port, and another secret: each machine says what it knows."""
     taken = machines[0].popen(
         [sys.executable, "-c", f"import socket, time\nserver = socket.create_server(('{machines[0].address}', 29400))\n"
-         "time.sleep(90)"], tmp_path / "taken", dict(os.environ))  # fmt: skip
-    time.sleep(1)
+         "print('taken', flush=True)\ntime.sleep(2000)"], tmp_path / "taken", dict(os.environ))  # fmt: skip
+    runner.wait_for(lambda: "taken" in (tmp_path / "taken").read_text())
     visit = Visit(tmp_path, machines[:2], "--json", "--wait", "15")
     for one in visit.them:
         visit.start(one)
@@ -699,7 +705,7 @@ def test_machines_that_cannot_meet(machines: list[Machine], tmp_path: Path) -> N
     first = visit.found(machines[0])
     assert [one.check for one in first if one.severity != "advice"] == ["port", "meet"], str(visit)
     assert f"process {taken.pid}" in first[0].found
-    again = Visit(tmp_path, machines[:2], "--json", "--wait", "45")
+    again = Visit(tmp_path, machines[:2], "--json", "--wait", PATIENT)
     again.start(machines[0], RUN_KEY=32 * "0b")
     again.start(machines[1])
     assert again.end() == [2, 2], str(again)
@@ -710,13 +716,12 @@ def test_machines_that_cannot_meet(machines: list[Machine], tmp_path: Path) -> N
 @pytest.mark.machines
 def test_nothing_stays_behind(machines: list[Machine], tmp_path: Path) -> None:
     """Also if the doctor is stopped while it waits."""
-    visit = Visit(tmp_path, machines[:1], number=2)
-    visit.start(machines[0])
-    time.sleep(6)
+    visit = Visit(tmp_path, machines[:1], "--wait", PATIENT, number=2)
+    (tmp_path / "tmp").mkdir()
+    visit.start(machines[0], TMPDIR=str(tmp_path / "tmp"))
     (process,) = visit.processes
+    runner.wait_for(lambda: [*(tmp_path / "tmp").glob(f"doctor-*/{around.BEGUN}")], visit)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(10) == 128 + signal.SIGTERM
-    end = time.monotonic() + 10
-    while machines[0].pids() and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not machines[0].pids(), ip("netns", "pids", machines[0].space)
+    assert process.wait(runner.HANG_S) == 128 + signal.SIGTERM
+    runner.wait_for(lambda: not machines[0].pids(), "processes of the doctor stay")
+    assert not [*(tmp_path / "tmp").iterdir()]

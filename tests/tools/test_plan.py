@@ -16,7 +16,7 @@ from tools.plan.__main__ import main
 from tools.plan.count import Case, NotCountedError, count, refusal, to_work
 from tools.plan.work import Traffic, Work
 
-from tests.harness import mutants
+from tests.harness import mutants, runner
 from tools import about
 
 H100 = hardware.table()["h100-ib"]
@@ -30,7 +30,7 @@ def plan(*words: str) -> tuple[int, str, str]:
         cwd=about.ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=runner.HANG_S,
         check=False,
     )
     return done.returncode, done.stdout, done.stderr

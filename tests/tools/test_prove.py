@@ -12,7 +12,6 @@ import pytest
 
 from tests.harness import mutants, runner
 
-pytestmark = pytest.mark.timeout(900)
 PARTS = ("common", "launch", "recipes", "tools")
 
 

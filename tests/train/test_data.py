@@ -21,9 +21,11 @@ import torch
 from common.train import data, sampler
 from common.workloads import images
 
+from tests.harness import runner
+from tests.harness.clock import Clock
 from tests.harness.runner import ROOT
 
-DEVICES = [torch.device("cpu")] + [torch.device("cuda", 0)] * torch.cuda.is_available()
+DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
 
 
 def requests(num_samples: int) -> Iterator[sampler.Request]:
@@ -49,6 +51,15 @@ def test_same_batches_with_and_without_workers(workers: int, device: torch.devic
         assert torch.equal(batch.targets.cpu(), labels)
 
 
+def test_step_has_all_of_its_micro_batches() -> None:
+    train, _ = images.load("digits", run_seed=5, flip=True)
+    loader = data.Loader(train, requests(len(train)), 0, torch.device("cpu"))
+    wanted = [request.indices.size for request in requests(len(train))]
+    found = [[len(batch.targets) for batch in loader.step()] for _ in range(3)]
+    assert found == [wanted[:2], wanted[2:4], wanted[4:]]
+    assert [*loader.step()] == []
+
+
 class SlowReader:
     """Takes 20 ms for a batch of its indices."""
 
@@ -72,18 +83,18 @@ def test_reads_no_further_ahead_than_it_must(workers: int) -> None:
     assert [int(next(batches).targets) for _ in range(3)] == [1, 2, 3]
 
 
-def test_wait_is_the_time_in_next_alone() -> None:
+def test_wait_is_the_time_in_next_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(data, "time", clock)
+    monkeypatch.setattr(sys.modules[__name__], "time", clock)  # the reader's
     batches = data.Loader(SlowReader(), itertools.islice(endless(), 5), 0, torch.device("cpu"))
     assert batches.wait_s == 0
-    start, computed_s, waits = time.perf_counter(), 0.0, []
+    waits = []
     for _ in batches:
         waits.append(batches.wait_s)
-        before = time.perf_counter()
-        time.sleep(0.03)
-        computed_s += time.perf_counter() - before
-    total_s = time.perf_counter() - start
-    assert all(after - before >= 0.02 for before, after in itertools.pairwise([0.0, *waits]))
-    assert batches.wait_s <= total_s - computed_s
+        clock.sleep(0.03)  # computes
+    assert waits == pytest.approx([0.02 * number for number in range(1, 6)])
+    assert batches.wait_s == waits[-1]
 
 
 @pytest.mark.parametrize("computes", [True, False])
@@ -210,7 +221,7 @@ def test_idle_workers_do_not_keep_python_from_its_end() -> None:
     """Of a reader that lives as long as Python does."""
     script = "from tests.train import test_data\nreader = test_data.PidReader()\nprint(*test_data.evaluation(reader))"
     ended = subprocess.run(
-        [sys.executable, "-c", script], check=False, cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", script], check=False, cwd=ROOT, capture_output=True, text=True, timeout=runner.HANG_S
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert not any(Path(f"/proc/{pid}").exists() for pid in ended.stdout.split())

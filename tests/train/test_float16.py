@@ -32,9 +32,13 @@ def test_like_float32_and_resumes_exactly(recipe: str, small_text: Path, tmp_pat
         assert result.ok, str(result)
         return tmp_path / name
 
-    half, single = (runner.records(train(dtype, "--dtype", dtype), "train/loss") for dtype in ("float16", "float32"))
+    runs = [train(dtype, "--dtype", dtype) for dtype in ("float16", "float32")]
+    half, single = (runner.records(run, "train/loss") for run in runs)
     assert half == pytest.approx(single, rel=0.01)
     assert half != pytest.approx(single, rel=1e-7)
+    # Adam's steps are the same for a gradient that still has the loss scale; its norm is not.
+    norms = [runner.records(run, "train/grad_norm") for run in runs]
+    assert norms[0] == pytest.approx(norms[1], rel=0.05)
     train("parts", "--dtype", "float16", "--stop-after", "2")
     train("parts", "--dtype", "float16")
     parts, whole = (tmp_path / name / LAST for name in ("parts", "float16"))

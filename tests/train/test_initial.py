@@ -131,6 +131,26 @@ def test_tied_weights_stay_tied() -> None:
     assert torch.equal(state["embed.weight"], placed()["embed.weight"])
 
 
+class TwoNames(nn.Module):
+    """One module that has a weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 3))
+        self.same = self.weight
+
+    def initial(self, name: str, size: torch.Size, generator: torch.Generator) -> torch.Tensor:
+        return torch.randn(size, generator=generator)
+
+
+def test_weight_of_two_names_in_one_module_stays_one() -> None:
+    with torch.device("meta"):
+        model = TwoNames()
+    initial.materialize(model, 0, CPU, torch.float64)
+    assert model.same is model.weight
+    assert model.weight.device == CPU
+
+
 # --- split over ranks ---
 
 

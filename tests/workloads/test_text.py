@@ -22,8 +22,9 @@ import torch
 from common import UserError, seed
 from common.workloads import documents, packed, splits, text
 
-from tests.harness import runner  # noqa: F401  # sets up the fork server
+from tests.harness import runner
 from tests.harness.bigram import bigram_loss
+from tests.harness.clock import Clock
 
 FORKS = multiprocessing.get_context("forkserver")
 LINES = [f"line {i}: {'ab ' * (i % 7)}é" for i in range(600)]
@@ -246,14 +247,18 @@ def test_tokenizer_round_trip(tmp_path: Path) -> None:
 # --- several processes ---
 
 
-def prepare(folder: Path, log: Path, pause_s: float, num_parts: int) -> None:
-    """Load in a process of its own, slowly; say who packs, batch by batch, and what was loaded."""
+def prepare(folder: Path, log: Path, pause_s: float, num_parts: int, together: int = 1) -> None:
+    """Load in a process of its own, slowly; say who packs, batch by batch, and what was loaded.
+
+    A batch takes so long; one of the training split also until as many processes have begun one as pack `together`.
+    """
     encode = documents.Encoder.encode
 
     def slow(*args: Any) -> tuple[np.ndarray, int]:
         with log.open("a") as file:
             file.write(f"packs {os.getpid()}\n")
         time.sleep(pause_s)
+        runner.wait_for(lambda: len({line for line in log.read_text().splitlines() if "packs" in line}) >= together)
         return encode(*args)
 
     documents.Encoder.encode = slow  # type: ignore[method-assign]
@@ -272,10 +277,7 @@ def start(*args: object) -> BaseProcess:
 
 
 def wait_for(log: Path, word: str) -> None:
-    until = time.monotonic() + 60
-    while not (log.exists() and word in log.read_text()):
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    runner.wait_for(lambda: log.exists() and word in log.read_text())
 
 
 def token_files() -> set[Path]:
@@ -288,9 +290,9 @@ def token_files() -> set[Path]:
 def test_processes_pack_together_and_agree(num_parts: int, tmp_path: Path) -> None:
     """Each row once; a set of one part by one of them."""
     folder, log, before = write_folder(tmp_path / "data"), tmp_path / "log", token_files()
-    processes = [start(folder, log, 0.1, num_parts) for _ in range(2)]
+    processes = [start(folder, log, 0.1, num_parts, 2 if num_parts == 6 else 1) for _ in range(2)]
     for process in processes:
-        process.join(60)
+        process.join(runner.HANG_S)
     assert [process.exitcode for process in processes] == [0, 0]
     lines = log.read_text().splitlines()
     packs = [line for line in lines if line.startswith("packs")]
@@ -313,7 +315,7 @@ def test_killed_while_it_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     wait_for(log, "packs")  # the second batch: the first one is written
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    process.join(60)
+    process.join(runner.HANG_S)
     (parts,) = token_files() - before
     assert sorted(path.suffix for path in parts.iterdir()) == [".lock", ".lock", ".part", ".partial"]
     monkeypatch.setattr(packed, "PARTS", 6)
@@ -328,40 +330,55 @@ def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Only while something of the set grows, in whatever part."""
     monkeypatch.setattr(packed, "WAIT_S", 0.5)
     monkeypatch.setattr(packed, "_write_part", lambda *_: pytest.fail("it is written in spite of the lock"))
-    folder, began, before = write_folder(tmp_path / "data"), time.monotonic(), token_files()
-    grown_until = began + 1.0
+    clock = Clock(now=0.0)
+    monkeypatch.setattr(packed, "time", clock)
+    folder, before = write_folder(tmp_path / "data"), token_files()
 
     @contextlib.contextmanager
     def held(path: Path) -> Iterator[bool]:
-        if time.monotonic() < grown_until:
-            (path.parent / "0.other.1.partial").write_bytes(bytes(int(1000 * (time.monotonic() - began))))
+        if clock.now < 1.0:
+            (path.parent / "0.other.1.partial").write_bytes(bytes(int(1000 * clock.now)))
         yield False
 
     monkeypatch.setattr(packed, "_locked", held)
     with pytest.raises(UserError, match=r"--data: another process has a lock in .*\.parts and has tokenized nothing"):
         text.load(str(folder), 64)
-    assert time.monotonic() > grown_until + 0.4
+    assert clock.now == pytest.approx(1.5, abs=2 * packed.POLL_S), "half a second after it has grown"
     assert {path.suffix for path in token_files() - before} == {".parts"}
+
+
+class Waiting(Clock):
+    """Does not pass for who waits for another thread."""
+
+    def sleep(self, seconds: float) -> None:
+        if seconds == packed.POLL_S:
+            time.sleep(0.01)
+        else:
+            super().sleep(seconds)
 
 
 def test_joining_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a large set, it takes longer than anybody waits for a process that does nothing."""
     import datasets
 
-    blocks = packed._blocks
+    blocks, clock = packed._blocks, Waiting()
 
     def slow(paths: Sequence[Path]) -> Iterator[bytes]:
         for block in blocks(paths):
-            time.sleep(0.3)
+            clock.sleep(0.3)
+            looks = clock.looks
+            for _ in range(200):  # until the other thread has looked, unless it comes later
+                time.sleep(0.01 * (clock.looks == looks))
             yield block
 
+    monkeypatch.setattr(packed, "time", clock)
     for name, value in (("BLOCK_BYTES", 2**16), ("WAIT_S", 0.8), ("BATCH_ROWS", 50), ("_blocks", slow)):
         monkeypatch.setattr(packed, name, value)
     lines = [f"{i:04d}".ljust(2**10, "x") for i in range(400)]  # 7 blocks
     rows = datasets.Dataset.from_dict({"text": lines})
     encoder = documents.Encoder("lines", rows, None, "")
     with ThreadPoolExecutor() as pool:
-        paths = {future.result(30) for future in [pool.submit(packed.pack, rows, encoder) for _ in range(2)]}
+        paths = {future.result(runner.HANG_S) for future in [pool.submit(packed.pack, rows, encoder) for _ in range(2)]}
     (path,) = paths
     tokens = packed.Packed(path, sum(len(line) + 1 for line in lines), np.uint8).tokens
     assert bytes(tokens).decode() == "".join(f"{line}\n" for line in lines)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from common.measure import timeline
-from common.measure.timeline import Interval, Message
+from tools.profile import timeline
+from tools.profile.timeline import Interval, Message
 
 LENGTH = 40
 
@@ -55,6 +55,19 @@ def test_parts_of_claims(seed: int) -> None:
         left = left - cells[part]
     assert found["hidden"] == pytest.approx(len(sends) / 2e6 - found["exposed"] - found["slower"], abs=1e-12)
     assert sum(found[part] for part in timeline.PARTS) == pytest.approx(14e-6)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_waited_for(seed: int) -> None:
+    """What a rank waited for another one is what "slower" would be if it had waited for that one alone."""
+    draw = random.Random(seed)
+    claims = {part: random_intervals(draw) for part in timeline.PARTS if part not in ("slower", "idle")}
+    window = timeline.Window((2, 30), 2, claims, [])
+    slower = {rank: random_intervals(draw) for rank in range(3)}
+    found = timeline.waited_for(window, slower)
+    assert found.keys() == slower.keys()
+    for rank, intervals in slower.items():
+        assert found[rank] == pytest.approx(timeline.parts(window, intervals)["slower"], abs=1e-12)
 
 
 def event(
@@ -138,6 +151,19 @@ def test_gpu_step() -> None:
     assert [(one.name, one.num_bytes, one.group, one.number) for one in window.messages] == [
         ("allreduce", 20, (1, 9), 1)
     ]
+
+
+def test_what_follows_the_last_step() -> None:
+    """The run writes facts into the trace before the profiler ends: no part of the step."""
+    events = [
+        *STEP[1:],
+        mark("ProfilerStep#6", 0, 1300),
+        mark(timeline.ENDS, 1000, 1001),
+        event("aten::mm", 1010, 1200),
+    ]
+    window = timeline.window({"traceEvents": events})
+    assert window.frame == (0, 1000)
+    assert timeline.parts(window) == timeline.parts(timeline.window({"traceEvents": STEP}))
 
 
 def test_without_steps() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from common.marks import BESIDE, EVALUATED, EVALUATES, READS
+from common.marks import BESIDE, ENDS, EVALUATED, EVALUATES, READS
 
 Interval = tuple[float, float]
 Event = Mapping[str, Any]
@@ -105,7 +105,8 @@ def window(trace: Mapping[str, Any], recorded: Iterable[Event] = ()) -> Window:
     mine = [one for one in events if one["tid"] == steps[0]["tid"]]
     marks = [one for one in mine if one["cat"] == "user_annotation"]
     frames = [_interval(one) for one in _named(marks, STEP)]
-    frame = (frames[0][0], frames[-1][1])
+    ends = [begin for begin, _ in map(_interval, _named(marks, ENDS))]
+    frame = (frames[0][0], ends[0] if ends else frames[-1][1])
     phases = _phases(events, marks, frames)
     base_us = trace.get("baseTimeNanoseconds", 0) / 1e3
     recorded = [one for one in recorded if frame[0] <= one["time_created_ns"] / 1e3 - base_us < frame[1]]
@@ -146,6 +147,28 @@ def parts(one: Window, slower: Sequence[Interval] = ()) -> dict[str, float]:
         found[part] = float(took_s[left & within[part]].sum())
         left = left & ~within[part]
     return found | {"hidden": float(took_s[sends].sum()) - found["exposed"] - found["slower"]}
+
+
+def waited_for(one: Window, slower: Mapping[int, Sequence[Interval]]) -> dict[int, float]:
+    """Seconds a step that this rank waited for each other one, as `parts` counts "slower".
+
+    Args:
+        one: the steps of this rank.
+        slower: by rank, when this one waited for it to begin to send.
+    """
+    computed = [interval for part in PARTS[: PARTS.index("slower")] for interval in one.claims.get(part, [])]
+    sends = without([one.frame], [*without([one.frame], one.claims["exposed"]), *computed])
+    edges = np.array(sends, dtype=float).ravel()
+    if not len(edges):
+        return dict.fromkeys(slower, 0.0)
+    took_us = np.diff(edges)
+    took_us[1::2] = 0.0  # from the end of one to the begin of the next
+    until_us = np.concatenate([[0.0], np.cumsum(took_us)])
+    found = {}
+    for rank, intervals in slower.items():
+        between = np.interp(np.array(without(intervals, [])).reshape(-1, 2), edges, until_us)
+        found[rank] = float((between[:, 1] - between[:, 0]).sum()) / 1e6 / one.num_steps
+    return found
 
 
 @dataclass(frozen=True)

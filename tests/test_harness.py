@@ -1,0 +1,126 @@
+"""What the tests print when they fail, and which devices they see: tried on a pytest of its own."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests import conftest
+from tests.harness import again, runner
+
+# A training that fails on rank 1, and whose log is where a run has it; and what the tests see of GPUs.
+RECIPE = """
+import os, pathlib, sys
+logs = pathlib.Path(sys.argv[2]) / "run" / "logs"
+logs.mkdir(parents=True, exist_ok=True)
+(logs / f"rank_{int(os.environ['RANK']):05d}.log").write_text(f"log of {os.environ['RANK']}")
+print(f"rank {os.environ['RANK']} sees {os.environ.get('CUDA_VISIBLE_DEVICES')!r}")
+if os.environ["RANK"] == "1":
+    raise ArithmeticError("as asked")
+"""
+TESTS = """
+from pathlib import Path
+import pytest
+from tests.harness import runner
+
+def test_good():
+    assert runner.rerun(print, [("fine",)] * 2).ok
+
+def test_bad():
+    here = Path(__file__).parent
+    runner.GRACE_S = runner.PATIENT_S
+    runner.run_recipe(here / "own" / "train.py", 2, "--out", str(here / "our runs"), "--name", "run")
+    assert False, "deliberately"
+
+@pytest.mark.gpu
+def test_gpu():
+    raise AssertionError("it is not run")
+"""
+
+
+def run_pytest(folder: Path) -> str:
+    folder.joinpath("own").mkdir()
+    folder.joinpath("own", "train.py").write_text(RECIPE)
+    folder.joinpath("test_some.py").write_text(TESTS)
+    pytest_ = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
+    command = [*pytest_, "-n", "0", "-rs", str(folder / "test_some.py")]
+    environ = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1", "COLUMNS": "200"}
+    done = subprocess.run(
+        command, cwd=runner.ROOT, env=environ, capture_output=True, text=True, timeout=runner.HANG_S, check=False
+    )
+    return done.stdout + done.stderr
+
+
+def test_failing_training_is_printed_with_its_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And GPUs are hidden from the tests and from the ranks."""
+    printed = run_pytest(tmp_path)
+    assert "1 failed, 1 passed, 1 skipped" in printed, printed
+    assert "needs a GPU: pytest --gpus" in printed
+    shown = printed.partition("trainings of this test")[2].partition("= slowest")[0]
+    assert "training 1 of 1: exit codes [0, 1]" in shown, "not that of the test before"
+    for text in ("rank 0 sees ''", "rank 1 sees ''", "ArithmeticError: as asked", "log of 0", "log of 1"):
+        assert text in shown, shown
+    by_hand = re.search("^by hand: (.+)$", shown, re.MULTILINE)
+    assert by_hand
+    assert shlex.split(by_hand[1]) == [
+        *("NPROC_PER_NODE=2", "OMP_NUM_THREADS=1", "CUDA_VISIBLE_DEVICES=", "bash", "launch/torchrun.sh"),
+        *(str(tmp_path / "own"), "--out", str(tmp_path / "our runs"), "--name", "run"),
+    ]
+    command = re.search("^as here: (.+)$", shown, re.MULTILINE)
+    assert command
+    monkeypatch.setattr(sys, "argv", shlex.split(command[1])[2:])
+    with pytest.raises(SystemExit) as ended:
+        again.main()
+    assert ended.value.code
+    assert "ArithmeticError: as asked" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpus", [True, False])
+def test_gpus_are_shown_where_that_is_asked(gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", os.environ["HF_HOME"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    ends: list[Callable[[], None]] = []
+    given: Any = SimpleNamespace(getoption={"gpus": gpus}.get, add_cleanup=ends.append)
+    conftest.pytest_configure(given)
+    ends[0]()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("0,1" if gpus else "")
+
+
+def nothing(*_: object) -> None:
+    """Ends well."""
+
+
+@pytest.mark.parametrize(
+    ("args", "repeats"),
+    [
+        ([("text", 1.5, None, [("a", -1)], Path("/tmp"))], True),
+        ([({"a": (1, 2)},)], True),
+        ([(runner.Layout("r", 1, (), 1),)], False),
+    ],
+    ids=["plain", "dict", "an object"],
+)
+def test_arguments_that_a_shell_can_give(args: list[tuple[object, ...]], repeats: bool) -> None:
+    (command,) = again.commands(runner.Result([0], [""], nothing, args))
+    if not repeats:
+        assert command == "only the test repeats it"
+        return
+    word, text = shlex.split(command)[-2:]
+    assert word == f"{__name__}:nothing"
+    assert again.decode(again.ast.literal_eval(text)) == args
+
+
+def test_long_outputs_are_cut() -> None:
+    text = "\n".join(map(str, range(200)))
+    shown = again.report([runner.Result([1], [text], nothing, [()])], "tests/test_a.py::test_b[c d]")
+    assert "\n140\n" in shown
+    assert "\n139\n" not in shown
+    assert "python -m pytest -n 0 -m '' 'tests/test_a.py::test_b[c d]'" in shown
