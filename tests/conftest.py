@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-import zlib
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from common.workloads import images, text
 
-from tests import house
+from tests import house, rest
 from tests.harness import again, runner
 
 torch.set_num_threads(1)  # the ranks need the other cores, and threads that wait for each other are slow beside them
@@ -22,7 +21,7 @@ torch.set_num_threads(1)  # the ranks need the other cores, and threads that wai
 def each_recipe(recipes: Sequence[str] = runner.RECIPES) -> list[Any]:
     """Parameters for what a plain `pytest` runs for one recipe of each workload, and CI for all of them."""
     return [
-        pytest.param(recipe, marks=() if runner.stands_for_workload(recipe) else pytest.mark.all_recipes)
+        pytest.param(recipe, marks=() if runner.stands_for_workload(recipe) else pytest.mark.rest)
         for recipe in recipes
     ]
 
@@ -101,24 +100,17 @@ def group() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpus", action="store_true", help="let the tests see the GPUs; run those that need one")
-    parser.addoption("--part", default="1/1", metavar="I/N", help="the I-th of N parts of the tests: CI takes turns")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the asked part, which a test belongs to by its name, so that no other test moves it into another part.
-
-    Without --gpus, skip what needs one.
-    """
-    for item in items if not config.getoption("gpus") else ():
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a GPU: pytest --gpus"))
-    part, parts = map(int, config.getoption("part").split("/"))
-    assert 1 <= part <= parts, "--part is I/N with I from 1 to N"
-    mine, others = [], []
+    """Mark what tests/rest.txt lists; without --gpus, skip what needs one."""
+    listed = rest.patterns()
     for item in items:
-        (mine if zlib.crc32(item.nodeid.encode()) % parts == part - 1 else others).append(item)
-    items[:] = mine
-    config.hook.pytest_deselected(items=others)
+        if rest.lists(listed, item.nodeid):
+            item.add_marker(pytest.mark.rest)
+        if item.get_closest_marker("gpu") and not config.getoption("gpus"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: pytest --gpus"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -324,8 +324,8 @@ def wanted(small_data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 @pytest.mark.parametrize(
     ("recipe", "what"),
     [
-        # All deletions of one recipe, and of the others all at once; `-m slow` has the rest.
-        pytest.param(recipe, what, marks=[pytest.mark.slow] * (recipe != "ddp_gpt" and what != DELETIONS[-1]))
+        # All deletions of one recipe, and of the others all at once; `-m rest` has what is left.
+        pytest.param(recipe, what, marks=[pytest.mark.rest] * (recipe != "ddp_gpt" and what != DELETIONS[-1]))
         for recipe in BASES
         for what in DELETIONS
         if what != (MAIN,) or recipe in runner.SUPERVISED
@@ -364,7 +364,7 @@ def test_floor_without_its_lines_does_not_run(floor: str, small_data: dict[str, 
     assert "ImportError" in str(result) or "ModuleNotFoundError" in str(result)
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_launched(small_data: dict[str, Path], tmp_path: Path) -> None:
     """The same by the launcher, in processes that have never seen this repository."""
     copy("ddp_resnet", tmp_path / "project")

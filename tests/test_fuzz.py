@@ -98,7 +98,7 @@ RUNS = {  # whole runs at the edges of what the flags may be, and whether they t
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if i % 3 == 0 else pytest.mark.all_recipes) for i, name in enumerate(RUNS)]
+    "name", [pytest.param(name, marks=() if i % 3 == 0 else pytest.mark.rest) for i, name in enumerate(RUNS)]
 )
 def test_whole_runs(name: str, tmp_path: Path, small_digits: Path) -> None:
     flags, trains = RUNS[name]

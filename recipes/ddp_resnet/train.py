@@ -141,7 +141,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     if args.sync_bn:
         model = sync_batchnorm.convert(model, mesh.get_group("dp"))
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    model.broadcast_buffers = not args.sync_bn  # set here: the start sends them once, then SyncBatchNorm keeps them equal
+    model.broadcast_buffers = not args.sync_bn  # set here: DDP's start sends them, then SyncBatchNorm keeps them equal
     return model
 
 

@@ -538,7 +538,7 @@ def _(folder: Path, text: Path) -> Said:
 
 
 @pytest.mark.parametrize(
-    "heading", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in PROVOCATIONS]
+    "heading", [pytest.param(one, marks=[pytest.mark.rest] * (one in SLOW)) for one in PROVOCATIONS]
 )
 def test_entry(heading: str, small_text: Path, tmp_path: Path) -> None:
     assert faults_in(heading, ENTRIES[heading], PROVOCATIONS[heading](tmp_path, small_text)) == []

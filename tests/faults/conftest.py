@@ -23,7 +23,7 @@ WIDEST = max(runner.RECIPES, key=lambda recipe: (len(runner.world_sizes(recipe))
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(name, core=False, least=1): a row of the matrix; `least` ranks it needs")
     config.addinivalue_line("markers", "waits(fault, flag='', meanwhile=None): begun beside others, as it mostly waits")
-    config.addinivalue_line("markers", "rest: a row that only the whole matrix has")
+    config.addinivalue_line("markers", "whole: a row that only the whole matrix has")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         fault = item.get_closest_marker("fault")
         if fault and not everything:
             world = fault.kwargs.get("core") or item.callspec.params["case"] == WIDEST
-            if not world or item.get_closest_marker("rest"):
+            if not world or item.get_closest_marker("whole"):
                 deselected.append(item)
     if deselected:
         config.hook.pytest_deselected(items=deselected)

@@ -63,7 +63,7 @@ def test_slow_save(how: str, case: FaultCase) -> None:
     case.check_same_as_reference()
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 @pytest.mark.fault("rank: mutant, the bytes of a save do not count as progress")
 def test_mutant_bytes_do_not_count(case: FaultCase) -> None:
     result = save_slowly(case, "synchronous", "the bytes of a save do not count")
@@ -100,7 +100,7 @@ def test_save_fails_on_one_rank(how: str, case: FaultCase) -> None:
     case.check_same_as_reference()
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 @pytest.mark.fault("rank: mutant, who fails alone in a save stays in its group", least=2)
 def test_mutant_stays_in_the_group(case: FaultCase) -> None:
     result = save_without_memory(case, "synchronous", "who fails alone in a save stays in its group")
@@ -132,7 +132,7 @@ def test_frozen_and_awake(rank: int, case: FaultCase) -> None:
     case.resume_and_check()
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 @pytest.mark.fault("rank: mutant, a rank does not notice that it was frozen", least=2)
 def test_mutant_does_not_notice(case: FaultCase) -> None:
     faults = [("update", "signal later", 0, 4, "SIGSTOP")]
@@ -166,7 +166,7 @@ def test_killed_without_a_word(case: FaultCase) -> None:
     case.resume_and_check()
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 @pytest.mark.fault("rank: hangs, SIGSTOP, as a machine without power shows: no connection ends", least=2)
 def test_frozen_without_a_word(case: FaultCase) -> None:
     """Longer than a dead process of the same machine, which can be told: a frozen one may come back."""
@@ -179,7 +179,7 @@ def test_frozen_without_a_word(case: FaultCase) -> None:
     assert case.beats(0) >= silence
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 @pytest.mark.fault("rank: mutant, no rank feels the end of the next one", least=2)
 def test_mutant_feels_nothing(case: FaultCase) -> None:
     def end(file: Path) -> None:
@@ -216,7 +216,7 @@ def test_locked_alone(case: FaultCase) -> None:
     find_line(result.outputs[0], r'inject\.py", line \d+ in _lock')
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 @pytest.mark.fault("rank: mutant, no thread of C watches the interpreter")
 def test_mutant_locked_alone(case: FaultCase) -> None:
     faults = [("before the first step", "patience", 0, 0, 3.0), ("update", "lock", 0, 4)]
@@ -268,7 +268,7 @@ def test_wrong_device(what: str, case: FaultCase, monkeypatch: pytest.MonkeyPatc
     case.check_refused(result, rf"error: cpu of \S+ \(rank {case.size - 1}\) {told}.*: exclude that machine")
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 @pytest.mark.fault("rank: mutant, no device is tried")
 def test_mutant_device(case: FaultCase) -> None:
     result = case.start(faults=[("at the start", "computes wrongly", -1, 0)], mutant="no device is tried")

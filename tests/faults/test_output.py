@@ -59,7 +59,7 @@ ENDS = {  # flags, faults, and the exit code
 
 
 @pytest.mark.fault("output: launched into a pipe without a reader, {how}")
-@pytest.mark.parametrize("how", ["trains to its end", *(pytest.param(e, marks=pytest.mark.rest) for e in [*ENDS][1:])])
+@pytest.mark.parametrize("how", ["trains to its end", *(pytest.param(e, marks=pytest.mark.whole) for e in [*ENDS][1:])])
 def test_launched_without_a_reader(how: str, case: FaultCase) -> None:
     """The exit code is the training's, not that of the interpreter's last flush."""
     flags, faults, expected = ENDS[how]

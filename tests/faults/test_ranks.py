@@ -149,14 +149,16 @@ def test_killed_and_restarted(case: FaultCase) -> None:
 
 
 @pytest.mark.fault("rank: raises, {phase}")
-@pytest.mark.parametrize("phase", [pytest.param(one, marks=[pytest.mark.rest] * (one != "backward")) for one in PHASES])
+@pytest.mark.parametrize(
+    "phase", [pytest.param(one, marks=[pytest.mark.whole] * (one != "backward")) for one in PHASES]
+)
 def test_raises(phase: str, case: FaultCase) -> None:
     if phase == "data":
         case.skip_without("--data")
     check_raises(case, case.size - 1, phase)
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 @pytest.mark.fault("rank: raises, rank 0, which keeps the store", least=2)
 def test_rank_0_raises(case: FaultCase) -> None:
     check_raises(case, 0, "backward")
@@ -221,7 +223,7 @@ def test_exits_early(result: runner.Result, case: FaultCase) -> None:
 
 
 @pytest.mark.fault("rank: crash loop of one rank, MAX_RESTARTS=2")
-@pytest.mark.slow
+@pytest.mark.rest
 def test_crash_loop(case: FaultCase) -> None:
     """Of one, because each start of a rank takes seconds of a core."""
     case.copy_reference(until=2)
@@ -235,7 +237,7 @@ def test_crash_loop(case: FaultCase) -> None:
     case.resume_and_check()
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 @pytest.mark.fault("rank: hangs, SIGSTOP of rank 0 under torchrun", least=2)
 def test_rank_0_is_frozen(case: FaultCase) -> None:
     """The one that writes to the terminal, and keeps the store: the launcher speaks for it, once it is killed."""

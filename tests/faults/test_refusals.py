@@ -243,7 +243,7 @@ def canary(tmp_path: Path) -> Path:
 
 
 @pytest.mark.fault("refused: malicious pickle, --data folder of {kind}")
-@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.rest) for kind in MORE_KINDS)])
+@pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.whole) for kind in MORE_KINDS)])
 def test_pickle_as_data(kind: str, canary: Path, case: FaultCase) -> None:
     case.skip_without("--data")
     folder = plant(case.folder / "data", canary, kind)

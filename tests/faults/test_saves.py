@@ -12,7 +12,7 @@ from tests.harness import inject, runner
 from tests.harness.disks import FEW_FILES, QUOTA, SMALL, mounted
 from tests.harness.fault_case import STEPS, FaultCase, checkpoints, temporaries
 
-HOW = ["synchronous", pytest.param("asynchronous", marks=pytest.mark.rest)]
+HOW = ["synchronous", pytest.param("asynchronous", marks=pytest.mark.whole)]
 KILLS = {  # point -> which rank, how, from which step the run continues
     "before the data": (-1, "signal", 2),
     "between the files": (-1, "signal later", 2),
@@ -115,7 +115,7 @@ def test_disk_for_a_while(what: str, how: str, disk: Path, case: FaultCase) -> N
 
 @pytest.mark.fault("disk: {what} to the end, {how}")
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("what", [pytest.param(one, marks=[pytest.mark.rest] * (one != "full")) for one in DISKS])
+@pytest.mark.parametrize("what", [pytest.param(one, marks=[pytest.mark.whole] * (one != "full")) for one in DISKS])
 def test_disk_to_the_end(what: str, how: str, disk: Path, case: FaultCase) -> None:
     """The last save must succeed; once there is room, the run resuming from the checkpoint before."""
     result = case.start(*flags_for(how), faults=[fault_of(what, disk)])

@@ -174,7 +174,7 @@ POINTS = {  # and whether they are rank 0's alone
 }
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 @pytest.mark.fault("numbers: a flipped bit or NaN at a random place, {number}")
 @pytest.mark.parametrize("number", range(8))
 def test_random_place(number: int, case: FaultCase) -> None:

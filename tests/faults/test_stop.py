@@ -86,7 +86,7 @@ def test_loader_workers(case: FaultCase) -> None:
 
 
 @pytest.mark.fault("stop: SIGTERM {point}")
-@pytest.mark.parametrize("point", ["before the first step", pytest.param("at the start", marks=pytest.mark.rest)])
+@pytest.mark.parametrize("point", ["before the first step", pytest.param("at the start", marks=pytest.mark.whole)])
 def test_before_the_first_step(point: str, case: FaultCase) -> None:
     """Also before the ranks have joined each other: it is kept until they listen."""
     assert stop_and_continue(case, (point, "signal", -1, 0, "SIGTERM")) <= 2
@@ -144,7 +144,7 @@ def signal_launcher(case: FaultCase, number: signal.Signals, *flags: str) -> tup
     return case.launch(*flags, faults=[("end of a step", "hear", 0, 2)], meanwhile=meanwhile)
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 @pytest.mark.fault("stop: SIGUSR1 to the launcher, with 2 loader workers")
 def test_launcher(case: FaultCase) -> None:
     """The real thing: torchrun signals its whole process group, loader workers included."""
@@ -200,7 +200,7 @@ def test_launcher_dies(case: FaultCase) -> None:
     assert case.row.steps_lost == 0
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 @pytest.mark.fault("stop: mutant, ranks do not see that the launcher has died")
 def test_mutant_launcher_dies(case: FaultCase) -> None:
     out = kill_launcher(case, mutant="the launcher may die")
@@ -208,7 +208,7 @@ def test_mutant_launcher_dies(case: FaultCase) -> None:
     assert not (case.run_dir / "stopped.json").exists()
 
 
-@pytest.mark.rest
+@pytest.mark.whole
 @pytest.mark.fault("stop: SIGHUP to the launcher")
 def test_hang_up(case: FaultCase) -> None:
     """The terminal closes."""

@@ -315,9 +315,13 @@ def _send_and_hear(name: str) -> None:
 
 
 def _hear(unless: str = os.devnull) -> None:
-    """Wait until all ranks have heard of a reason to stop, and this one knows after which step; or for a file."""
+    """Wait until all ranks have heard of a reason to stop, and this one knows after which step."""
     end = time.monotonic() + WAIT_S
-    while not _Self.stopping._agreed.is_set() and (unless == os.devnull or not Path(unless).exists()) and time.monotonic() < end:
+    while (
+        not _Self.stopping._agreed.is_set()
+        and (unless == os.devnull or not Path(unless).exists())
+        and time.monotonic() < end
+    ):
         time.sleep(0.02)
 
 

@@ -188,7 +188,7 @@ inner()
 """
 
 
-@pytest.mark.parametrize("end", [pytest.param(one, marks=[pytest.mark.slow] * (one != "caused")) for one in ENDS])
+@pytest.mark.parametrize("end", [pytest.param(one, marks=[pytest.mark.rest] * (one != "caused")) for one in ENDS])
 def test_ends_as_in_an_ordinary_start(end: str, tmp_path: Path) -> None:
     """The same exit code, and the same lines, without one of the launcher's."""
     recipe = make(tmp_path / "own", END.format(end=ENDS[end]))
@@ -198,7 +198,7 @@ def test_ends_as_in_an_ordinary_start(end: str, tmp_path: Path) -> None:
     assert "agent.py" not in said[0][2]
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_file_that_cannot_be_compiled(tmp_path: Path) -> None:
     recipe = make(tmp_path / "own", "x = (\n")
     results = [start(recipe, NPROC_PER_NODE="1") for start in (launch, ordinary)]
@@ -212,7 +212,7 @@ def without_numbers(text: str) -> str:
     return " ".join("(pid N)" if word.rstrip(")").isdigit() else word for word in text.replace("(pid ", "").split(" "))
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_same_losses(small_digits: Path, tmp_path: Path) -> None:
     for start in (launch, ordinary):
         result = start(DDP, *training_flags(small_digits, tmp_path, start.__name__))
@@ -374,7 +374,7 @@ def test_server_is_killed(waiting: Any) -> None:
     ],
     ids=["a GPU", "safe path", "another program", "a package", "a module"],
 )
-@pytest.mark.slow
+@pytest.mark.rest
 def test_ordinary_start(variables: dict[str, str], options: list[str], file: str, tmp_path: Path) -> None:
     text = "import gc, sys\nprint('frozen', gc.get_freeze_count(), getattr(sys.modules.get('tqdm'), 'OWN', ''))\n"
     recipe = make(tmp_path / "own", f"#!{sys.executable}\n{'import tqdm' if 'tqdm' in file else ''}\n{text}")

@@ -224,7 +224,7 @@ def ends(pods: list[subprocess.Popen[str]]) -> list[subprocess.CompletedProcess[
                 os.killpg(pod.pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_two_pods(small_digits: Path, tmp_path: Path) -> None:
     """One world of two; when one pod is deleted neither counts as done; started again, they go on and finish."""
     steps = ["--global-batch-size", "8", "--log-every", "1", "--data", str(small_digits)]

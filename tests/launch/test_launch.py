@@ -96,7 +96,7 @@ def assert_trained(run: Path, world_size: int, curve: str = "train/loss") -> Non
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(name, marks=[pytest.mark.slow] * (f"recipes/{name}" != DDP)) for name in runner.RECIPES],
+    [pytest.param(name, marks=[pytest.mark.rest] * (f"recipes/{name}" != DDP)) for name in runner.RECIPES],
 )
 def test_copied_recipe(recipe: str, small_data: dict[str, Path], tmp_path: Path) -> None:
     """`cp -r recipes/X my_project; cp -r common my_project/` is a project of its own, launched from anywhere."""
@@ -163,7 +163,7 @@ def test_plain_python(small_digits: Path, tmp_path: Path) -> None:
     ("what", "world_size"),
     [
         pytest.param([f"{DDP}/train.py"], 2, id="file"),
-        pytest.param(["-m", "recipes.ddp_resnet.train"], 1, id="module", marks=pytest.mark.slow),
+        pytest.param(["-m", "recipes.ddp_resnet.train"], 1, id="module", marks=pytest.mark.rest),
     ],
 )
 def test_torchrun(what: list[str], world_size: int, small_digits: Path, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_torchrun(what: list[str], world_size: int, small_digits: Path, tmp_path
     assert (tmp_path / "run" / "train.py").read_text() == runner.source("ddp_resnet")
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_two_machines(small_digits: Path, tmp_path: Path) -> None:
     """Two launchers on one host, one process each, that see the same folder."""
     with socket.socket() as probe:

@@ -15,7 +15,7 @@ class Fault:
         old: the text that it replaces, which the file has exactly once.
         new: what takes its place.
         tests: names of the tests that must see it, as pytest takes them.
-        mark: the marker of these tests, if a plain `pytest` does not run them.
+        mark: what pytest's -m needs to run them; "" for all markers but that of the fault matrix.
     """
 
     name: str

@@ -256,7 +256,7 @@ def test_what_is_not_used() -> None:
 # --- launchers --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_accelerate_launch(small_text: Path, tmp_path: Path) -> None:
     """A default file of the user's changes nothing beside --config_file, and is refused for itself."""
     default = tmp_path / "home" / "accelerate" / "default_config.yaml"
@@ -309,7 +309,7 @@ def test_cpu_is_part_of_the_file() -> None:
     assert "ACCELERATE_USE_CPU" not in strategy.environment(str(DDP))
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_torchrun_with_a_file(small_text: Path, tmp_path: Path) -> None:
     flags = [*training_flags(small_text, tmp_path / "out", "run"), *runner.small("ddp_gpt")]
     result = launch(f"recipes/{HUGGING}", *flags, ACCELERATE_CONFIG="configs/cpu.yaml")
@@ -374,8 +374,8 @@ def holders(run: Path, name: str) -> int:
     ("config", "size"),
     [
         pytest.param(FSDP2, 2, id="fsdp2-2"),
-        pytest.param(FSDP2, 3, id="fsdp2-3", marks=pytest.mark.slow),
-        pytest.param(HSDP, 4, id="hsdp-4", marks=pytest.mark.slow),
+        pytest.param(FSDP2, 3, id="fsdp2-3", marks=pytest.mark.rest),
+        pytest.param(HSDP, 4, id="hsdp-4", marks=pytest.mark.rest),
     ],
 )
 def test_fsdp2_stand_in(config: Path, size: int, small_text: Path, tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_more_of_a_file(small_text: Path, tmp_path: Path) -> None:
     assert worst(found[1], wanted.norms) < 1e-9
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_checkpoints_of_the_stand_in(small_text: Path, tmp_path: Path) -> None:
     """From FSDP2 to pipeline stages, to DDP on 3 ranks, and back to FSDP2: one training."""
     wanted = plain_gpt_loop(str(small_text), torch.float64)
@@ -424,7 +424,7 @@ def test_checkpoints_of_the_stand_in(small_text: Path, tmp_path: Path) -> None:
             assert found == pytest.approx({step: values[step - 1] for step in found}, rel=1e-9), i
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_bfloat16_of_the_stand_in(small_text: Path, tmp_path: Path) -> None:
     """As in fsdp_gpt, gradients are added up in float32; with Accelerate's own policy losses have 8 bits."""
     variables = sharding(FSDP2, 2, ACCELERATE_MIXED_PRECISION="bf16")
@@ -453,7 +453,7 @@ def test_sizes_that_do_not_fit(tmp_path: Path) -> None:
 # --- evaluation -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, pytest.param(7, marks=pytest.mark.rest)])
 def test_evaluation_is_exact(count: int, tmp_path: Path) -> None:
     """Each held-out sequence counts once, also where there are fewer than ranks."""
     data = write_text(tmp_path / "data", 101, count)

@@ -22,7 +22,7 @@ def each_recipe() -> Iterator[Any]:
     """The recipes that can be counted; a plain `pytest` counts one of each workload."""
     for recipe in runner.RECIPES:
         if cuda_table.cases(recipe):
-            rest = () if runner.stands_for_workload(recipe) else pytest.mark.all_recipes
+            rest = () if runner.stands_for_workload(recipe) else pytest.mark.rest
             yield pytest.param(recipe, marks=rest)
 
 

@@ -171,26 +171,14 @@ def worst(found: dict[int, float], wanted: list[float], steps: int = STEPS) -> f
 def ways() -> Iterator[Any]:
     """Every layout of every recipe; where the embedding and the output layer can lie on different ranks, also as one.
 
-    A plain `pytest` runs all of one recipe of each workload, and of the others those on two and four ranks; of
-    pipelines each schedule on two ranks, and the first one of each shape on four. tests/recipes/test_ppo.py has the
-    recipe that trains on no data set.
+    A plain `pytest` runs the first one of each recipe on two ranks. The recipe that trains on no data set is in
+    tests/recipes/test_ppo.py.
     """
     for layout in (layout for recipe in runner.SUPERVISED for layout in runner.layouts(recipe)):
-        pipeline = "--pp" in layout.flags
-        first = not pipeline or runner.choices(layout.recipe, "--schedule")[0] in layout.flags
-        for tied in [(), (True,)] if pipeline else [()]:
-            # On four ranks the slices of layers are a minute of waiting.
-            sliced = "--tp" in layout.flags
-            kinds = runner.choices(layout.recipe, "--cp-kind") if "--cp" in layout.flags else []
-            many = sliced or "--sync" in layout.flags or bool({*kinds[1:]} & {*layout.flags})
-            core = layout.size == 2 or (layout.size == 4 and not many) or runner.stands_for_workload(layout.recipe)
-            if pipeline:
-                both_ends = "ZBVZeroBubble" in layout.flags  # of a tied embedding, on one rank
-                core = (layout.size == 2 and (not tied or first or both_ends)) or (
-                    layout.size == 4 and first and not tied
-                )
-            rest = pytest.mark.layouts if pipeline else pytest.mark.all_recipes
-            yield pytest.param(layout, tied, id=f"{layout}{'-tied' * len(tied)}", marks=() if core else rest)
+        for tied in [(), (True,)] if "--pp" in layout.flags else [()]:
+            core = layout == runner.layout(layout.recipe, 2) and not tied
+            marks = () if core else pytest.mark.rest
+            yield pytest.param(layout, tied, id=f"{layout}{'-tied' * len(tied)}", marks=marks)
 
 
 @pytest.mark.parametrize(("layout", "tied"), list(ways()))
@@ -244,7 +232,7 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...], tuple[tuple[str, int], ...]]] = 
 
 @pytest.mark.parametrize(
     "variant",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name == "sliced blocks are computed twice")) for name in VARIANTS],
+    [pytest.param(name, marks=[pytest.mark.rest] * (name == "sliced blocks are computed twice")) for name in VARIANTS],
 )
 def test_variant(variant: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
     recipe, flags, sizes = VARIANTS[variant]
@@ -294,9 +282,8 @@ def pairs() -> Iterator[Any]:
     for layout in (layout for recipe in runner.SUPERVISED for layout in runner.layouts(recipe)):
         first = runner.layout(layout.recipe, 2)
         if layout.size == first.size and layout.dp_size == first.dp_size:
-            rest = pytest.mark.all_recipes if layout == first else pytest.mark.layouts
             core = layout == first and runner.stands_for_workload(layout.recipe)
-            yield pytest.param(layout, id=str(layout), marks=() if core else rest)
+            yield pytest.param(layout, id=str(layout), marks=() if core else pytest.mark.rest)
 
 
 @pytest.mark.parametrize("layout", list(pairs()))

@@ -1,6 +1,6 @@
 """One checkpoint serves any strategy: what one layout saves, another holds bit for bit, and trains on as if alone.
 
-A plain `pytest` takes one training through all kinds of layouts; `-m layouts` goes from each kind to each, and
+A plain `pytest` takes one training through all kinds of layouts; `-m rest` goes from each kind to each, and
 tests/layouts_table.py from each layout to each.
 """
 
@@ -177,7 +177,7 @@ def test_each_kind_follows_each() -> None:
 MATRIX = [(target, False) for target in LAYOUTS] + [(target, True) for target in TIED]
 
 
-@pytest.mark.layouts
+@pytest.mark.rest
 @pytest.mark.parametrize(("target", "tied"), [pytest.param(*one, id=f"{one[0]}{'-tied' * one[1]}") for one in MATRIX])
 def test_any_to_any(target: Layout, tied: bool, begin: Begin, segment: Make, plain: Callable, tmp_path: Path) -> None:
     """What each layout has begun goes on with this one, all in a row in the same processes."""
@@ -207,8 +207,8 @@ FIRST, LAST = ([kind[i] for kind in KINDS.values()] for i in (0, -1))  # togethe
     ("path", "tied"),
     [
         pytest.param([*FIRST, FIRST[0]], False, id="each-kind"),
-        pytest.param([*LAST, LAST[0]], False, id="each-kind-otherwise", marks=pytest.mark.layouts),
-        pytest.param([*TIED, TIED[0]], True, id="tied", marks=pytest.mark.layouts),
+        pytest.param([*LAST, LAST[0]], False, id="each-kind-otherwise", marks=pytest.mark.rest),
+        pytest.param([*TIED, TIED[0]], True, id="tied", marks=pytest.mark.rest),
     ],
 )
 def test_one_training_through_layouts(

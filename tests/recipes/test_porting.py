@@ -182,7 +182,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks transformers for it
 @pytest.mark.parametrize(
-    ("name", "recipe"), [pytest.param(*one, marks=[pytest.mark.slow] * (one not in IN_DEFAULT_RUN)) for one in PORTS]
+    ("name", "recipe"), [pytest.param(*one, marks=[pytest.mark.rest] * (one not in IN_DEFAULT_RUN)) for one in PORTS]
 )
 def test_port(name: str, recipe: str, photos: Path, small_text: Path, tmp_path: Path) -> None:
     """On 2 ranks it resumes to the bit; in float64, on 1 it is the same."""

@@ -1,7 +1,7 @@
 """What a rank holds, measured as benchmarks/strategies.py does it: docs/measured/strategies.md rests on that."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from common import keymap, ranks
 from common.train import data
+from common.workloads import gpt
 from common.workloads.resnet import make_resnet
 
 from tests.harness import module, mutants, probes, runner, short_resnet, theory  # noqa: F401 (resnet6)
@@ -133,4 +134,38 @@ def begin_apart(recipe: str) -> None:
 )
 def test_ranks_follow_rank_0(recipe: str) -> None:
     result = runner.spawn(begin_apart, [(recipe,)] * NUM_RANKS)
+    assert result.ok, str(result)
+
+
+def look_at_parts(recipe: str) -> None:
+    """Which parameters a rank holds whole, after a forward pass and after an evaluation."""
+    dist.init_process_group("gloo")
+    train = module.load(recipe)
+    cpu = torch.device("cpu")
+    sizes: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "width": 40, "mlp_width": 44}
+    for reshard in (True, False):
+        args = train.Args(seq_len=16, dtype="float32", reshard_after_forward=reshard, **sizes)
+        mesh = train.make_mesh(args, OneRank(cpu, 2))
+        with torch.device("meta"):
+            plain = gpt.GPT(gpt.Shape(256, **sizes))
+        model = train.parallelize(args, plain, mesh, cpu)
+        tokens = torch.zeros(1, 16, dtype=torch.long)
+        batch = data.Batch(tokens, tokens, 2, True)
+
+        def whole(model: Any = model) -> set[str]:
+            return {name.partition(".")[0] for name, one in model.named_parameters() if not hasattr(one, "placements")}
+
+        assert whole() == set()
+        train.forward(args, model, batch)
+        rest = {"embed", "norm", "head"}
+        assert whole() == (rest if reshard else rest | {"blocks"})
+        with torch.no_grad():
+            train.forward_only(args, model, iter([batch]))
+        assert not whole() & rest, "an evaluation is over"
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("recipe", ["fsdp_gpt", "context_gpt"])  # a rank of tensor_gpt holds slices of a whole
+def test_parts_are_dropped_after_use(recipe: str) -> None:
+    result = runner.spawn(look_at_parts, [(recipe,)] * NUM_RANKS)
     assert result.ok, str(result)

@@ -243,7 +243,7 @@ def test_no_room_for_temporary_files(tmp_path: Path) -> None:
     ("script", "check", "text"),
     [
         ("echo Failed to initialize NVML: Driver/library version mismatch; exit 18", "driver", "version mismatch"),
-        pytest.param("exec sleep 60", "driver", "has not answered for 10 s", marks=pytest.mark.slow),
+        pytest.param("exec sleep 60", "driver", "has not answered for 10 s", marks=pytest.mark.rest),
         ("printf '0, 580.1\\n1, 580.1\\n'", "gpus", "2 GPUs for 4 processes"),
     ],
     ids=["driver", "hanging driver", "too few GPUs"],
@@ -388,7 +388,7 @@ def test_run_in_use(tmp_path: Path) -> None:
     assert look(tmp_path, "--name", "mine") == []
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 @needs_root
 def test_folder_that_does_not_answer(tmp_path: Path) -> None:
     """A frozen file system, as of a server that is gone, keeps a process for ever; the doctor ends, and says so."""

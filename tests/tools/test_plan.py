@@ -103,7 +103,7 @@ def test_answer_for_people() -> None:
     assert "during the backward pass" in out
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_sweep_of_layouts() -> None:
     code, out, err = plan("ddp_gpt", "--sweep", "--world-size", "2", *GPT, "--global-batch-size", "2")
     assert not code, err

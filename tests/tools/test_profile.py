@@ -143,7 +143,7 @@ def run_slowed(folder: Path, data: Path, slow: dict[str, float], *more: str) -> 
     return runner.spawn(train_slowed, [(path, argv, slow)] * 2)
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("slow", "more", "profile_says", "run_says"),
     [

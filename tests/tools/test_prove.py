@@ -74,7 +74,7 @@ def copy_of_the_tree(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_defect_of_a_recipe(defect: str, tmp_path: Path) -> None:
     root = copy_of_the_tree(tmp_path / "tree")
@@ -96,7 +96,7 @@ def load(path, tensors):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("file", "more", "proof"),
     [

@@ -258,7 +258,8 @@ def prepare(folder: Path, log: Path, pause_s: float, num_parts: int, together: i
         with log.open("a") as file:
             file.write(f"packs {os.getpid()}\n")
         time.sleep(pause_s)
-        runner.wait_for(lambda: len({line for line in log.read_text().splitlines() if "packs" in line}) >= together)
+        if together > 1:
+            runner.wait_for(lambda: len({line for line in log.read_text().splitlines() if "packs" in line}) >= together)
         return encode(*args)
 
     documents.Encoder.encode = slow  # type: ignore[method-assign]

@@ -1,0 +1,17 @@
+"""Which tests `uv run pytest` leaves to `uv run pytest -m rest`, beside those with the mark `rest`: see rest.txt."""
+
+import re
+from pathlib import Path
+
+FILE = Path(__file__).with_suffix(".txt")
+
+
+def patterns(text: str = "") -> list[re.Pattern[str]]:
+    """The expressions of a text, or of the file: one for each line that is neither empty nor a comment."""
+    lines = (line.strip() for line in (text or FILE.read_text()).splitlines())
+    return [re.compile(line) for line in lines if line and not line.startswith("#")]
+
+
+def lists(listed: list[re.Pattern[str]], name: str) -> bool:
+    """Whether one of the expressions matches the beginning of a test's name."""
+    return any(one.match(name) for one in listed)
