@@ -21,8 +21,7 @@ torch.set_num_threads(1)  # the ranks need the other cores, and threads that wai
 def each_recipe(recipes: Sequence[str] = runner.RECIPES) -> list[Any]:
     """Parameters for what a plain `pytest` runs for one recipe of each workload, and CI for all of them."""
     return [
-        pytest.param(recipe, marks=() if runner.stands_for_workload(recipe) else pytest.mark.rest)
-        for recipe in recipes
+        pytest.param(recipe, marks=() if runner.stands_for_workload(recipe) else pytest.mark.rest) for recipe in recipes
     ]
 
 
@@ -100,17 +99,23 @@ def group() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpus", action="store_true", help="let the tests see the GPUs; run those that need one")
+    parser.addoption("--part", default="1/1", metavar="I/N", help="the I-th of N parts of the tests: CI takes turns")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what tests/rest.txt lists; without --gpus, skip what needs one."""
+    """Mark what tests/rest.txt lists; without --gpus, skip what needs one; keep the asked part."""
     listed = rest.patterns()
+    if config.args == config.getini("testpaths") and (stale := rest.unmatched(listed, [one.nodeid for one in items])):
+        raise pytest.UsageError(f"{rest.FILE}: no test begins with {', '.join(stale)}")
     for item in items:
         if rest.lists(listed, item.nodeid):
             item.add_marker(pytest.mark.rest)
         if item.get_closest_marker("gpu") and not config.getoption("gpus"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: pytest --gpus"))
+    mine = rest.of_part([one.nodeid for one in items], config.getoption("part"))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in mine])
+    items[:] = [item for item in items if item.nodeid in mine]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -19,12 +19,8 @@ from tests.harness import pages
 
 PAGE = ROOT / "CONTRIBUTING.md"
 PARTS = ("common", "launch", "tools", "tests", "benchmarks")  # whose modules tests import, or could
-ALWAYS = (
-    "tests/test_floors.py",
-    "tests/test_house.py",
-    "tests/test_mutation.py",
-    "tests/docs/test_words.py",
-)  # of the tree
+# They read the whole tree.
+ALWAYS = ("tests/test_floors.py", "tests/test_house.py", "tests/test_mutation.py", "tests/docs/test_words.py")
 ALL = ("tests",)
 OF_ALL = ("pyproject.toml", "uv.lock", ".ci/", "tests/conftest.py", "tests/__init__.py", "tests/harness/runner.py")
 # The folder of tests for a folder of sources, where its name does not tell.

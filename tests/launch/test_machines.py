@@ -59,7 +59,7 @@ def train(recipe: str, folder: str, argv: Sequence[str], mutant: str = "") -> No
     """Run a recipe as one rank: note what it is asked to read, and wait after a step for as long as a test holds it."""
     from common.protect import peers
     from common.run import stop
-    from common.train import sampler
+    from common.train import data, sampler
 
     flops.count_sample = lambda *_: flops.Sample()  # measuring takes longer than the training
     if mutant:
@@ -82,6 +82,7 @@ def train(recipe: str, folder: str, argv: Sequence[str], mutant: str = "") -> No
     def held_after(self: stop.Stop, step: int) -> bool:
         note(event="done", step=step, size=int(os.environ["WORLD_SIZE"]), pid=os.getpid())
         while Path(folder, f"hold{step}").exists() and not self.reason:
+            data.Loader.batches_read += 1  # progress: who is held, for however long, does not hang
             time.sleep(0.02)
         return after(self, step)
 
@@ -113,6 +114,7 @@ class Job:
     ) -> None:
         self.folder, self.machines = folder, [*machines]
         self.run = folder / "out" / "run"
+        self.started: list[subprocess.Popen[bytes]] = []
         self.flags = (*FLAGS, *runner.small(recipe), *flags, "--out", str(folder / "out"), "--name", "run")
         self.environ = {"NNODES": str(len(machines)), "NPROC_PER_NODE": "1", "MASTER_ADDR": machines[0].address}
         self.environ |= {"RUN_KEY": 32 * "0a"}
@@ -126,7 +128,8 @@ class Job:
     def start(self, machine: Machine, *options: str, **environ: str) -> subprocess.Popen[bytes]:
         command = ["bash", LAUNCHER, *options, self.recipe, *self.flags]
         variables = {"NODE_RANK": str(machine.number)} | self.environ | environ
-        return machine.popen(command, self.folder / f"output{machine.number}", os.environ | variables)
+        self.started.append(machine.popen(command, self.folder / f"output{machine.number}", os.environ | variables))
+        return self.started[-1]
 
     def output(self, machine: Machine) -> str:
         return (self.folder / f"output{machine.number}").read_text()
@@ -150,7 +153,9 @@ class Job:
 
         def done() -> bool:
             notes = [note for note in self.notes("done") if note["step"] == step]
-            return len([note for note in notes if note["size"] == size]) >= size
+            found = len([note for note in notes if note["size"] == size]) >= size
+            assert found or not self.started or any(one.poll() is None for one in self.started), f"ended\n{self}"
+            return found
 
         self.wait(done)
 

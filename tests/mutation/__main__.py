@@ -114,9 +114,13 @@ class Workplace:
         return Result("broken", f"{why}\n{said(found)}", seconds)
 
     def close(self) -> None:
-        """End its process."""
+        """End its process, which ends by itself once it has answered."""
         self.process.stdin.close()
-        self.process.wait(timeout=10)
+        try:
+            self.process.wait(timeout=CHECK_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 def said(found: dict[str, Any]) -> str:

@@ -96,7 +96,6 @@ FAULTS = (
         "scale / batch.step_samples",
         "scale / len(batch.inputs)",
         equal("dp_resnet-1"),
-        mark="rest",
     ),
     of(
         "dp_resnet",
@@ -104,7 +103,6 @@ FAULTS = (
         "    for batch in batches:\n        with contextlib.nullcontext():",
         "    for batch in [*batches][:1]:\n        with contextlib.nullcontext():",
         equal("dp_resnet-1"),
-        mark="rest",
     ),
     of(
         "dp_resnet",

@@ -58,6 +58,7 @@ def main() -> None:
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         print(json.dumps(run(**json.loads(line))), flush=True)
+    os._exit(0)  # to take all modules down takes seconds
 
 
 def run(args: list[str], folder: str, limit_s: float) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import seal
-from tools.doctor import around, findings, folder, group, machine, train
+from tools.doctor import findings, folder, group, machine, train
 from tools.doctor.findings import Asked, Finding
 
 from tests.harness import disks, runner
@@ -506,7 +506,7 @@ def test_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 HANGS = (
-    "import sys, time\nfrom pathlib import Path\nfrom tools.doctor import around, findings, train\n"
+    "import sys, time\nfrom pathlib import Path\nfrom tools.doctor import findings, train\n"
     "exam = train.Exam(Path(sys.argv[1]), 0, 0)\n"
     "with exam.limit(0.5, findings.Finding('nccl', 'h', 0, 'breaks', 'it hangs', 'so', 'do')):\n    time.sleep(1000)\n"
 )
@@ -720,7 +720,7 @@ def test_nothing_stays_behind(machines: list[Machine], tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     visit.start(machines[0], TMPDIR=str(tmp_path / "tmp"))
     (process,) = visit.processes
-    runner.wait_for(lambda: [*(tmp_path / "tmp").glob(f"doctor-*/{around.BEGUN}")], visit)
+    runner.wait_for(lambda: [*(tmp_path / "tmp").glob("doctor-*/said")], visit)  # it has started the launcher
     process.send_signal(signal.SIGTERM)
     assert process.wait(runner.HANG_S) == 128 + signal.SIGTERM
     runner.wait_for(lambda: not machines[0].pids(), "processes of the doctor stay")
