@@ -151,6 +151,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the house in figures."""
-    terminalreporter.write_line(house.report())
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the house in figures, unless only some tests were asked for."""
+    if config.args == config.getini("testpaths"):
+        terminalreporter.write_line(house.report())

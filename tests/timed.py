@@ -2,19 +2,16 @@
 
     python tests/timed.py --to times.jsonl pytest uv run pytest     # note the part "pytest", whose command follows
     python tests/timed.py --table times.jsonl                       # print all parts
-    python tests/timed.py --page times.jsonl                        # and write them into docs/measured/tests.md
+    python -m tests.timed --page times.jsonl                        # and write them into docs/measured/tests.md
 
-It needs the standard library alone, because the first part installs the rest. Processes that outlive their parents, as
-fork servers and their ranks do, become this one's children, so that their processor time counts as well.
+Without --page it needs the standard library alone, because the first part installs the rest. Processes that outlive
+their parents, as fork servers and their ranks do, become this one's children, so that their processor time counts too.
 """
 
 import argparse
 import ctypes
-import datetime
 import json
 import os
-import platform
-import re
 import resource
 import subprocess
 import sys
@@ -61,21 +58,6 @@ def table(lines: list[dict[str, Any]]) -> str:
     return "\n".join(["| part | s by the clock | s of processors |", "|---|---|---|", *rows, total])
 
 
-def _machine() -> str:
-    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    name = model[1].strip() if model else platform.machine()
-    return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, {datetime.date.today()}"
-
-
-def write_page(lines: list[dict[str, Any]]) -> None:
-    """Put the table into the page."""
-    text = PAGE.read_text()
-    begin, end = "<!-- begin parts -->", "<!-- end parts -->"
-    head, _, rest = text.partition(begin)
-    _, _, tail = rest.partition(end)
-    PAGE.write_text(f"{head}{begin}\n{table(lines)}\n\n{_machine()}.\n{end}{tail}")
-
-
 def main() -> None:
     """Run a part, or show what parts took."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -88,7 +70,10 @@ def main() -> None:
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         print(table(lines))
         if args.page:
-            write_page(lines)
+            from tests.harness import pages  # needs what the first part installs
+
+            part = os.environ.get("CI_PART", "a third of -m rest")
+            pages.write(PAGE, measured=pages.measured(f"CI_PAGE=1 bash .ci/run ({part})", "gloo"), parts=table(lines))
         return
     name, *command = args.command
     sys.exit(run(name, command, args.to))

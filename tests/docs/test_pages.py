@@ -40,7 +40,8 @@ OTHER_FLAGS = {
     "doctor",
     "wait",
     "json",
-    "part",
+    "gpus",
+    "since",
     *(word.removeprefix("--") for action in planner()._actions for word in action.option_strings),
     *(name.replace("_", "-") for name in inspect.signature(profile).parameters),
     *(field.name for field in dataclasses.fields(evaluate.Args)),
@@ -344,7 +345,7 @@ def filled(path: Path) -> set[str]:
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
 def test_page_has_the_parts_of_its_command(page: Path) -> None:
     """Else a command measures for minutes, and fails when it writes."""
-    in_tests = {"checkpoints": "tests/layouts_table.py", "gpu-counts": "tests/cuda_table.py"}
+    in_tests = {"checkpoints": "tests/layouts_table.py", "gpu-counts": "tests/cuda_table.py", "tests": "tests/timed.py"}
     several = {"performance": ("duel", "memory", "stop_scale"), "survival": ("survival", "saves", "restart")}
     names = [f"benchmarks/{name}.py" for name in several.get(page.stem, (page.stem,))]
     commands = [ROOT / name for name in (in_tests.get(page.stem, names[0]), *names[1:])]
