@@ -28,10 +28,13 @@ FLAGS = [
 ]
 
 
+LONGEST_S = 850.0  # a command may wait for a whole training with default flags, on a busy machine
+
+
 def call(*command: str | Path, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     words = [str(word) for word in command]
     env = os.environ | environ
-    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=runner.HANG_S, check=False)
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=LONGEST_S, check=False)
 
 
 def run(*command: str | Path, cwd: Path | None = None, **environ: str) -> str:
