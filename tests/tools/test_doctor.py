@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import seal
-from tools.doctor import findings, folder, group, machine, train
+from tools.doctor import around, findings, folder, group, machine, train
 from tools.doctor.findings import Asked, Finding
 
 from tests.harness import disks, runner
@@ -711,6 +711,28 @@ def test_machines_that_cannot_meet(machines: list[Machine], tmp_path: Path) -> N
     assert again.end() == [2, 2], str(again)
     assert [one.check for one in again.found(machines[1])] == ["meet"]
     assert "has another RUN_KEY" in again.found(machines[1])[0].found
+
+
+def test_signal_while_the_launcher_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits until the launcher is known: an exit before that would leave the launcher behind."""
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def start(*args: Any, **given: Any) -> subprocess.Popen[bytes]:
+        started.append(real(*args, **given))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return started[-1]
+
+    before = {number: signal.signal(number, around._exit) for number in around.ENDS}
+    monkeypatch.setattr(around.subprocess, "Popen", start)
+    try:
+        with pytest.raises(SystemExit) as ended, around._started(["sleep", "1000"], tmp_path, subprocess.DEVNULL):
+            raise AssertionError("the signal came before")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert started[0].returncode == -signal.SIGKILL
 
 
 @pytest.mark.machines

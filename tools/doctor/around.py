@@ -27,6 +27,7 @@ LATER_S = 10.0  # by how much the launcher outlasts its ranks
 RANKS_S = 200.0  # for all that the ranks do once they have met; each part has a limit of its own
 CLOSE_S = 3.0  # for launchers, which wait for each other at the end
 POLL_S = 0.05
+ENDS = (signal.SIGTERM, signal.SIGHUP)  # the signals that end the doctor, and all that it has started
 
 
 def main(command: Sequence[str]) -> int:
@@ -43,8 +44,8 @@ def main(command: Sequence[str]) -> int:
         return findings.HEALTHY
     processes = next((int(word.partition("=")[2]) for word in command if word.startswith("--nproc-per-node=")), 1)
     asked = findings.parse(_flags(command), processes)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _frame: sys.exit(128 + number))  # ends the ranks on the way
+    for number in ENDS:
+        signal.signal(number, _exit)
     host = socket.gethostname()
     found = look(asked, host)
     try:
@@ -52,6 +53,11 @@ def main(command: Sequence[str]) -> int:
             return _with_ranks(command, asked, found, Path(place))
     except OSError:  # "tmp" is among the findings
         return _print(found, asked)
+
+
+def _exit(number: int, _frame: object = None) -> None:
+    """What a signal does: the ranks end on the way out."""
+    sys.exit(128 + number)
 
 
 def look(asked: Asked, host: str) -> list[Finding]:
@@ -94,8 +100,15 @@ def _with_ranks(command: Sequence[str], asked: Asked, found: list[Finding], plac
 def _started(command: Sequence[str], place: Path, said: int) -> Iterator[subprocess.Popen[bytes]]:
     """The launcher and all that it starts, gone at the end."""
     environ = os.environ | {FOLDER: str(place)}
+    held: list[int] = []  # signals that come while the launcher starts: an exit then would leave it behind
+    for number in ENDS:
+        signal.signal(number, lambda number, _frame: held.append(number))
     launcher = subprocess.Popen([*command], env=environ, stdout=said, stderr=said, start_new_session=True)  # noqa: S603
     try:
+        for number in ENDS:
+            signal.signal(number, _exit)
+        if held:
+            _exit(held[0])
         yield launcher
     finally:
         with contextlib.suppress(ProcessLookupError):
