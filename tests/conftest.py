@@ -1,4 +1,4 @@
-"""Fixtures; and the figures of the house, which each test run prints."""
+"""Fixtures, the tests that a run takes, and what a failing one prints."""
 
 import os
 import tempfile
@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from common.workloads import images, text
 
-from tests import house, rest
+from tests import rest
 from tests.harness import again, runner
+from tests.harness.once import Once
 
 torch.set_num_threads(1)  # the ranks need the other cores, and threads that wait for each other are slow beside them
 
@@ -72,15 +73,22 @@ def write_text(folder: Path, train: int, validation: int, seq_len: int = 16) -> 
 
 
 @pytest.fixture(scope="session")
-def small_digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """469 training and 30 validation images: a size that divides by nothing."""
-    return write_parquet(tmp_path_factory.mktemp("data") / "small", 469, 30)
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """What is made once for the workers of pytest-xdist, whose folders lie beside each other."""
+    base = tmp_path_factory.getbasetemp()
+    return Once((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "once")
 
 
 @pytest.fixture(scope="session")
-def small_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_digits(once: Once) -> Path:
+    """469 training and 30 validation images: a size that divides by nothing."""
+    return once.folder(lambda folder: write_parquet(folder, 469, 30), "small_digits")
+
+
+@pytest.fixture(scope="session")
+def small_text(once: Once) -> Path:
     """469 training and 30 validation sequences of 16 bytes, as a folder of text."""
-    return write_text(tmp_path_factory.mktemp("text") / "small", 469, 30)
+    return once.folder(lambda folder: write_text(folder, 469, 30), "small_text")
 
 
 @pytest.fixture(scope="session")
@@ -121,10 +129,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs, and keep the data sets' cache of this run apart.
 
-    Both hold for the ranks too: the fork server, and every process that a test starts, inherit the environment.
+    Both hold for pytest's workers and for ranks too: every process that one of these starts inherits the environment.
     """
     if not config.getoption("gpus"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if hasattr(config, "workerinput"):
+        return
     cache = tempfile.TemporaryDirectory(prefix="brigade-hf-")
     os.environ["HF_HOME"] = cache.name
     config.add_cleanup(cache.cleanup)
@@ -149,9 +159,3 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     if report.failed and runner.results:
         report.sections.append(("trainings of this test", again.report(runner.results, item.nodeid)))
     return report
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the house in figures, unless only some tests were asked for."""
-    if config.args == config.getini("testpaths"):
-        terminalreporter.write_line(house.report())

@@ -5,7 +5,6 @@ marks as optional. Each rank is a fork that forgets the repository's common/ and
 """
 
 import ast
-import functools
 import hashlib
 import io
 import itertools
@@ -25,6 +24,7 @@ from safetensors import deserialize
 
 from tests import floors, house
 from tests.harness import runner
+from tests.harness.once import Once
 from tests.launch.test_launch import launch
 
 BASES = [recipe for recipe in runner.RECIPES if runner.stands_for_workload(recipe)]
@@ -308,17 +308,16 @@ def numbers(run: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def wanted(small_data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def wanted(small_data: dict[str, Path], once: Once, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Numbers of the whole copy of a recipe."""
 
-    @functools.cache
     def numbers_of(recipe: str) -> dict[str, Any]:
         found = train(copy(recipe, tmp_path_factory.mktemp(recipe)), *flags_of(recipe, small_data))
         curve = [line[runner.curve(recipe)] for line in found["lines"] if runner.curve(recipe) in line]
         assert len({*curve}) == STEPS
         return found
 
-    return numbers_of
+    return lambda recipe: once.value(lambda: numbers_of(recipe), "numbers of a whole copy", recipe)
 
 
 @pytest.mark.parametrize(

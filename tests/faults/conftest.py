@@ -5,6 +5,7 @@ faults`; a plain `pytest` runs it for the recipe with the most world sizes, and 
 """
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from tests.harness import runner
 from tests.harness.fault_case import FaultCase, Row
+from tests.harness.once import Once
 
 FOLDER = Path(__file__).parent
 # Of several, one with buffers: faults can spoil those as well.
@@ -48,19 +50,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def reference_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def reference_run(once: Once) -> Callable[[str], Path]:
     """The folder of a recipe's training without a fault, made when it is first asked for; to be read only."""
-    made: dict[str, Path] = {}
 
-    def make(recipe: str) -> Path:
-        if recipe not in made:
-            case = FaultCase(recipe, tmp_path_factory.mktemp(recipe), num_ranks(recipe), lambda: made[recipe])
-            result = case.start()
-            assert result.ok, str(result)
-            made[recipe] = case.run_dir
-        return made[recipe]
+    def make(recipe: str, folder: Path) -> None:
+        result = case_in(folder, recipe).start()
+        assert result.ok, str(result)
 
-    return make
+    def get(recipe: str) -> Path:
+        folder = once.folder(functools.partial(make, recipe), "fault reference", recipe)
+        return case_in(folder, recipe).run_dir
+
+    def case_in(folder: Path, recipe: str) -> FaultCase:
+        return FaultCase(recipe, folder, num_ranks(recipe), lambda: get(recipe))
+
+    return get
 
 
 def num_ranks(recipe: str) -> int:

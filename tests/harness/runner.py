@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,11 +231,11 @@ def run_recipe(
 ) -> Result:
     """Run a recipe (by name, or the path of a train.py) on real ranks.
 
-    `rank_flags` go to single ranks; `target` is what runs the file there, by default `run_path`.
+    `rank_flags` go to single ranks; `target` is what runs the file there, by default `run_unmeasured`.
     """
     path = recipe if isinstance(recipe, Path) else ROOT / "recipes" / recipe / "train.py"
     argv = [[str(path), *flags, *(rank_flags or {}).get(rank, ())] for rank in range(world_size)]
-    return rerun(target or run_path, [(str(path), one) for one in argv], timeout_s)
+    return rerun(target or run_unmeasured, [(str(path), one) for one in argv], timeout_s)
 
 
 class _Rank:
@@ -436,14 +436,21 @@ def run_path(path: str, argv: list[str]) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def run_unmeasured(path: str, argv: list[str]) -> None:
-    """The same without a count of FLOPs, which takes longer than a few steps, where nobody reads the figure."""
+@contextlib.contextmanager
+def unmeasured() -> Iterator[None]:
+    """Leave out the count of FLOPs, which takes longer than a few steps, where nobody reads the figure."""
     real = flops.count_sample
     flops.count_sample = lambda _loss, _model, train: flops.Sample(0.0, train.sample_units)
     try:
-        run_path(path, argv)
+        yield
     finally:
         flops.count_sample = real
+
+
+def run_unmeasured(path: str, argv: list[str]) -> None:
+    """Run a train.py in this process without a count of FLOPs."""
+    with unmeasured():
+        run_path(path, argv)
 
 
 def run_traced(path: str, argv: list[str]) -> None:
@@ -453,7 +460,7 @@ def run_traced(path: str, argv: list[str]) -> None:
     real = torch.compile
     torch.compile = functools.partial(real, backend="aot_eager")
     try:
-        run_path(path, argv)
+        run_unmeasured(path, argv)
     finally:
         torch.compile = real
 

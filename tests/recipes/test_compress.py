@@ -14,6 +14,7 @@ from common.run import process_group
 from common.run.process import Process
 
 from tests.harness import mutants, runner
+from tests.harness.once import Once
 
 RECIPE = "multinode_resnet"
 STEPS = 6
@@ -56,8 +57,8 @@ def gradient_bytes(recipe: str | Path, folder: Path, *flags: str) -> tuple[int, 
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[int, float]]:
-    return gradient_bytes(RECIPE, tmp_path_factory.mktemp("plain"))
+def plain(once: Once, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[int, float]]:
+    return once.value(lambda: gradient_bytes(RECIPE, tmp_path_factory.mktemp("plain")), "not compressed")
 
 
 def test_bf16(plain: tuple[int, dict[int, float]], tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def plain_loop(folder: Path, how: How) -> Curve:
 def difference(folder: Path, out: Path, size: int, wanted: Curve, *flags: str, recipe: str | Path = RECIPE) -> float:
     """Largest relative difference of a run's losses, gradient norms and validation losses from the plain ones."""
     where = ("--data", str(folder), "--out", str(out), "--name", "run")
-    result = runner.run_recipe(recipe, size, *FLAGS, *where, *flags, target=runner.run_unmeasured)
+    result = runner.run_recipe(recipe, size, *FLAGS, *where, *flags)
     assert result.ok, str(result)
     found = [runner.records(out / "run", tag) for tag in ("train/loss", "train/grad_norm", "val/loss")]
     assert found[2].keys() == wanted.held_out.keys()
@@ -228,7 +228,7 @@ def run(out: Path, size: int, data: Path, *flags: str, recipe: str | Path = RECI
     how = (*runner.small(RECIPE), "--data", str(data), "--dtype", "float32", "--global-batch-size", "24")
     how += ("--max-steps", "14", "--warmup-steps", "2", "--log-every", "1", "--save-every", "1000")
     where = ("--out", str(out.parent), "--name", out.name)
-    result = runner.run_recipe(recipe, size, *how, *where, *flags, target=runner.run_unmeasured)
+    result = runner.run_recipe(recipe, size, *how, *where, *flags)
     assert result.ok, str(result)
     curves = {tag: runner.records(out, tag) for tag in ("train/loss", "train/grad_norm", "val/loss")}
     return curves | {"output": result.outputs[0]}  # type: ignore[dict-item]

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from tests.conftest import each_recipe
 from tests.harness import mutants, runner, short_resnet  # noqa: F401 (--model resnet6)
+from tests.harness.once import Once
 
 # One epoch of 469 samples: 19 steps of 24, in two micro-batches each, and a last one of 13, which divides by none of
 # 2, 3 and 4. Augmentation, weight decay, warm-up, clipping at a norm that every step exceeds, and an evaluation in
@@ -37,6 +38,8 @@ FLAGS = [
     *("--warmup-steps", str(WARMUP), "--log-every", "1", "--save-every", "1000"),
     *("--eval-every", str(EVAL_EVERY)),
 ]
+# What is shown of one layout on top of the proof of all: the first half of a training, which ends with an evaluation.
+HALF = ("--dtype", "float64", "--stop-after", str(EVAL_EVERY))
 
 
 class Curve(NamedTuple):
@@ -135,17 +138,11 @@ def clip_and_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step
 PLAIN_LOOPS = {"resnet": plain_resnet_loop, "gpt": plain_gpt_loop}
 
 
-@pytest.fixture(scope="session")
-def plain() -> dict[tuple, Curve]:
-    """Curves of the plain loops, each computed once."""
-    return {}
-
-
-def plain_curve(plain: dict, recipe: str, dtype: str, folder: Path, *how: Any) -> Curve:
+def plain_curve(once: Once, recipe: str, dtype: str, folder: Path, *how: Any) -> Curve:
+    """Of the plain loop, computed once."""
     workload = runner.workload(recipe)
-    if (workload, dtype, *how) not in plain:
-        plain[workload, dtype, *how] = PLAIN_LOOPS[workload](str(folder), getattr(torch, dtype), *how)
-    return plain[workload, dtype, *how]
+    loop = PLAIN_LOOPS[workload]
+    return once.value(lambda: loop(str(folder), getattr(torch, dtype), *how), "plain", workload, dtype, *how)
 
 
 def curves(
@@ -156,7 +153,6 @@ def curves(
     rate = ("--lr", str(2 * RATES[runner.workload(layout.recipe)]))
     flags = (*runner.small(layout.recipe), *rate, *layout.flags, *layout.micro_batches(MICRO_BATCH), *sync, *flags)
     where = ("--out", str(out), "--name", "run")
-    target = target or runner.run_unmeasured
     result = runner.run_recipe(mutant or layout.recipe, layout.size, *FLAGS, *where, *flags, target=target)
     assert result.ok, str(result)
     return [runner.records(out / "run", tag) for tag in ("train/loss", "train/grad_norm", "val/loss")]
@@ -171,29 +167,32 @@ def worst(found: dict[int, float], wanted: list[float], steps: int = STEPS) -> f
 def ways() -> Iterator[Any]:
     """Every layout of every recipe; where the embedding and the output layer can lie on different ranks, also as one.
 
-    A plain `pytest` runs the first one of each recipe on two ranks. The recipe that trains on no data set is in
-    tests/recipes/test_ppo.py.
+    A plain `pytest` runs the first half of one training of each recipe, on two ranks. The recipe that trains on no data
+    set is in tests/recipes/test_ppo.py.
     """
-    for layout in (layout for recipe in runner.SUPERVISED for layout in runner.layouts(recipe)):
-        for tied in [(), (True,)] if "--pp" in layout.flags else [()]:
-            core = layout == runner.layout(layout.recipe, 2) and not tied
-            marks = () if core else pytest.mark.rest
-            yield pytest.param(layout, tied, id=f"{layout}{'-tied' * len(tied)}", marks=marks)
+    for recipe in runner.SUPERVISED:
+        core = runner.layout(recipe, 2)
+        yield pytest.param(core, (), EVAL_EVERY, id=f"{core}-half")
+        for layout in runner.layouts(recipe):
+            for tied in [(), (True,)] if "--pp" in layout.flags else [()]:
+                yield pytest.param(layout, tied, STEPS, id=f"{layout}{'-tied' * len(tied)}", marks=pytest.mark.rest)
 
 
-@pytest.mark.parametrize(("layout", "tied"), list(ways()))
-def test_float64(layout: runner.Layout, tied: tuple, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layout", "tied", "steps"), list(ways()))
+def test_float64(
+    layout: runner.Layout, tied: tuple, steps: int, once: Once, small_data: dict[str, Path], tmp_path: Path
+) -> None:
     folder = small_data[runner.workload(layout.recipe)]
-    flags = ("--data", str(folder), "--dtype", "float64")
+    flags = ("--data", str(folder), "--dtype", "float64", "--stop-after", str(steps % STEPS))
     how = (layout.sizes, *tied) if layout.sizes or tied else ()
-    wanted = plain_curve(plain, layout.recipe, "float64", folder, *how)
+    wanted = plain_curve(once, layout.recipe, "float64", folder, *how)
     assert len(wanted.losses) == STEPS
     assert min(wanted.norms) > CLIP, "clipping must have an effect"
     found = curves(layout, tmp_path, *flags, *("--tied" for _ in tied))
-    assert worst(found[0], wanted.losses) < 1e-9
-    assert worst(found[1], wanted.norms) < 1e-9
-    assert found[2] == pytest.approx(wanted.held_out, rel=1e-9)
-    assert list(found[2]) == [EVAL_EVERY, STEPS]
+    assert worst(found[0], wanted.losses, steps) < 1e-9
+    assert worst(found[1], wanted.norms, steps) < 1e-9
+    assert found[2] == pytest.approx({step: loss for step, loss in wanted.held_out.items() if step <= steps}, rel=1e-9)
+    assert list(found[2]) == [step for step in (EVAL_EVERY, STEPS) if step <= steps]
 
 
 # How far 20 steps may be off. bfloat16 is what `--dtype auto` takes where the hardware has it: computed with 8 bits,
@@ -203,10 +202,10 @@ COARSE = {"bfloat16": 0.02}
 
 @pytest.mark.parametrize("dtype", COARSE)
 @pytest.mark.parametrize("recipe", each_recipe(runner.SUPERVISED))
-def test_coarser(recipe: str, dtype: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
+def test_coarser(recipe: str, dtype: str, once: Once, small_data: dict[str, Path], tmp_path: Path) -> None:
     folder = small_data[runner.workload(recipe)]
     layout = runner.layout(recipe, 2)
-    wanted = plain_curve(plain, recipe, "float32", folder, *([layout.sizes] if layout.sizes else []))
+    wanted = plain_curve(once, recipe, "float32", folder, *([layout.sizes] if layout.sizes else []))
     found = curves(layout, tmp_path, "--data", str(folder), "--dtype", dtype)
     assert worst(found[0], wanted.losses) < COARSE[dtype]
     assert found[2] == pytest.approx(wanted.held_out, rel=COARSE[dtype])
@@ -234,13 +233,13 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...], tuple[tuple[str, int], ...]]] = 
     "variant",
     [pytest.param(name, marks=[pytest.mark.rest] * (name == "sliced blocks are computed twice")) for name in VARIANTS],
 )
-def test_variant(variant: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
+def test_variant(variant: str, once: Once, small_data: dict[str, Path], tmp_path: Path) -> None:
     recipe, flags, sizes = VARIANTS[variant]
     layout = runner.layout(recipe, 2)
-    wanted = plain_curve(plain, recipe, "float64", small_data["gpt"], (*layout.sizes, *sizes))
-    found = curves(layout, tmp_path, "--data", str(small_data["gpt"]), "--dtype", "float64", *flags)
-    assert worst(found[0], wanted.losses) < 1e-9
-    assert worst(found[1], wanted.norms) < 1e-9
+    wanted = plain_curve(once, recipe, "float64", small_data["gpt"], (*layout.sizes, *sizes))
+    found = curves(layout, tmp_path, "--data", str(small_data["gpt"]), *HALF, *flags)
+    assert worst(found[0], wanted.losses, EVAL_EVERY) < 1e-9
+    assert worst(found[1], wanted.norms, EVAL_EVERY) < 1e-9
 
 
 # What a Qwen or a Llama 3 has and the default model has not, in one model, with its flags.
@@ -251,14 +250,14 @@ OPTION_FLAGS += ("--rope-scaling", "llama3:4:1:4:40")
 
 
 @pytest.mark.parametrize("recipe", [name for name in runner.SUPERVISED if runner.has_flag(name, "--qk-norm")])
-def test_options(recipe: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
+def test_options(recipe: str, once: Once, small_data: dict[str, Path], tmp_path: Path) -> None:
     layout = runner.layout(recipe, 2)
     layout = dataclasses.replace(layout, flags=layout.strategy)  # one plain loop for all
-    wanted = plain_curve(plain, recipe, "float64", small_data["gpt"], OPTIONS)
-    found = curves(layout, tmp_path, "--data", str(small_data["gpt"]), "--dtype", "float64", *OPTION_FLAGS)
-    assert worst(found[0], wanted.losses) < 1e-9
-    assert worst(found[1], wanted.norms) < 1e-9
-    assert found[2] == pytest.approx(wanted.held_out, rel=1e-9)
+    wanted = plain_curve(once, recipe, "float64", small_data["gpt"], OPTIONS)
+    found = curves(layout, tmp_path, "--data", str(small_data["gpt"]), *HALF, *OPTION_FLAGS)
+    assert worst(found[0], wanted.losses, EVAL_EVERY) < 1e-9
+    assert worst(found[1], wanted.norms, EVAL_EVERY) < 1e-9
+    assert found[2] == pytest.approx({EVAL_EVERY: wanted.held_out[EVAL_EVERY]}, rel=1e-9)
 
 
 # A first stage of a pipeline that learns nothing, and a head that learns faster.
@@ -266,15 +265,15 @@ PARTS = (("embed", 0.0), ("blocks.0", 0.0), ("blocks.1", 0.0), ("head", 3.0))
 
 
 @pytest.mark.parametrize("recipe", each_recipe([name for name in runner.SUPERVISED if runner.workload(name) == "gpt"]))
-def test_rates_of_parts(recipe: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
+def test_rates_of_parts(recipe: str, once: Once, small_data: dict[str, Path], tmp_path: Path) -> None:
     layout = runner.layout(recipe, 2)
     layout = dataclasses.replace(layout, flags=layout.strategy)
-    wanted = plain_curve(plain, recipe, "float64", small_data["gpt"], (), False, PARTS)
+    wanted = plain_curve(once, recipe, "float64", small_data["gpt"], (), False, PARTS)
     rates = ",".join(f"{part}={factor}" for part, factor in PARTS)
-    found = curves(layout, tmp_path, "--data", str(small_data["gpt"]), "--dtype", "float64", "--rates", rates)
-    assert worst(found[0], wanted.losses) < 1e-9
-    assert worst(found[1], wanted.norms) < 1e-9
-    assert found[2] == pytest.approx(wanted.held_out, rel=1e-9)
+    found = curves(layout, tmp_path, "--data", str(small_data["gpt"]), *HALF, "--rates", rates)
+    assert worst(found[0], wanted.losses, EVAL_EVERY) < 1e-9
+    assert worst(found[1], wanted.norms, EVAL_EVERY) < 1e-9
+    assert found[2] == pytest.approx({EVAL_EVERY: wanted.held_out[EVAL_EVERY]}, rel=1e-9)
 
 
 def pairs() -> Iterator[Any]:
@@ -287,10 +286,10 @@ def pairs() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("layout", list(pairs()))
-def test_compiled(layout: runner.Layout, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
+def test_compiled(layout: runner.Layout, once: Once, small_data: dict[str, Path], tmp_path: Path) -> None:
     """With --compile: traced, forward and backward, but not translated to C++, which would take half a minute each."""
     folder = small_data[runner.workload(layout.recipe)]
-    wanted = plain_curve(plain, layout.recipe, "float64", folder, *([layout.sizes] if layout.sizes else []))
+    wanted = plain_curve(once, layout.recipe, "float64", folder, *([layout.sizes] if layout.sizes else []))
     flags = ("--data", str(folder), "--dtype", "float64", "--stop-after", "3", "--compile")
     found = curves(layout, tmp_path, *flags, target=runner.run_traced)
     assert worst(found[0], wanted.losses, steps=3) < 1e-9
@@ -302,11 +301,11 @@ def test_compiled(layout: runner.Layout, plain: dict, small_data: dict[str, Path
     "recipe", each_recipe([name for name in runner.RECIPES if runner.has_flag(name, "--recompute")])
 )
 def test_compiled_and_computed_again(
-    recipe: str, what: str, plain: dict, small_data: dict[str, Path], tmp_path: Path
+    recipe: str, what: str, once: Once, small_data: dict[str, Path], tmp_path: Path
 ) -> None:
     """The compiler decides itself what to compute again, by the same choice of what to keep."""
     layout = runner.layout(recipe, 2)
-    wanted = plain_curve(plain, recipe, "float64", small_data["gpt"], *([layout.sizes] if layout.sizes else []))
+    wanted = plain_curve(once, recipe, "float64", small_data["gpt"], *([layout.sizes] if layout.sizes else []))
     flags = ("--data", str(small_data["gpt"]), "--dtype", "float64", "--stop-after", "3", "--compile")
     found = curves(layout, tmp_path, *flags, "--recompute", what, target=runner.run_traced)
     assert worst(found[0], wanted.losses, steps=3) < 1e-9
@@ -314,9 +313,9 @@ def test_compiled_and_computed_again(
 
 
 @pytest.mark.parametrize("recipe", each_recipe([name for name in runner.RECIPES if runner.workload(name) == "resnet"]))
-def test_default_model(recipe: str, plain: dict, small_digits: Path, tmp_path: Path) -> None:
+def test_default_model(recipe: str, once: Once, small_digits: Path, tmp_path: Path) -> None:
     """The tests above train a small network; here is the one that people get, for a few steps."""
-    losses, norms, _ = plain_curve(plain, recipe, "float32", small_digits, "resnet18", 4)
+    losses, norms, _ = plain_curve(once, recipe, "float32", small_digits, "resnet18", 4)
     flags = ("--data", str(small_digits), "--dtype", "float32", "--model", "resnet18", "--stop-after", "4")
     found = curves(runner.layout(recipe, 2), tmp_path, *flags)
     assert worst(found[0], losses, steps=4) < 1e-4
@@ -435,7 +434,7 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutant_fails(mutant: str, plain: dict, small_data: dict[str, Path], tmp_path: Path) -> None:
+def test_mutant_fails(mutant: str, once: Once, small_data: dict[str, Path], tmp_path: Path) -> None:
     """The proof above can fail: each of these defects is far outside the looser tolerance.
 
     A new model hardly attends to anything, so a defect of attention is seen in float64.
@@ -446,7 +445,7 @@ def test_mutant_fails(mutant: str, plain: dict, small_data: dict[str, Path], tmp
     values = dict(itertools.pairwise(how))
     layout = runner.Layout(recipe, size, how, size // int(values.get("--pp", 1)) if "--pp" in how else size)
     sizes = (("num_layers", int(values["--num-layers"])),) if "--num-layers" in how else ()
-    wanted = plain_curve(plain, recipe, dtype, folder, *([sizes, "--tied" in how] if sizes or "--tied" in how else []))
+    wanted = plain_curve(once, recipe, dtype, folder, *([sizes, "--tied" in how] if sizes or "--tied" in how else []))
     flags = ("--data", str(folder), "--dtype", dtype, "--stop-after", "4", "--check-every", "0")
     found = curves(layout, tmp_path, *flags, mutant=mutants.mutate(recipe, tmp_path, defect))
     # Clipping hides a gradient that is only scaled from the losses, not from its norm.

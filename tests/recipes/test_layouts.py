@@ -5,7 +5,6 @@ tests/layouts_table.py from each layout to each.
 """
 
 import ast
-import functools
 import json
 import os
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from common import keymap
 from common.workloads import gpt
 
 from tests.harness import mutants, runner, segments
+from tests.harness.once import Once
 from tests.harness.runner import Layout
 from tests.recipes.test_equivalence import BATCH, FLAGS, RATES, STEPS, Curve, plain_gpt_loop
 
@@ -88,9 +88,11 @@ def segment(dp_gpt: Path, small_text: Path) -> Make:
 
 
 @pytest.fixture(scope="module")
-def plain(small_text: Path) -> Callable[[bool], Curve]:
+def plain(small_text: Path, once: Once) -> Callable[[bool], Curve]:
     """What the plain loop leaves, whose embedding is tied or not."""
-    return functools.cache(lambda tied: plain_gpt_loop(str(small_text), torch.float64, SIZES, tied))
+    return lambda tied: once.value(
+        lambda: plain_gpt_loop(str(small_text), torch.float64, SIZES, tied), "plain loop of layouts", tied
+    )
 
 
 @dataclass(frozen=True)
@@ -105,18 +107,19 @@ Begin = Callable[..., Source]
 
 
 @pytest.fixture(scope="module")
-def begin(segment: Make, tmp_path_factory: pytest.TempPathFactory) -> Begin:
-    """Begins a training with a layout, once, in processes of its own."""
+def begin(segment: Make, once: Once) -> Begin:
+    """Begins a training with a layout, once."""
 
-    @functools.cache
-    def make(layout: Layout, tied: bool = False, *flags: str, mutant: Path | None = None) -> Source:
-        out = tmp_path_factory.mktemp(str(layout))
-        first = segment(layout, out, "--stop-after", str(STOP), *flags, tied=tied, mutant=mutant)
-        result = segments.run([first])
-        assert result.ok, str(result)
-        return Source(out / "run", segments.held(first.notes, "end"))
+    def get(layout: Layout, tied: bool = False, *flags: str, mutant: Path | None = None) -> Source:
+        def make(out: Path) -> None:
+            first = segment(layout, out, "--stop-after", str(STOP), *flags, tied=tied, mutant=mutant)
+            result = segments.run([first])
+            assert result.ok, str(result)
 
-    return make
+        out = once.folder(make, "begun", layout, tied, *flags, *(["mutant"] if mutant else []))
+        return Source(out / "run", segments.held(segment(layout, out, tied=tied).notes, "end"))
+
+    return get
 
 
 def names(tied: bool) -> set[str]:

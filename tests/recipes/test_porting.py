@@ -152,7 +152,7 @@ def losses_of_script() -> list[float]:
 
 def train(path: Path, size: int, run: Path, *flags: str) -> None:
     where = ["--out", str(run.parent), "--name", run.name, "--log-every", "1"]
-    result = runner.run_recipe(path, size, *where, *flags, target=runner.run_unmeasured)
+    result = runner.run_recipe(path, size, *where, *flags)
     assert result.ok, str(result)
 
 

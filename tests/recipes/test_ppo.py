@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import mutants, runner
+from tests.harness.once import Once
 
 PPO = "syncbn_ppo"
 STEPS, TARGET_KL = 10, 0.006  # which some updates reach before their last epoch
@@ -46,7 +47,11 @@ def worst(found: dict[int, float], wanted: dict[int, float]) -> float:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, dict[int, float]]:
+def alone(once: Once) -> dict[str, dict[int, float]]:
+    return once.value(train_alone, "ppo alone")
+
+
+def train_alone() -> dict[str, dict[int, float]]:
     """The training as one would write it for one process: 8 environments, one after the other, a sample at a time."""
     seed.everything(0, seed.INIT)
     model = actor_critic.ActorCritic((4,), 2, False, 64, True).double().eval()

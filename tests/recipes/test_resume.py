@@ -3,7 +3,6 @@
 Between the many layouts of a language model: tests/recipes/test_layouts.py.
 """
 
-import functools
 import shutil
 from collections.abc import Callable
 from itertools import pairwise, permutations
@@ -13,6 +12,7 @@ import pytest
 
 from tests.conftest import each_recipe, write_parquet, write_text
 from tests.harness import mutants, runner
+from tests.harness.once import Once
 from tests.harness.states import same_tensors
 
 # 101 samples in batches of 40: epochs end within steps 3 and 6.
@@ -28,10 +28,12 @@ Tiny = dict[str, Path]
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def tiny(once: Once) -> Tiny:
     """A set for each workload."""
-    folder = tmp_path_factory.mktemp("data")
-    return {"resnet": write_parquet(folder / "images", 101, 12), "gpt": write_text(folder / "text", 101, 12)}
+    return {
+        "resnet": once.folder(lambda folder: write_parquet(folder, 101, 12), "tiny images"),
+        "gpt": once.folder(lambda folder: write_text(folder, 101, 12), "tiny text"),
+    }
 
 
 Curves = dict[str, dict[int, float]]
@@ -39,15 +41,16 @@ Reference = Callable[[str, int, str], tuple[Path, Curves]]
 
 
 @pytest.fixture(scope="module")
-def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+def reference(tiny: Tiny, once: Once) -> Reference:
     """Uninterrupted runs by recipe, number of ranks and type, each made once: to be read only."""
 
-    @functools.cache
-    def make(recipe: str, world_size: int, dtype: str) -> tuple[Path, Curves]:
-        out = tmp_path_factory.mktemp("reference") / "run"
-        return out, run(recipe, world_size, out, tiny, "--dtype", dtype)
+    def get(recipe: str, world_size: int, dtype: str) -> tuple[Path, Curves]:
+        flags = ("--dtype", dtype)
+        how = (recipe, world_size, dtype)
+        out = once.folder(lambda folder: run(recipe, world_size, folder / "run", tiny, *flags), "resume", *how) / "run"
+        return out, curves_of(recipe, out)
 
-    return make
+    return get
 
 
 def run(recipe: str | Path, world_size: int, out: Path, tiny: Tiny, *flags: str) -> Curves:
@@ -60,9 +63,14 @@ def run(recipe: str | Path, world_size: int, out: Path, tiny: Tiny, *flags: str)
     layout = runner.layout(name, world_size)
     depth = ("--num-layers", "5") if "--pp" in layout.flags else ()  # the same for any number of stages
     how = (*runner.small(name), *layout.flags, *depth, *layout.micro_batches(MICRO_BATCH))
-    result = runner.run_recipe(recipe, world_size, *FLAGS, *how, *sync, *where, *flags, target=runner.run_unmeasured)
+    result = runner.run_recipe(recipe, world_size, *FLAGS, *how, *sync, *where, *flags)
     assert result.ok, str(result)
-    return {tag: runner.records(out, tag) for tag in ("train/loss", "train/grad_norm", "train/lr", eval_metric(name))}
+    return curves_of(name, out)
+
+
+def curves_of(recipe: str, out: Path) -> Curves:
+    """What a run has recorded."""
+    return {tag: runner.records(out, tag) for tag in ("train/loss", "train/grad_norm", "train/lr", eval_metric(recipe))}
 
 
 def eval_metric(recipe: str) -> str:
@@ -143,7 +151,7 @@ def test_patience_counts_over_a_resume(tiny: Tiny, tmp_path: Path) -> None:
     for name, size, stops in (("whole", 1, (0,)), ("parts", 2, (4, 0))):
         for stop in stops:
             more = ["--name", name, "--stop-after", str(stop)]
-            result = runner.run_recipe("ddp_gpt", size, *flags, *more, target=runner.run_unmeasured)
+            result = runner.run_recipe("ddp_gpt", size, *flags, *more)
             assert result.ok, str(result)
         best = runner.records(tmp_path / name, "val/loss")[2]
         reason = f"--patience 3: no better val/loss for 3 evaluations, best {best:.4g} at step 2"
@@ -162,7 +170,7 @@ def test_best_is_kept_over_a_resume(tiny: Tiny, tmp_path: Path) -> None:
     flags += ["--max-steps", "6", "--save-every", "100", "--eval-every", "2", "--keep", "1", "--lr", "0"]
     for stop in (4, 6):
         more = ["--name", "run", "--keep-best", "bits_per_byte", "--stop-after", str(stop)]
-        result = runner.run_recipe("ddp_gpt", 2, *flags, *more, target=runner.run_unmeasured)
+        result = runner.run_recipe("ddp_gpt", 2, *flags, *more)
         assert result.ok, str(result)
         checkpoints = tmp_path / "run" / "checkpoints"
         assert (checkpoints / "best").read_text() == "step_00000002"

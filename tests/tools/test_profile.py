@@ -51,7 +51,7 @@ def test_parts_add_up(
     size = min(2, runner.world_sizes(recipe)[-1])
     layout = runner.layout(recipe, size)
     argv = flags_of(recipe, small_data, *layout.strategy, "--out", str(tmp_path))
-    result = runner.run_recipe(recipe, size, *argv, target=runner.run_unmeasured)
+    result = runner.run_recipe(recipe, size, *argv)
     assert result.ok, str(result)
     found = profiled(tmp_path / "run")
     check_sum(found)

@@ -28,7 +28,7 @@ def test_like_float32_and_resumes_exactly(recipe: str, small_text: Path, tmp_pat
 
     def train(name: str, *more: str) -> Path:
         place = ("--out", str(tmp_path), "--name", name)
-        result = runner.run_recipe(recipe, layout.size, *flags, *place, *more, target=runner.run_unmeasured)
+        result = runner.run_recipe(recipe, layout.size, *flags, *place, *more)
         assert result.ok, str(result)
         return tmp_path / name
 

@@ -132,7 +132,7 @@ def test_same_text(recipe: str, trained: Trained, small_text: Path, tmp_path: Pa
         "run",
     ]
     strategy = runner.layout(recipe, 2).strategy  # replicas that train apart would learn something else
-    result = runner.run_recipe(recipe, 2, *flags, *strategy, target=runner.run_unmeasured)
+    result = runner.run_recipe(recipe, 2, *flags, *strategy)
     assert result.ok, str(result)
     losses = runner.records(tmp_path / "run", "train/loss")
     assert list(losses.values()) == pytest.approx(trained.losses, rel=1e-4)
@@ -196,10 +196,10 @@ def test_init_takes_the_folder_itself(recipe: str, trained: Trained, small_text:
     flags += ["--vocab-size", "320", "--width", "40", "--mlp-width", "44", "--norm-eps", "1e-6", "--num-layers", "3"]
     flags += ["--max-steps", "1", "--global-batch-size", str(BATCH), "--micro-batch-size", "2", "--log-every", "1"]
     flags += ["--out", str(tmp_path), "--name", "run"]
-    result = runner.run_recipe(recipe, 2, *flags, "--tied", target=runner.run_unmeasured)
+    result = runner.run_recipe(recipe, 2, *flags, "--tied")
     refusal = "to be the model of its config.json, --tied True must be False, --rope-base 10000.0 must be 500000.0"
     assert f"--init {trained.folder}: {refusal}" in str(result)
-    result = runner.run_recipe(recipe, 2, *flags, "--rope-base", "5e5", target=runner.run_unmeasured)
+    result = runner.run_recipe(recipe, 2, *flags, "--rope-base", "5e5")
     assert result.ok, str(result)
     assert f"init     30 of 30 tensors from {trained.folder}\n" in str(result)
     assert runner.records(tmp_path / "run", "train/loss") == {1: pytest.approx(trained.losses[0], rel=1e-5)}
