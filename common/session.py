@@ -3,7 +3,7 @@
 The training loop stays in the recipe, which calls its own step and evaluation. A session answers which of them is due,
 and calls no code of the recipe.
 
-Two floors can be deleted: `rm -r common/protect`, and each line here that ends in "# protect"; the same with "measure".
+A line that ends in "# protect" or "# measure" goes with that floor, where somebody deletes it (docs/adapt.md).
 """
 
 import contextlib

@@ -175,7 +175,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     model = model.to(precision.param_dtype(dtype))
     slice_matrices(model, mesh["tp"])
     compute = dtype if dtype in precision.HALVES else None
-    # FSDP's param_dtype is the type it gathers in, our compute type. It adds up gradients in our storage type.
+    # param_dtype: parameters are gathered and computed in it. reduce_dtype: gradients are summed in it.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=precision.param_dtype(dtype))
     # Parameters come in the compute type, so section 2's autocast has nothing to do. On GPUs it would compute each norm
     # in float32, and cast the result back once for each matrix that reads it.
