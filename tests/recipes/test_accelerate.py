@@ -257,13 +257,13 @@ def test_what_is_not_used() -> None:
 
 
 @pytest.mark.rest
-def test_accelerate_launch(small_text: Path, tmp_path: Path) -> None:
+def test_accelerate_launch(epoch_text: Path, tmp_path: Path) -> None:
     """A default file of the user's changes nothing beside --config_file, and is refused for itself."""
     default = tmp_path / "home" / "accelerate" / "default_config.yaml"
     default.parent.mkdir(parents=True)
     default.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp16\ndynamo_backend: EAGER\n")
     where = {"HF_HOME": str(tmp_path / "home"), "PYTHONPATH": str(runner.ROOT)}
-    flags = [*training_flags(small_text, tmp_path / "out", "run"), *runner.small("ddp_gpt"), "--dtype", "float64"]
+    flags = [*training_flags(epoch_text, tmp_path / "out", "run"), *runner.small("ddp_gpt"), "--dtype", "float64"]
     port = ("--main_process_port", "0")
     result = shell([ACCELERATE, "launch", *port, "--config_file", CPU, TRAIN, *flags], **where)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -281,7 +281,7 @@ def test_accelerate_launch(small_text: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "default").exists()
 
 
-def test_command_that_resumes(tmp_path: Path, small_text: Path) -> None:
+def test_command_that_resumes(tmp_path: Path, epoch_text: Path) -> None:
     """`accelerate launch` tells the ranks nothing of its file; another launcher has said already how it was started."""
     recipe = mutants.mutate(HUGGING, tmp_path / "my project", {})
     for launched_as, wanted in (
@@ -290,7 +290,7 @@ def test_command_that_resumes(tmp_path: Path, small_text: Path) -> None:
     ):
         out = ("--out", str(tmp_path / "out"), "--name", wanted[:4], "--stop-after", "1")
         variables = LAUNCHED | {"LAUNCHED_AS": launched_as}
-        result = run(1, *out, *runner.small(HUGGING), "--data", str(small_text), recipe=recipe, variables=variables)
+        result = run(1, *out, *runner.small(HUGGING), "--data", str(epoch_text), recipe=recipe, variables=variables)
         assert result.ok, str(result)
         assert f" {wanted} --out " in result.outputs[0], str(result)
 
@@ -310,8 +310,8 @@ def test_cpu_is_part_of_the_file() -> None:
 
 
 @pytest.mark.rest
-def test_torchrun_with_a_file(small_text: Path, tmp_path: Path) -> None:
-    flags = [*training_flags(small_text, tmp_path / "out", "run"), *runner.small("ddp_gpt")]
+def test_torchrun_with_a_file(epoch_text: Path, tmp_path: Path) -> None:
+    flags = [*training_flags(epoch_text, tmp_path / "out", "run"), *runner.small("ddp_gpt")]
     result = launch(f"recipes/{HUGGING}", *flags, ACCELERATE_CONFIG="configs/cpu.yaml")
     assert result.returncode == 0, result.stdout + result.stderr
     assert_trained(tmp_path / "out" / "run", 2)
@@ -378,38 +378,38 @@ def holders(run: Path, name: str) -> int:
         pytest.param(HSDP, 4, id="hsdp-4", marks=pytest.mark.rest),
     ],
 )
-def test_fsdp2_stand_in(config: Path, size: int, small_text: Path, tmp_path: Path) -> None:
-    wanted = plain_gpt_loop(str(small_text), torch.float64, (("mlp_width", 45),))
+def test_fsdp2_stand_in(config: Path, size: int, epoch_text: Path, tmp_path: Path) -> None:
+    wanted = plain_gpt_loop(str(epoch_text), torch.float64, (("mlp_width", 45),))
     how = {"variables": sharding(config, size), "stand_in": "GPUs"}
-    found = trained(size, tmp_path, small_text, "--dtype", "float64", *ODD, **how)
+    found = trained(size, tmp_path, epoch_text, "--dtype", "float64", *ODD, **how)
     assert worst(found[0], wanted.losses) < 1e-9
     assert worst(found[1], wanted.norms) < 1e-9
     # The plain loop evaluates after each of several steps; this run may do so less often.
     assert STEPS in found[2]
     assert found[2] == {step: pytest.approx(wanted.held_out[step], rel=1e-9) for step in found[2]}
     (tmp_path / "ddp").mkdir()
-    trained(size, tmp_path / "ddp", small_text, "--dtype", "float64", "--stop-after", "1", *ODD)
+    trained(size, tmp_path / "ddp", epoch_text, "--dtype", "float64", "--stop-after", "1", *ODD)
     shares = [holders(one / "run", "embed.weight") for one in (tmp_path, tmp_path / "ddp")]
     assert shares == [2 if config == HSDP else size, 1], "each rank of a group has a part to write"
 
 
-def test_more_of_a_file(small_text: Path, tmp_path: Path) -> None:
+def test_more_of_a_file(epoch_text: Path, tmp_path: Path) -> None:
     """What changes no number is left to the file."""
-    wanted = plain_gpt_loop(str(small_text), torch.float64, tied=True)
+    wanted = plain_gpt_loop(str(epoch_text), torch.float64, tied=True)
     more = {"FSDP_ACTIVATION_CHECKPOINTING": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     more |= {"FSDP_RESHARD_AFTER_FORWARD": "false"}
     followed = "assert any('_checkpoint_wrapped_module' in name for name, _ in model.named_modules())"
     recipe = mutants.mutate(HUGGING, tmp_path, {"parallelize": {"return model": f"{followed}; return model"}})
     how = {"variables": sharding(FSDP2, 2) | more, "stand_in": "GPUs", "recipe": recipe}
-    found = trained(2, tmp_path, small_text, "--dtype", "float64", "--tied", **how)
+    found = trained(2, tmp_path, epoch_text, "--dtype", "float64", "--tied", **how)
     assert worst(found[0], wanted.losses) < 1e-9
     assert worst(found[1], wanted.norms) < 1e-9
 
 
 @pytest.mark.rest
-def test_checkpoints_of_the_stand_in(small_text: Path, tmp_path: Path) -> None:
+def test_checkpoints_of_the_stand_in(epoch_text: Path, tmp_path: Path) -> None:
     """From FSDP2 to pipeline stages, to DDP on 3 ranks, and back to FSDP2: one training."""
-    wanted = plain_gpt_loop(str(small_text), torch.float64)
+    wanted = plain_gpt_loop(str(epoch_text), torch.float64)
     shared = {"variables": sharding(FSDP2, 2), "stand_in": "GPUs"}
     pipeline = {"recipe": runner.ROOT / "recipes" / "pipeline_gpt" / "train.py"}
     layout = runner.Layout("pipeline_gpt", size=2, flags=("--pp", "2"), dp_size=1)
@@ -417,15 +417,15 @@ def test_checkpoints_of_the_stand_in(small_text: Path, tmp_path: Path) -> None:
     for i, (size, how) in enumerate(legs):
         stages = (*layout.flags, *layout.micro_batches(MICRO_BATCH)) if how == pipeline else ()
         before = ("--resume", str(tmp_path / str(i - 1) / "run")) if i else ()
-        flags = ("--dtype", "float64", "--stop-after", str(3 * i + 3), *stages, *before)
-        losses, norms, _ = trained(size, tmp_path / str(i), small_text, *flags, **how)
-        assert list(losses) == [3 * i + 1, 3 * i + 2, 3 * i + 3]
+        flags = ("--dtype", "float64", "--stop-after", str(2 * i + 2), *stages, *before)
+        losses, norms, _ = trained(size, tmp_path / str(i), epoch_text, *flags, **how)
+        assert list(losses) == [2 * i + 1, 2 * i + 2]
         for found, values in ((losses, wanted.losses), (norms, wanted.norms)):
             assert found == pytest.approx({step: values[step - 1] for step in found}, rel=1e-9), i
 
 
 @pytest.mark.rest
-def test_bfloat16_of_the_stand_in(small_text: Path, tmp_path: Path) -> None:
+def test_bfloat16_of_the_stand_in(epoch_text: Path, tmp_path: Path) -> None:
     """As in fsdp_gpt, gradients are added up in float32; with Accelerate's own policy losses have 8 bits."""
     variables = sharding(FSDP2, 2, ACCELERATE_MIXED_PRECISION="bf16")
     how: dict[str, Any] = {"variables": variables, "stand_in": "GPUs"}
@@ -435,7 +435,7 @@ def test_bfloat16_of_the_stand_in(small_text: Path, tmp_path: Path) -> None:
     mutant = {"recipe": mutants.mutate(HUGGING, tmp_path / "mutant", {"parallelize": {policy: "pass"}})}
     fsdp = {"recipe": runner.ROOT / "recipes" / "fsdp_gpt" / "train.py"}
     curves = [
-        trained(2, tmp_path / name, small_text, *flags, **which)[0]
+        trained(2, tmp_path / name, epoch_text, *flags, **which)[0]
         for name, which in (("fsdp", fsdp), ("ours", how), ("theirs", how | mutant))
     ]
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
@@ -472,7 +472,7 @@ def test_evaluation_is_exact(count: int, tmp_path: Path) -> None:
 # --- what is set on Accelerate's wrapper ------------------------------------------------------------------
 
 
-def test_mutant_whose_optimizer_is_wrapped(small_text: Path, tmp_path: Path) -> None:
+def test_mutant_whose_optimizer_is_wrapped(epoch_text: Path, tmp_path: Path) -> None:
     """torch's optimizer leaves out an update, when the guard tells it so; Accelerate's wrapper around it does not."""
     from tests.harness import inject
 
@@ -494,7 +494,7 @@ def test_mutant_whose_optimizer_is_wrapped(small_text: Path, tmp_path: Path) -> 
 # --- a tracker, which docs/accelerate-traps.md shows how to add -------------------------------------------
 
 
-def test_tracker_of_the_docs(small_text: Path, tmp_path: Path) -> None:
+def test_tracker_of_the_docs(epoch_text: Path, tmp_path: Path) -> None:
     """The page's lines send what the log shows to a tracker: once, from rank 0."""
     page = (runner.ROOT / "docs" / "accelerate-traps.md").read_text().partition("## Add a tracker")[2]
     one, two, *in_loop, last = page.split("```python\n")[1].split("```")[0].splitlines()
@@ -514,7 +514,7 @@ def test_tracker_of_the_docs(small_text: Path, tmp_path: Path) -> None:
     }
     file = tmp_path / "lines.jsonl"
     how: dict[str, Any] = {"recipe": mutants.mutate(HUGGING, tmp_path, changes), "variables": {"LINES": str(file)}}
-    losses, *_ = trained(2, tmp_path, small_text, "--dtype", "float64", "--stop-after", "3", stand_in="tracker", **how)
+    losses, *_ = trained(2, tmp_path, epoch_text, "--dtype", "float64", "--stop-after", "3", stand_in="tracker", **how)
     first, flags, *lines, end = [json.loads(line) for line in file.read_text().splitlines()]
     assert (first, flags[0], flags[1]["stop_after"], end) == (["start"], "flags", 3, ["finish"])
     assert {step: values["loss"] for step, values in lines} == losses

@@ -18,7 +18,7 @@ FLAGS = [part for name, size in SIZES for part in (f"--{name.replace('_', '-')}"
 @pytest.fixture(scope="module")
 def short_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As many sequences as the generic tests have, of another length."""
-    return write_text(tmp_path_factory.mktemp("short") / "text", 469, 30, LENGTH)
+    return write_text(tmp_path_factory.mktemp("short") / "text", 181, 30, LENGTH)
 
 
 @pytest.mark.parametrize("kind", runner.choices("context_gpt", "--cp-kind"))

@@ -3,6 +3,7 @@
 As one replica it is ddp_gpt, so the tests of all recipes run it like that (`runner.layouts`).
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def plain_loop(folder: Path, how: How) -> Curve:
             loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
             optimizer.zero_grad()
             loss.backward()
-            norm = clip_and_step(model, optimizer, step - 1, RATES["gpt"])
+            norm = clip_and_step(model, optimizer, step - 1, math.ceil(len(train) / BATCH), RATES["gpt"])
             mean_loss += loss.item() / how.replicas
             if model is models[0]:  # the log is that of rank 0
                 norms.append(norm)

@@ -20,13 +20,13 @@ from tests.conftest import each_recipe
 from tests.harness import mutants, runner, short_resnet  # noqa: F401 (--model resnet6)
 from tests.harness.once import Once
 
-# One epoch of 469 samples: 19 steps of 24, in two micro-batches each, and a last one of 13, which divides by none of
+# One epoch of 181 samples: 7 steps of 24, in two micro-batches each, and a last one of 13, which divides by none of
 # 2, 3 and 4. Augmentation, weight decay, warm-up, clipping at a norm that every step exceeds, and an evaluation in
 # the middle, which the steps after it must not notice.
 BATCH = 24
 MICRO_BATCH = 12  # over all ranks
-STEPS = 20
-EVAL_EVERY = 10
+STEPS = 8
+EVAL_EVERY = 4
 CLIP = 0.25
 WARMUP = 5
 DECAY = 5e-4
@@ -38,8 +38,6 @@ FLAGS = [
     *("--warmup-steps", str(WARMUP), "--log-every", "1", "--save-every", "1000"),
     *("--eval-every", str(EVAL_EVERY)),
 ]
-# What is shown of one layout on top of the proof of all: the first half of a training, which ends with an evaluation.
-HALF = ("--dtype", "float64", "--stop-after", str(EVAL_EVERY))
 
 
 class Curve(NamedTuple):
@@ -50,7 +48,7 @@ class Curve(NamedTuple):
     held_out: dict[int, float]  # loss on the validation split after some of the steps
 
 
-def plain_resnet_loop(folder: str, dtype: torch.dtype, name: str = "resnet6", steps: int = STEPS) -> Curve:
+def plain_resnet_loop(folder: str, dtype: torch.dtype, name: str = "resnet6", stop_after: int = STEPS) -> Curve:
     """The training, as one would write it for one process."""
     train, validation = images.load(folder, run_seed=0, flip=False)
     seed.everything(0, seed.INIT)
@@ -60,8 +58,9 @@ def plain_resnet_loop(folder: str, dtype: torch.dtype, name: str = "resnet6", st
     optimizer = torch.optim.SGD([{"params": decayed, "weight_decay": DECAY}, {"params": others}], momentum=0.9)
     order = sampler.permutation(len(train), 0, 0)
     every = np.arange(len(validation))
+    steps = math.ceil(len(train) / BATCH)
     losses, norms, held_out = [], [], {}
-    for step in range(steps):
+    for step in range(stop_after):
         batch = order[step * BATCH : (step + 1) * BATCH]
         loss = torch.zeros((), dtype=dtype)
         for part in np.array_split(batch, 2):  # BatchNorm sees a micro-batch at a time: they are part of the maths
@@ -71,7 +70,7 @@ def plain_resnet_loop(folder: str, dtype: torch.dtype, name: str = "resnet6", st
         loss = loss / len(batch)
         optimizer.zero_grad()
         loss.backward()
-        norms.append(clip_and_step(model, optimizer, step, RATES["resnet"]))
+        norms.append(clip_and_step(model, optimizer, step, steps, RATES["resnet"]))
         losses.append(loss.item())
         if (step + 1) % EVAL_EVERY == 0:
             pixels, labels = validation.read(np.zeros_like(every), every)
@@ -105,14 +104,15 @@ def plain_gpt_loop(
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     order = sampler.permutation(len(train), 0, 0)
     every = np.arange(len(validation))
+    steps = math.ceil(len(train) / BATCH)
     losses, norms, held_out = [], [], {}
-    for step in range(STEPS):
+    for step in range(steps):
         batch = order[step * BATCH : (step + 1) * BATCH]
         tokens, targets = train.read(np.zeros_like(batch), batch)
         loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
-        norms.append(clip_and_step(model, optimizer, step, RATES["gpt"]))
+        norms.append(clip_and_step(model, optimizer, step, steps, RATES["gpt"]))
         losses.append(loss.item())
         if (step + 1) % EVAL_EVERY == 0:
             tokens, targets = validation.read(np.zeros_like(every), every)
@@ -120,7 +120,9 @@ def plain_gpt_loop(
     return Curve(losses, norms, held_out)
 
 
-def clip_and_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, rate: float) -> float:
+def clip_and_step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, steps: int, rate: float
+) -> float:
     """Clip, set the rate and update; returns the gradient norm."""
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = torch.linalg.vector_norm(torch.stack([parameter.grad.norm() for parameter in trained]))
@@ -128,7 +130,7 @@ def clip_and_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step
         parameter.grad *= min(1.0, CLIP / (norm.item() + 1e-6))
     factor = (step + 1) / (WARMUP + 1)
     if step >= WARMUP:
-        factor = 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP)))
+        factor = 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / (steps - WARMUP)))
     for group in optimizer.param_groups:
         group["lr"] = rate * factor * group.get("factor", 1.0)
     optimizer.step()
@@ -167,43 +169,40 @@ def worst(found: dict[int, float], wanted: list[float], steps: int = STEPS) -> f
 def ways() -> Iterator[Any]:
     """Every layout of every recipe; where the embedding and the output layer can lie on different ranks, also as one.
 
-    A plain `pytest` runs the first half of one training of each recipe, on two ranks. The recipe that trains on no data
-    set is in tests/recipes/test_ppo.py.
+    A plain `pytest` runs the first one of each recipe on two ranks. The recipe that trains on no data set is in
+    tests/recipes/test_ppo.py.
     """
-    for recipe in runner.SUPERVISED:
-        core = runner.layout(recipe, 2)
-        yield pytest.param(core, (), EVAL_EVERY, id=f"{core}-half")
-        for layout in runner.layouts(recipe):
-            for tied in [(), (True,)] if "--pp" in layout.flags else [()]:
-                yield pytest.param(layout, tied, STEPS, id=f"{layout}{'-tied' * len(tied)}", marks=pytest.mark.rest)
+    for layout in (layout for recipe in runner.SUPERVISED for layout in runner.layouts(recipe)):
+        for tied in [(), (True,)] if "--pp" in layout.flags else [()]:
+            core = layout == runner.layout(layout.recipe, 2) and not tied
+            marks = () if core else pytest.mark.rest
+            yield pytest.param(layout, tied, id=f"{layout}{'-tied' * len(tied)}", marks=marks)
 
 
-@pytest.mark.parametrize(("layout", "tied", "steps"), list(ways()))
-def test_float64(
-    layout: runner.Layout, tied: tuple, steps: int, once: Once, small_data: dict[str, Path], tmp_path: Path
-) -> None:
-    folder = small_data[runner.workload(layout.recipe)]
-    flags = ("--data", str(folder), "--dtype", "float64", "--stop-after", str(steps % STEPS))
+@pytest.mark.parametrize(("layout", "tied"), list(ways()))
+def test_float64(layout: runner.Layout, tied: tuple, once: Once, epochs: dict[str, Path], tmp_path: Path) -> None:
+    folder = epochs[runner.workload(layout.recipe)]
+    flags = ("--data", str(folder), "--dtype", "float64")
     how = (layout.sizes, *tied) if layout.sizes or tied else ()
     wanted = plain_curve(once, layout.recipe, "float64", folder, *how)
     assert len(wanted.losses) == STEPS
     assert min(wanted.norms) > CLIP, "clipping must have an effect"
     found = curves(layout, tmp_path, *flags, *("--tied" for _ in tied))
-    assert worst(found[0], wanted.losses, steps) < 1e-9
-    assert worst(found[1], wanted.norms, steps) < 1e-9
-    assert found[2] == pytest.approx({step: loss for step, loss in wanted.held_out.items() if step <= steps}, rel=1e-9)
-    assert list(found[2]) == [step for step in (EVAL_EVERY, STEPS) if step <= steps]
+    assert worst(found[0], wanted.losses) < 1e-9
+    assert worst(found[1], wanted.norms) < 1e-9
+    assert found[2] == pytest.approx(wanted.held_out, rel=1e-9)
+    assert list(found[2]) == [EVAL_EVERY, STEPS]
 
 
-# How far 20 steps may be off. bfloat16 is what `--dtype auto` takes where the hardware has it: computed with 8 bits,
+# How far the steps may be off. bfloat16 is what `--dtype auto` takes where the hardware has it: computed with 8 bits,
 # but stored and added up with more.
 COARSE = {"bfloat16": 0.02}
 
 
 @pytest.mark.parametrize("dtype", COARSE)
 @pytest.mark.parametrize("recipe", each_recipe(runner.SUPERVISED))
-def test_coarser(recipe: str, dtype: str, once: Once, small_data: dict[str, Path], tmp_path: Path) -> None:
-    folder = small_data[runner.workload(recipe)]
+def test_coarser(recipe: str, dtype: str, once: Once, epochs: dict[str, Path], tmp_path: Path) -> None:
+    folder = epochs[runner.workload(recipe)]
     layout = runner.layout(recipe, 2)
     wanted = plain_curve(once, recipe, "float32", folder, *([layout.sizes] if layout.sizes else []))
     found = curves(layout, tmp_path, "--data", str(folder), "--dtype", dtype)
@@ -233,13 +232,13 @@ VARIANTS: dict[str, tuple[str, tuple[str, ...], tuple[tuple[str, int], ...]]] = 
     "variant",
     [pytest.param(name, marks=[pytest.mark.rest] * (name == "sliced blocks are computed twice")) for name in VARIANTS],
 )
-def test_variant(variant: str, once: Once, small_data: dict[str, Path], tmp_path: Path) -> None:
+def test_variant(variant: str, once: Once, epochs: dict[str, Path], tmp_path: Path) -> None:
     recipe, flags, sizes = VARIANTS[variant]
     layout = runner.layout(recipe, 2)
-    wanted = plain_curve(once, recipe, "float64", small_data["gpt"], (*layout.sizes, *sizes))
-    found = curves(layout, tmp_path, "--data", str(small_data["gpt"]), *HALF, *flags)
-    assert worst(found[0], wanted.losses, EVAL_EVERY) < 1e-9
-    assert worst(found[1], wanted.norms, EVAL_EVERY) < 1e-9
+    wanted = plain_curve(once, recipe, "float64", epochs["gpt"], (*layout.sizes, *sizes))
+    found = curves(layout, tmp_path, "--data", str(epochs["gpt"]), "--dtype", "float64", *flags)
+    assert worst(found[0], wanted.losses) < 1e-9
+    assert worst(found[1], wanted.norms) < 1e-9
 
 
 # What a Qwen or a Llama 3 has and the default model has not, in one model, with its flags.
@@ -250,14 +249,14 @@ OPTION_FLAGS += ("--rope-scaling", "llama3:4:1:4:40")
 
 
 @pytest.mark.parametrize("recipe", [name for name in runner.SUPERVISED if runner.has_flag(name, "--qk-norm")])
-def test_options(recipe: str, once: Once, small_data: dict[str, Path], tmp_path: Path) -> None:
+def test_options(recipe: str, once: Once, epochs: dict[str, Path], tmp_path: Path) -> None:
     layout = runner.layout(recipe, 2)
     layout = dataclasses.replace(layout, flags=layout.strategy)  # one plain loop for all
-    wanted = plain_curve(once, recipe, "float64", small_data["gpt"], OPTIONS)
-    found = curves(layout, tmp_path, "--data", str(small_data["gpt"]), *HALF, *OPTION_FLAGS)
-    assert worst(found[0], wanted.losses, EVAL_EVERY) < 1e-9
-    assert worst(found[1], wanted.norms, EVAL_EVERY) < 1e-9
-    assert found[2] == pytest.approx({EVAL_EVERY: wanted.held_out[EVAL_EVERY]}, rel=1e-9)
+    wanted = plain_curve(once, recipe, "float64", epochs["gpt"], OPTIONS)
+    found = curves(layout, tmp_path, "--data", str(epochs["gpt"]), "--dtype", "float64", *OPTION_FLAGS)
+    assert worst(found[0], wanted.losses) < 1e-9
+    assert worst(found[1], wanted.norms) < 1e-9
+    assert found[2] == pytest.approx(wanted.held_out, rel=1e-9)
 
 
 # A first stage of a pipeline that learns nothing, and a head that learns faster.
@@ -265,15 +264,15 @@ PARTS = (("embed", 0.0), ("blocks.0", 0.0), ("blocks.1", 0.0), ("head", 3.0))
 
 
 @pytest.mark.parametrize("recipe", each_recipe([name for name in runner.SUPERVISED if runner.workload(name) == "gpt"]))
-def test_rates_of_parts(recipe: str, once: Once, small_data: dict[str, Path], tmp_path: Path) -> None:
+def test_rates_of_parts(recipe: str, once: Once, epochs: dict[str, Path], tmp_path: Path) -> None:
     layout = runner.layout(recipe, 2)
     layout = dataclasses.replace(layout, flags=layout.strategy)
-    wanted = plain_curve(once, recipe, "float64", small_data["gpt"], (), False, PARTS)
+    wanted = plain_curve(once, recipe, "float64", epochs["gpt"], (), False, PARTS)
     rates = ",".join(f"{part}={factor}" for part, factor in PARTS)
-    found = curves(layout, tmp_path, "--data", str(small_data["gpt"]), *HALF, "--rates", rates)
-    assert worst(found[0], wanted.losses, EVAL_EVERY) < 1e-9
-    assert worst(found[1], wanted.norms, EVAL_EVERY) < 1e-9
-    assert found[2] == pytest.approx({EVAL_EVERY: wanted.held_out[EVAL_EVERY]}, rel=1e-9)
+    found = curves(layout, tmp_path, "--data", str(epochs["gpt"]), "--dtype", "float64", "--rates", rates)
+    assert worst(found[0], wanted.losses) < 1e-9
+    assert worst(found[1], wanted.norms) < 1e-9
+    assert found[2] == pytest.approx(wanted.held_out, rel=1e-9)
 
 
 def pairs() -> Iterator[Any]:
@@ -286,9 +285,9 @@ def pairs() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("layout", list(pairs()))
-def test_compiled(layout: runner.Layout, once: Once, small_data: dict[str, Path], tmp_path: Path) -> None:
+def test_compiled(layout: runner.Layout, once: Once, epochs: dict[str, Path], tmp_path: Path) -> None:
     """With --compile: traced, forward and backward, but not translated to C++, which would take half a minute each."""
-    folder = small_data[runner.workload(layout.recipe)]
+    folder = epochs[runner.workload(layout.recipe)]
     wanted = plain_curve(once, layout.recipe, "float64", folder, *([layout.sizes] if layout.sizes else []))
     flags = ("--data", str(folder), "--dtype", "float64", "--stop-after", "3", "--compile")
     found = curves(layout, tmp_path, *flags, target=runner.run_traced)
@@ -301,22 +300,22 @@ def test_compiled(layout: runner.Layout, once: Once, small_data: dict[str, Path]
     "recipe", each_recipe([name for name in runner.RECIPES if runner.has_flag(name, "--recompute")])
 )
 def test_compiled_and_computed_again(
-    recipe: str, what: str, once: Once, small_data: dict[str, Path], tmp_path: Path
+    recipe: str, what: str, once: Once, epochs: dict[str, Path], tmp_path: Path
 ) -> None:
     """The compiler decides itself what to compute again, by the same choice of what to keep."""
     layout = runner.layout(recipe, 2)
-    wanted = plain_curve(once, recipe, "float64", small_data["gpt"], *([layout.sizes] if layout.sizes else []))
-    flags = ("--data", str(small_data["gpt"]), "--dtype", "float64", "--stop-after", "3", "--compile")
+    wanted = plain_curve(once, recipe, "float64", epochs["gpt"], *([layout.sizes] if layout.sizes else []))
+    flags = ("--data", str(epochs["gpt"]), "--dtype", "float64", "--stop-after", "3", "--compile")
     found = curves(layout, tmp_path, *flags, "--recompute", what, target=runner.run_traced)
     assert worst(found[0], wanted.losses, steps=3) < 1e-9
     assert worst(found[1], wanted.norms, steps=3) < 1e-9
 
 
 @pytest.mark.parametrize("recipe", each_recipe([name for name in runner.RECIPES if runner.workload(name) == "resnet"]))
-def test_default_model(recipe: str, once: Once, small_digits: Path, tmp_path: Path) -> None:
+def test_default_model(recipe: str, once: Once, epochs: dict[str, Path], tmp_path: Path) -> None:
     """The tests above train a small network; here is the one that people get, for a few steps."""
-    losses, norms, _ = plain_curve(once, recipe, "float32", small_digits, "resnet18", 4)
-    flags = ("--data", str(small_digits), "--dtype", "float32", "--model", "resnet18", "--stop-after", "4")
+    losses, norms, _ = plain_curve(once, recipe, "float32", epochs["resnet"], "resnet18", 4)
+    flags = ("--data", str(epochs["resnet"]), "--dtype", "float32", "--model", "resnet18", "--stop-after", "4")
     found = curves(runner.layout(recipe, 2), tmp_path, *flags)
     assert worst(found[0], losses, steps=4) < 1e-4
     assert worst(found[1], norms, steps=4) < 1e-2  # its roundings grow through 18 layers; the mutants are far beyond
@@ -434,14 +433,14 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutant_fails(mutant: str, once: Once, small_data: dict[str, Path], tmp_path: Path) -> None:
+def test_mutant_fails(mutant: str, once: Once, epochs: dict[str, Path], tmp_path: Path) -> None:
     """The proof above can fail: each of these defects is far outside the looser tolerance.
 
     A new model hardly attends to anything, so a defect of attention is seen in float64.
     """
     recipe, size, how, defect = MUTANTS[mutant]
     dtype, least = ("float64", 1e-6) if "--cp" in how else ("float32", 1e-3)
-    folder = small_data[runner.workload(recipe)]
+    folder = epochs[runner.workload(recipe)]
     values = dict(itertools.pairwise(how))
     layout = runner.Layout(recipe, size, how, size // int(values.get("--pp", 1)) if "--pp" in how else size)
     sizes = (("num_layers", int(values["--num-layers"])),) if "--num-layers" in how else ()

@@ -19,8 +19,9 @@ from common.workloads import gpt
 from tests.harness import mutants, runner, segments
 from tests.harness.once import Once
 from tests.harness.runner import Layout
-from tests.recipes.test_equivalence import BATCH, FLAGS, RATES, STEPS, Curve, plain_gpt_loop
+from tests.recipes.test_equivalence import BATCH, FLAGS, RATES, Curve, plain_gpt_loop
 
+STEPS = 20  # an epoch of small_text
 STOP, MORE = 5, 5  # steps until the checkpoint, and after it
 TOLERANCE = 1e-9
 SIZES = (("num_layers", 5),)  # of which four stages get unequal numbers
