@@ -10,8 +10,8 @@ DDP averages the gradients over the ranks, bucket by bucket, so every rank then 
     batch              an equal part
 
 One step sends: one all-reduce of the gradients, in buckets of up to 25 MB, in the last backward pass (earlier ones
-of an accumulated step send nothing); one broadcast of BatchNorm's running statistics from rank 0 in a forward
-pass, or with --sync-bn four small all-reduces per BatchNorm layer and micro-batch.
+of an accumulated step send nothing); one broadcast of BatchNorm's running statistics from rank 0 before a
+forward pass, or with --sync-bn four small all-reduces per BatchNorm layer and micro-batch.
 
     python recipes/ddp_resnet/train.py                           # one process
     bash launch/torchrun.sh recipes/ddp_resnet                   # one per GPU, else 2 on the CPU
@@ -141,7 +141,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     if args.sync_bn:
         model = sync_batchnorm.convert(model, mesh.get_group("dp"))
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    model.broadcast_buffers = not args.sync_bn  # set here: DDP's start sends them, then SyncBatchNorm keeps them equal
+    model.broadcast_buffers = not args.sync_bn  # equal since DDP's start; SyncBatchNorm keeps them so
     return model
 
 

@@ -156,7 +156,7 @@ def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scal
     """Forward and backward passes of a step's micro-batches."""
     sums: metrics.Sums = {}
     for batch in batches:
-        with contextlib.nullcontext():  # one process: there is nothing to hold back
+        with contextlib.nullcontext():  # one process sends no gradients
             batch_sums = forward(args, model, batch)
             # The mean over the samples of the whole step, on this process alone.
             (batch_sums["loss"] * (scale / batch.step_samples)).backward()

@@ -148,7 +148,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     # One bucket: PowerSGD's second all-reduce starts when its first ends, in another order on each rank with several.
     bucket_mb = 10_000 if args.compress == "powersgd" else None
     model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
-    model.broadcast_buffers = not args.sync_bn  # set here: DDP's start sends them, then SyncBatchNorm keeps them equal
+    model.broadcast_buffers = not args.sync_bn  # equal since DDP's start; SyncBatchNorm keeps them so
     if args.compress == "bf16":
         model.register_comm_hook(group, default_hooks.bf16_compress_hook)
     if args.compress == "powersgd":  # Vogels et al. 2019, https://arxiv.org/abs/1905.13727; not before warm-up is over

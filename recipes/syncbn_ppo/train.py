@@ -174,7 +174,7 @@ def parallelize(args: Args, model: nn.Module, mesh: DeviceMesh, device: torch.de
     model = initial.materialize(model, args.seed, device, precision.param_dtype(dtype))
     model = sync_batchnorm.convert(model, mesh.get_group("dp")).train(False)
     model = DistributedDataParallel(model, process_group=mesh.get_group("dp"), gradient_as_bucket_view=True)
-    model.broadcast_buffers = False  # set here: DDP's start sends them, then SyncBatchNorm keeps them equal
+    model.broadcast_buffers = False  # equal since DDP's start; SyncBatchNorm keeps them so
     return model
 
 
