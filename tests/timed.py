@@ -72,8 +72,7 @@ def main() -> None:
         if args.page:
             from tests.harness import pages  # needs what the first part installs
 
-            part = os.environ.get("CI_PART", "a third of -m rest")
-            pages.write(PAGE, measured=pages.measured(f"CI_PAGE=1 bash .ci/run ({part})", "gloo"), parts=table(lines))
+            pages.write(PAGE, measured=pages.measured("CI_PAGE=1 bash .ci/run", "gloo"), parts=table(lines))
         return
     name, *command = args.command
     sys.exit(run(name, command, args.to))
