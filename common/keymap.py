@@ -135,18 +135,34 @@ def _counters(optimizer: torch.optim.Optimizer) -> set[str]:
     if optimizer.defaults.get("fused"):  # torch's, which have none
         return set()
     if optimizer not in _counters_of:
-        _counters_of[optimizer] = set()
+        name = type(optimizer).__name__
         try:
-            _counters_of[optimizer] = _find_counters(optimizer)
+            _counters_of[optimizer], lost = _find_counters(optimizer)
+            why = f"a step of {name} changes"
         except Exception as error:  # its step may need more than a small matrix
-            what = f"numbers that {type(optimizer).__name__} counts in its groups"
-            ranks.print0(f"note: {what} are not saved ({type(error).__name__}: {error})")
+            _counters_of[optimizer] = set()
+            places = (*optimizer.param_groups, vars(optimizer))
+            # The schedule sets the rate.
+            lost = {key for one in places for key in one if type(one[key]) in (int, float) and key != "lr"}
+            why = f"small matrices are not enough for {name} ({type(error).__name__}: {error}), whose steps may change"
+        if lost:
+            ranks.print0(
+                f"note: {why} {ranks.listed(sorted(lost), 20)}, which no checkpoint holds: after a resume, what has "
+                "changed is as at the start again; only the state of a parameter is sure to be saved"
+            )
     return _counters_of[optimizer]
 
 
-def _find_counters(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Let a copy of the optimizer make two steps with small matrices, and see which numbers change."""
+def _find_counters(optimizer: torch.optim.Optimizer) -> tuple[set[str], set[str]]:
+    """Let a copy of the optimizer make two steps with small matrices, and see what changes.
+
+    Returns:
+        Numbers of its groups; and what no checkpoint holds: numbers of its own, and states that are of no parameter.
+    """
+    # Of its attributes, torch copies state and groups alone: through others, such as an optimizer, a step could reach
+    # the model.
     probe = copy.copy(optimizer)
+    vars(probe).update({key: one for key, one in vars(optimizer).items() if isinstance(one, int | float | str | None)})
     probe.state = collections.defaultdict(dict)
     device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
     weights = [nn.Parameter(torch.zeros(2, 2, device=device)) for _ in optimizer.param_groups]
@@ -156,12 +172,14 @@ def _find_counters(optimizer: torch.optim.Optimizer) -> set[str]:
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         probe.step()
-    return {
-        key
-        for before, after in zip(groups, probe.param_groups, strict=True)
-        for key, value in after.items()
-        if type(value) in NUMBERS and value != before.get(key)
-    }
+    others = {f"state[{key!r}]" for key in probe.state if not isinstance(key, torch.Tensor)}
+    counters = set[str]().union(*map(_changed, groups, probe.param_groups))
+    return counters, _changed(vars(optimizer), vars(probe)) | others
+
+
+def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
+    """Keys of numbers that differ."""
+    return {key for key, value in after.items() if type(value) in NUMBERS and value != before.get(key)}
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:

@@ -1,7 +1,8 @@
-"""Which folder a run may have: one that this user can write to, and that not every user can."""
+"""Which folder a run may have: one that this user can write to, and that not every user can. And what is no path."""
 
 import errno
 import os
+import re
 import stat
 import tempfile
 from pathlib import Path
@@ -11,16 +12,33 @@ from common import UserError, ranks
 FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk without room or inodes, and a quota
 
 
+def local(flag: str, value: str) -> Path:
+    """The path that a flag names.
+
+    Raises:
+        UserError: it is a URL, of which a path would be made: "s3://bucket" would be a folder "s3:".
+    """
+    if re.match(r"[A-Za-z][\w+.-]+:/", value):
+        raise UserError(
+            f"{flag} {value} is a URL, and only files of this machine are read and written: mount it, as with s3fs, "
+            "gcsfuse or rclone, or copy it, and give the path"
+        )
+    return Path(value).expanduser()
+
+
 def choose(out: str, name: str) -> Path:
     """Choose this run's folder, `<out>/<name>` (all ranks). Creates nothing.
 
     Raises:
-        UserError: the folder could not be created or written to, or every user can write to it.
+        UserError: the folder could not be created or written to, or every user can write to it; or it would not be in
+            `out`.
     """
 
     def choose() -> str:
+        if not Path(name).parts or {"..", "/"} & {*Path(name).parts}:
+            raise UserError(f"--name {name} would be no folder in --out {out}: give a name without .. and / before it")
         try:
-            path = (Path(out).expanduser() / name).resolve()
+            path = (local("--out", out) / name).resolve()
             existing = next(parent for parent in (path, *path.parents) if parent.exists())
             refuse_open(path)
         except (OSError, RuntimeError) as error:  # a name that is too long, or ~user of an unknown user

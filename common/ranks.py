@@ -67,6 +67,11 @@ def print0(message: str) -> None:
         sys.stdout.flush()
 
 
+def listed(names: list[str], most: int = 5) -> str:
+    """The first names for a line, and how many more there are: "a, b and 3 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def printable(text: str) -> str:
     """Text from elsewhere without control characters, which could change what a terminal shows."""
     return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in text)
@@ -110,7 +115,8 @@ def check_same(**groups: Mapping[str, Any]) -> None:
     Raises:
         UserError: on every rank; names the first rank that differs from rank 0, the entry and both values.
     """
-    mine = {f"{group} {key}": value for group, entries in groups.items() for key, value in entries.items()}
+    # The kind and the name, which are one word for the data's digest.
+    mine = {" ".join({group: 0, key: 0}): value for group, entries in groups.items() for key, value in entries.items()}
     everyone = gather(json.loads(json.dumps(mine, default=repr)))
     for other, theirs in enumerate(everyone):
         for key in everyone[0] | theirs:

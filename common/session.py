@@ -26,6 +26,7 @@ from common.run import cli, log, process_group, run_dir, stop
 from common.run.process import Carried, Process, Rewind, World
 from common.state import best, checkpoint, doubts, saver, state_check
 from common.train import flops, guard, metrics, sampler, sync_batchnorm
+from common.workloads import rates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,15 +155,17 @@ class Session:
         self._watch.begin(found.run_dir, plan.first_step, args.hang_timeout)  # protect
         dtype = precision.compute_dtype(args.dtype, world.device)
         if optimizer:
+            rates.name_unheld(model, optimizer)
             # Before the optimizer has a state, for which memory may be missing.
             world.process.owners = weakref.ref(model), weakref.ref(optimizer)
             saved_scale = found.progress.get("loss_scale")
             self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips, dtype, saved_scale)
         self._check = state_check.StateCheck(model, compare=args.check_every > 0)
         self._saver = saver.Saver(found, recipe, mesh, self._check, world.process, args.keep, args.async_save)
-        rates = [group["lr"] for group in optimizer.param_groups] if optimizer else []
-        counted = sample or flops.Sample()
-        self._log = log.Run(found.run_dir, recipe, args, world, plan, dtype, counted, rates, computes_on)
+        peaks = [group["lr"] for group in optimizer.param_groups] if optimizer else []
+        self._log = log.Run(
+            found.run_dir, recipe, args, world, plan, dtype, sample or flops.Sample(), peaks, computes_on
+        )
         self._saved_s = 0.0
 
     def steps(self, dp_rank: int) -> Iterator[int]:

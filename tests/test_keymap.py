@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -241,14 +242,46 @@ def test_optimizer_that_cannot_be_tried_out(capsys: pytest.CaptureFixture[str]) 
 
     class Large(own.OddOptimizer):
         def step(self, closure: object = None) -> None:
-            for group in self.param_groups:
-                assert all(parameter.numel() != 4 for parameter in group["params"]), "no small ones"
+            if any(parameter.numel() == 4 for group in self.param_groups for parameter in group["params"]):
+                raise ValueError("no small ones")
             super().step()
 
     model = make_model()
     optimizer = Large(model.parameters(), lr=0.1)
     keymap.optimizer_tensors(model, optimizer)
-    assert capsys.readouterr().out.startswith("note: numbers that Large counts in its groups are not saved")
+    assert capsys.readouterr().out == (
+        "note: small matrices are not enough for Large (ValueError: no small ones), whose steps may "
+        "change count, decay, weight, which no checkpoint holds: after a resume, what has changed is as at the start "
+        "again; only the state of a parameter is sure to be saved\n"
+    )
+
+
+class Forgets(torch.optim.SGD):
+    """Counts where no checkpoint looks: beside its groups, and in a state that is of no parameter."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.calls = 0
+        self.name = "forgets"
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        self.state["mean"]["norm"] = 0.5  # type: ignore[index]
+        super().step()
+
+
+def test_numbers_that_no_checkpoint_holds_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once, at the start; what is saved, and what no step changes, is not named."""
+    for make in (Forgets, *OTHERS.values(), own.OddOptimizer):
+        model = make_model()
+        optimizer = make(model.parameters(), lr=0.1) if isinstance(make, type) else make(model)
+        for _ in range(2):
+            keymap.optimizer_tensors(model, optimizer)
+        named = "note: a step of Forgets changes calls, state['mean'], which no checkpoint holds: after a resume, "
+        printed = capsys.readouterr().out
+        assert printed.startswith(named) == (make is Forgets), printed
+        assert printed.count("\n") == (make is Forgets)
+        assert vars(optimizer).get("calls", 0) == 0, "trying it out does not touch the real one"
 
 
 def test_state_that_no_checkpoint_can_hold_is_refused() -> None:

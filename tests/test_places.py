@@ -1,13 +1,17 @@
-"""Which folder a run may have."""
+"""Which folder a run may have, and what is no path."""
 
 import errno
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 from common import UserError, places
+from common.state import checkpoint, start
+from common.workloads import documents, splits
+from torch import nn
 
 
 @pytest.mark.usefixtures("group")
@@ -94,3 +98,49 @@ def test_what_is_no_folder_is_not_open(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="symbolic links"):
         places.refuse_open(tmp_path / "loop")
+
+
+URLS = (
+    "s3://bucket/runs",
+    "gs://bucket",
+    "https://host/x.bin",
+    "file:///tmp/x",
+    "hf://datasets/a/b",
+    "S3:/x",
+    "abfss://a@b/c",
+)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("url", URLS)
+def test_url_is_no_path(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path would be made of it: a folder "s3:" on this machine. Each flag that names a path refuses it."""
+    monkeypatch.chdir(tmp_path)
+    flags: dict[str, Callable[[], object]] = {
+        "--out": lambda: places.choose(url, "run"),
+        "--resume": lambda: checkpoint.find("runs", "run", url),
+        "--init": lambda: start.begin_with(url, nn.Linear(1, 1)),
+        "--data": lambda: splits.load(url),
+        "--tokenizer": lambda: documents.load_tokenizer(url),
+    }
+    for flag, use in flags.items():
+        with pytest.raises(UserError, match=f"^{flag} {url} is a URL, and only files of this machine are read and"):
+            use()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("group")
+def test_what_is_no_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("torchvision:resnet18", "Salesforce/wikitext:wikitext-2-v1", "C:/runs", "a:b", "s3", "./s3:/x"):
+        assert places.local("--init", name) == Path(name)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", ["../y", "a/../../y", "..", "/elsewhere", ".", "./"])
+def test_name_stays_in_out(name: str, tmp_path: Path) -> None:
+    """Otherwise a run would lie beside --out, or be all of it."""
+    with pytest.raises(UserError, match=r"^--name \S+ would be no folder in --out "):
+        places.choose(str(tmp_path / "runs"), name)
+    for inside in ("a/b", "..y", "~", " x"):
+        assert places.choose(str(tmp_path / "runs"), inside) == tmp_path / "runs" / inside

@@ -149,6 +149,8 @@ def _pick_device(local_rank: int, local_size: int) -> torch.device:
                 f"{socket.gethostname()} has {given} GPU{'s' * (given > 1)} for this job, but torch sees none: "
                 "check the driver and whether torch is a CUDA build, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
             )
+        if other := torch.accelerator.current_accelerator(check_available=True):
+            ranks.print0(f"note: no recipe uses the accelerator of this machine ({other.type}): training on the CPU")
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if 1 < gpus < local_size:

@@ -91,7 +91,7 @@ def find(out: str, name: str, resume: str, model: nn.Module | None = None, **fin
     newest = _newest(run_dir)
     if newest < 0 and not resume:
         return Found(run_dir, fingerprint, None, {})
-    path, progress = choose(run_dir) if newest >= 0 else choose(Path(resume), "--resume ")
+    path, progress = choose(run_dir) if newest >= 0 else choose(places.local("--resume", resume), "--resume ")
     ranks.print0(f"resuming from step {progress['step']} of {path}")
     for key, value in fingerprint.items():
         if progress.get(key, value) != value:

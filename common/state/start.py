@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from common import UserError, keymap, manifest, ranks
+from common import UserError, keymap, manifest, places, ranks
 from common.state import checkpoint
 from common.workloads import pretrained
-
-MOST_LISTED = 5  # tensors that a line names
 
 
 def restore(
@@ -107,22 +105,21 @@ def begin_with(init: str, model: nn.Module) -> None:
     )
     if stuck:
         ranks.print0(
-            f"warning: {', '.join(stuck[:MOST_LISTED])}: random and frozen: train it, "
+            f"warning: {ranks.listed(stuck)}: random and frozen: train it, "
             f"as by --rates {stuck[0].partition('.')[0]}=1, or start from weights that have it"
         )
 
 
 def _listed(what: str, lines: list[str]) -> str:
     """The end of a sentence that lists some of the lines, if there are any."""
-    more = f" and {len(lines) - MOST_LISTED} more" if len(lines) > MOST_LISTED else ""
-    return f"; {what}: {', '.join(lines[:MOST_LISTED])}{more}" if lines else ""
+    return f"; {what}: {ranks.listed(lines)}" if lines else ""
 
 
 def _open(
     init: str, model: nn.Module, stack: contextlib.ExitStack
 ) -> tuple[dict[str, tuple[int, ...]], Callable[[keymap.Tensors], None]]:
     """The sizes of the weights by the model's names, and a function that fills tensors by name (all ranks)."""
-    path = Path(init).expanduser()
+    path = places.local("--init", init)
     if init.startswith(pretrained.TORCHVISION) or (path.suffix in pretrained.FILES and path.is_file()):
         weights = pretrained.read(init)
         return {name: tuple(one.shape) for name, one in weights.items()}, functools.partial(_fill, weights)

@@ -53,6 +53,7 @@ class FiniteGuard:
             private_api.skip_update_if(optimizer, torch.zeros(()))  # also for a recipe that asks for no skips
         else:
             ranks.print0(f"note: {type(optimizer).__name__} is not fused: each step waits for the gradient norm")
+            keymap.optimizer_tensors(model, optimizer)  # says now what of it no checkpoint can hold
         self._optimizer = optimizer
         self._plan = plan
         self._most = most
@@ -101,10 +102,9 @@ class FiniteGuard:
         ]
         everyone = ranks.gather(mine) if dist.is_initialized() else [mine]
         if names := sorted({name for part in everyone for name in part}):
-            listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             ranks.print0(
-                f"warning: the loss of the first step does not reach {listed}: use them in forward, or freeze them "
-                "with requires_grad_(False); if only some steps use them, DistributedDataParallel needs "
+                f"warning: the loss of the first step does not reach {ranks.listed(names)}: use them in forward, or "
+                "freeze them with requires_grad_(False); if only some steps use them, DistributedDataParallel needs "
                 "find_unused_parameters=True in parallelize"
             )
 

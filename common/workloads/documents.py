@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from common import UserError, manifest
+from common import UserError, manifest, places
 from common.workloads import packed
 
 if TYPE_CHECKING:
@@ -40,8 +40,10 @@ def load_tokenizer(path: str) -> Vocabulary:
     try:
         from tokenizers import Tokenizer
 
-        content = Path(path).expanduser().read_bytes()
+        content = places.local("--tokenizer", path).read_bytes()
         model = Tokenizer.from_buffer(content)
+    except UserError:
+        raise
     except Exception as error:  # tokenizers raises no more specific type
         reason = f"{type(error).__name__}: {error}"
         raise UserError(

@@ -6,14 +6,15 @@ process lists them, and the others, and every later start, read its list.
 
 import hashlib
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import filelock
 
-from common import UserError, manifest
+from common import UserError, manifest, ranks
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -28,6 +29,7 @@ SPLITS = {
 }
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 IGNORED = {"Thumbs.db"}  # beside hidden files
+_ABOUT = re.compile(r".*/(Thumbs\.db|metadata\.(csv|jsonl|parquet)|(README|LICENSE)[^/]*)$")  # which hold no sample
 SETTLED_S = 2.0  # a folder that changed so shortly ago may change again without a new time
 WAIT_S = 600.0
 
@@ -41,12 +43,22 @@ def load(root: Path) -> dict[str, "Dataset"] | None:
     Raises:
         UserError: another process has been listing the folder for too long.
     """
-    import datasets
-
     root = root.resolve()  # the list holds whole paths, and is read from any working directory
     found = _folders(root)
     if found is None:
         return None
+    listed = _listed(root, found)
+    if listed:
+        classes = {path.name for folders in found.values() for path in folders}
+        empty = classes - {name for rows in listed.values() for name in rows.features["label"].names}
+        _note(root, [str(path) for folders in found.values() for path in folders if path.name in empty])
+    return listed
+
+
+def _listed(root: Path, found: dict[str, list[Path]]) -> dict[str, "Dataset"] | None:
+    """The splits of a folder with these folders of classes, from the list that an earlier start has made."""
+    import datasets
+
     times = [(str(path), path.stat().st_mtime_ns) for paths in ([root], *found.values()) for path in paths]
     key = hashlib.sha256(repr(times).encode()).hexdigest()[:16]
     settled = max(changed for _, changed in times) / 1e9 < time.time() - SETTLED_S
@@ -75,6 +87,41 @@ def load(root: Path) -> dict[str, "Dataset"] | None:
             f"--data {root}: another process has held {error.lock_file} for {WAIT_S:.0f} s while listing the images: "
             "stop it, or wait"
         ) from error
+
+
+def note_left_out(root: Path, found: Mapping[str, "Dataset"]) -> None:
+    """Print what lies in a folder of images and is in no split: `datasets` drops other files, FIFOs and dangling links.
+
+    Args:
+        root: the folder.
+        found: its splits; nothing is printed of other sets than files of images.
+    """
+    import datasets
+    import pyarrow.compute as pc
+
+    if ranks.rank() != 0:
+        return
+    read: set[str] = set()
+    for rows in found.values():
+        column = next((key for key, kind in rows.features.items() if isinstance(kind, datasets.Image)), "")
+        paths = pc.struct_field(rows.data.column(column), "path").to_pylist() if column else []
+        if not paths or not str(paths[0]).startswith(f"{root.resolve()}{os.sep}"):  # a table, or an archive
+            return
+        read.update(paths)
+    left = []
+    for place, folders, files in os.walk(root.resolve()):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        left += [path for path in (os.path.join(place, name) for name in files) if path not in read]
+        left += [] if folders or files else [place]
+    _note(root, [path for path in left if not (os.path.basename(path).startswith(".") or _ABOUT.match(path))])
+
+
+def _note(root: Path, left: Sequence[str]) -> None:
+    if left:
+        names = [repr(os.path.relpath(path, root.resolve()))[1:-1] for path in sorted(left)]
+        ranks.print0(
+            f"note: --data {root}: {len(left):,} files or folders hold no image that is read: {ranks.listed(names)}"
+        )
 
 
 def with_images(rows: "Dataset", root: Path) -> "Dataset":

@@ -8,7 +8,7 @@ from typing import Any
 import filelock
 import torch
 
-from common import UserError, keymap
+from common import UserError, keymap, ranks
 
 TORCHVISION = "torchvision:"
 FILES = {".bin", ".pt", ".pth"}
@@ -35,6 +35,8 @@ def read(init: str) -> dict[str, torch.Tensor]:
         raise UserError(f"--init {init} cannot be read: {reason}") from error
     for key in ("state_dict", "model"):  # what training scripts wrap it in
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            if others := [repr(other) for other in found if other != key]:
+                ranks.print0(f"init     {init}: the weights are {key!r}; not read: {ranks.listed(others)}")
             found = found[key]
     if not isinstance(found, Mapping):
         raise UserError(f"--init {init} holds a {type(found).__name__}, and not a state dict")

@@ -3,7 +3,9 @@
 import math
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from common import UserError, keymap, ranks
 
@@ -83,3 +85,34 @@ def groups(model: nn.Module, rates: str, lr: float, weight_decay: float) -> list
             params = [parameter for parameter in mine if (parameter.ndim > 1) == matrices]
             found.append({"params": params, "lr": one * lr, "weight_decay": decay})
     return found
+
+
+def name_unheld(model: nn.Module, optimizer: Optimizer) -> None:
+    """Warn of parameters that no rank's optimizer holds, and of those that the model lacks (all ranks).
+
+    The former stay as they are; the latter, such as a temperature of the loss, are in no checkpoint.
+
+    Args:
+        model: the model under its strategy.
+        optimizer: of its parameters.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    named = {keymap.canonical(name): one for name, one in model.named_parameters() if one.requires_grad}
+    mine = {name: (one.numel(), id(one) in held) for name, one in named.items()}
+    everyone = ranks.gather(mine) if dist.is_initialized() else [mine]
+    sizes = {name: size for part in everyone for name, (size, _) in part.items()}
+    # On another rank, it may be in a part of the model, or of the optimizer, that this one lacks.
+    unheld = sizes.keys() - {name for part in everyone for name, (_, is_held) in part.items() if is_held}
+    if unheld:
+        count, total = sum(sizes[name] for name in unheld), sum(sizes.values())
+        ranks.print0(
+            f"warning: no group of the optimizer holds {ranks.listed(sorted(unheld))}: {count:,} of {total:,} numbers "
+            f"({count / total:.1%}) are not trained; add them in make_optimizer, or freeze them with "
+            "requires_grad_(False)"
+        )
+    foreign = held - {id(parameter) for parameter in model.parameters()}
+    if foreign:
+        ranks.print0(
+            f"warning: the optimizer holds {len(foreign)} tensors that are no parameters of the model: no checkpoint "
+            "holds them; make them parameters of a module in make_model, and the optimizer after parallelize"
+        )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from common import UserError, ranks, seed
+from common import UserError, places, ranks, seed
 from common.workloads import image_folder, private_api
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Source(NamedTuple):
 
 def parse(name: str) -> Source:
     """What --data names. A path that exists is a place, whatever characters it has."""
-    if Path(name).expanduser().exists():
+    if places.local("--data", name).exists():
         return Source(name)
     if named := re.fullmatch(r"(.+)@([\w.]+)", name):
         return parse(named[1])._replace(validates=named[2])
@@ -83,6 +83,8 @@ def load(name: str) -> tuple["Dataset", "Dataset | None"]:
         else:
             listed = image_folder.load(path) if folder and not config else None
             found = listed or datasets.load_dataset(str(path) if folder else place, config or None)
+            if folder and not listed:
+                image_folder.note_left_out(path, found)
     except UserError:
         raise
     except Exception as error:
@@ -110,6 +112,10 @@ def choose(name: str, found: Mapping[str, Split]) -> tuple[Split, Split | None]:
     keys = [key for key in ("validation", "val", "test") if key in found]
     if keys == ["test"]:
         ranks.print0(f"data     {name}: no validation split, so its test split is used as one")
+    if others := [key for key in found if key not in ("train", *keys[:1], "test")]:
+        ranks.print0(
+            f"data     {name}: not read: {ranks.listed(others)}, which are neither for training nor for validation"
+        )
     return found["train"], found[keys[0]] if keys else None
 
 

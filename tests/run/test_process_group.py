@@ -193,6 +193,20 @@ def test_world_in_words(size: int, local_size: int, text: str) -> None:
 # --- device, backend ---
 
 
+@pytest.mark.parametrize("kind", ["xpu", "mps", "npu"])
+def test_accelerator_that_no_recipe_uses_is_named(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mock: torch sees one. Without one, and where the user hides GPUs, there is nothing to say."""
+    assert process_group._pick_device(0, 1) == CPU
+    assert capsys.readouterr().out == ""
+    other = types.SimpleNamespace(type=kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: other)
+    assert process_group._pick_device(0, 1) == CPU
+    note = f"note: no recipe uses the accelerator of this machine ({kind}): training on the CPU\n"
+    assert capsys.readouterr().out == note
+
+
 def see_gpus(number: int, patch: pytest.MonkeyPatch) -> list[torch.device]:
     """A mock: torch sees so many; returns those that are chosen."""
     chosen: list[torch.device] = []

@@ -62,6 +62,7 @@ def test_what_fits_is_loaded(
     assert torch.equal(model[2].weight, head), "random"
     printed = capsys.readouterr().out
     assert "init     7 of 9 tensors from" in printed
+    assert ("the weights are 'state_dict'; not read: 'epoch'\n" in printed) == (kind == "pth of DDP")
     assert "random: 2.weight (3, 6) (there: (7, 6)), 2.bias (3,) (there: (7,)); not used: other.weight" in printed
 
 

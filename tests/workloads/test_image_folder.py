@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 from common.workloads import image_folder, images
 from PIL import Image
+
+from tests.conftest import write_parquet
 
 # Names that sort otherwise as whole paths, spaces, and what is to be left out.
 CLASSES = ["b", "a", "a b", "a-b", "Z", "ö"]
@@ -151,3 +154,47 @@ def test_list_is_read_from_any_working_directory(root: Path, monkeypatch: pytest
         assert found is not None
         assert all(Path(path).is_absolute() and Path(path).exists() for path, _ in rows(found["train"]))
     assert len(made) == 1
+
+
+def left_out(root: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What is named at a start, and at the next one, which reads the list of the first."""
+    said = []
+    for _ in range(2):
+        images.load(str(root), 0, False)
+        lines = [line for line in capsys.readouterr().out.splitlines() if "hold no image that is read" in line]
+        said.append(lines[0].partition("is read: ")[2] if lines else "")
+    assert said[0] == said[1]
+    return said[0].split(", ") if said[0] else []
+
+
+@pytest.mark.parametrize(
+    ("place", "make"),
+    [
+        ("train/b/fifo.png", os.mkfifo),
+        ("train/b/gone.png", lambda path: path.symlink_to("nowhere")),
+        ("train/b/photo.heic", Path.touch),
+        ("train/b/notes.txt", Path.touch),
+        ("train/b/none", Path.touch),
+        ("train/b/folder.png", Path.mkdir),
+        ("train/empty", Path.mkdir),
+        ("train/with\x1b[2J.txt", Path.touch),
+    ],
+    ids=["FIFO", "dangling link", "other format", "text", "no suffix", "folder", "empty class", "control character"],
+)
+def test_what_no_split_has_is_named(
+    place: str, make: Callable[[Path], None], root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where `datasets` lists the folder, which drops it without a word."""
+    (root / "train" / "b" / "Thumbs.db").unlink()  # at which datasets stops
+    (root / "README.md").touch()
+    assert left_out(root, capsys) == []
+    make(root / place)
+    settle(root)
+    assert left_out(root, capsys) == [repr(place)[1:-1]]
+    images_read = sum(len(part) for part in images.load(str(root), 0, False))
+    assert images_read == 6 * len(CLASSES)
+
+
+def test_images_of_tables_are_not_looked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A parquet file holds its images itself."""
+    assert left_out(write_parquet(tmp_path / "table", 24, 8), capsys) == []

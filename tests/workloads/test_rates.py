@@ -1,16 +1,18 @@
 """--rates freezes parts of a model, and gives others rates of their own."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from common import UserError
 from common.state import checkpoint
 from common.workloads import rates
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.harness import runner
+from tests.harness import mutants, runner
 
 
 def make_model() -> nn.Module:
@@ -107,3 +109,77 @@ def test_zero_bubble_schedules_refuse_frozen_parts(small_text: Path, tmp_path: P
     flags += ["--micro-batch-size", "2", "--schedule", "DualPipeV", "--rates", "embed=0"]
     result = runner.run_recipe("pipeline_gpt", 2, *flags)
     assert "--schedule DualPipeV has wrong gradients beside frozen parts: use 1F1B or GPipe" in str(result)
+
+
+# --- parameters that no optimizer holds ---
+
+
+def matrices_alone(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([one for one in model.parameters() if one.ndim == 2], lr=0.1)
+
+
+def test_parameters_that_no_group_holds_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """By names of the plain model, and by their share of the numbers that are to be trained; frozen ones are not."""
+    model = rates.freeze(nn.ModuleDict({"module": make_model()}), "module.stem=0")
+    capsys.readouterr()
+    rates.name_unheld(model, matrices_alone(model))
+    assert capsys.readouterr().out == (
+        "warning: no group of the optimizer holds blocks.1.bias, blocks.10.bias, fc.bias: 10 of 40 numbers (25.0%) are "
+        "not trained; add them in make_optimizer, or freeze them with requires_grad_(False)\n"
+    )
+    rates.name_unheld(model, torch.optim.SGD(rates.groups(model, "stem=0", 0.1, 0.0), lr=0.1))
+    rates.name_unheld(model, torch.optim.SGD([{"params": one} for one in model.parameters()], lr=0.1))
+    assert capsys.readouterr().out == ""
+
+
+def test_parameters_that_are_not_the_models_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model()
+    rates.name_unheld(model, torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3))], lr=0.1))
+    assert (
+        "warning: the optimizer holds 1 tensors that are no parameters of the model: no ch" in capsys.readouterr().out
+    )
+    rates.name_unheld(model, matrices_alone(copy.deepcopy(model)))  # made before a strategy replaced the parameters
+    first, second = capsys.readouterr().out.splitlines()
+    assert "and 5 more: 55 of 55 numbers (100.0%) are not trained" in first
+    assert "the optimizer holds 4 tensors that are no parameters" in second
+
+
+def parts_on_ranks() -> None:
+    """Each rank holds its own layer and, of the shared one, its own tensor, as an optimizer that is split does."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = nn.ModuleDict({"shared": nn.Linear(2, 2), f"own{rank}": nn.Linear(2, 3)})
+    held = [model["shared"].weight if rank else model["shared"].bias, model[f"own{rank}"].weight]
+    rates.name_unheld(model, torch.optim.SGD(held, lr=0.1))
+    dist.destroy_process_group()
+
+
+def test_parts_of_all_ranks_are_looked_at() -> None:
+    result = runner.spawn(parts_on_ranks, [(), ()])
+    assert result.ok, str(result)
+    assert "holds own0.bias, own1.bias: 6 of 24 numbers (25.0%) are not trained" in result.outputs[0]
+    assert "warning" not in result.outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"), [("fsdp_gpt", ()), ("ddp_resnet", ()), ("pipeline_gpt", ("--micro-batch-size", "4"))]
+)
+def test_recipe_names_what_it_does_not_train(
+    recipe: str, layout: tuple[str, ...], small_data: dict[str, Path], tmp_path: Path
+) -> None:
+    """The mistake of who has split the groups by name and forgotten the rest; and no word without it."""
+    kind = runner.workload(recipe)
+    flags = ["--data", str(small_data[kind]), "--out", str(tmp_path), *runner.SMALL[kind], *layout, "--max-steps", "1"]
+    flags += ["--global-batch-size", "8", "--eval-every", "9"]
+    forgets = {"make_optimizer": {"rates.groups(model, args.rates, lr, args.weight_decay)": GROUPS}}
+    said = [
+        str(runner.run_recipe(path, 2, *flags, target=runner.run_unmeasured))
+        for path in (recipe, mutants.mutate(recipe, tmp_path, forgets))
+    ]
+    assert "no group of the optimizer" not in said[0]
+    norms = {"resnet": "bn1.bias, bn1.weight, fc.bias", "gpt": "blocks.0.attention_norm.weight"}[kind]
+    assert f"warning: no group of the optimizer holds {norms}" in said[1], said[1]
+    assert said[1].count("are not trained; add them in make_optimizer") == 1
+
+
+GROUPS = "[one for one in rates.groups(model, args.rates, lr, args.weight_decay) if one['weight_decay']]"

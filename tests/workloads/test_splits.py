@@ -59,3 +59,12 @@ def test_splits_of_the_built_in_sets() -> None:
         text.load("stdlib@test", 64)
     with pytest.raises(UserError, match="--text-columns a cannot be used with --data stdlib"):
         text.load("stdlib@train", 64, columns="a")
+
+
+def test_splits_that_are_not_read_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """A test split is kept for later; any other one may be data that the user means to train on."""
+    for others, named in ((["test"], ""), (["extra", "val", "test"], "extra"), (["validation", "val"], "val")):
+        found = {split: split for split in ("train", *others)}
+        splits.choose("set", found)
+        printed = capsys.readouterr().out
+        assert (f"set: not read: {named}, which are neither" in printed) == bool(named), printed
