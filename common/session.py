@@ -163,9 +163,8 @@ class Session:
         self._check = state_check.StateCheck(model, compare=args.check_every > 0)
         self._saver = saver.Saver(found, recipe, mesh, self._check, world.process, args.keep, args.async_save)
         peaks = [group["lr"] for group in optimizer.param_groups] if optimizer else []
-        self._log = log.Run(
-            found.run_dir, recipe, args, world, plan, dtype, sample or flops.Sample(), peaks, computes_on
-        )
+        counted = sample or flops.Sample()
+        self._log = log.Run(found.run_dir, recipe, args, world, plan, dtype, counted, peaks, computes_on)
         self._saved_s = 0.0
 
     def steps(self, dp_rank: int) -> Iterator[int]:
@@ -213,7 +212,7 @@ class Session:
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is due after `step`."""
         due = step % (self._args.save_every or self._plan.epoch_steps) == 0 or step == self._best.step
-        return due or self._is_last(step)
+        return self._is_last(step) or due
 
     def log_train(
         self, step: int, sums: metrics.Sums, *, grad_norm: torch.Tensor | None, data_wait_s: float, **more: float
@@ -289,15 +288,14 @@ class Session:
             if not name.startswith(keymap.NO_WEIGHTS):
                 raise UserError(f"run.save got {name!r}, which is no part of the model: call it {f'extra.{name}'!r}")
         began = time.perf_counter()
-        last = self._is_last(step)
         with self._rewinds(), record_function(marks.BESIDE):
             self._report_skips()  # first: a checkpoint must not hide what has led to it
             tensors = keymap.to_save(self._model, self._optimizer) | (more or {})
             scale = self.finite.scale_state() if self._optimizer else []
-            self._saver.save(step, tensors, self._plan.position(step), last, self._best.step, scale)
+            self._saver.save(step, tensors, self._plan.position(step), self._is_last(step), self._best.step, scale)
             self._pace.compare(self._name)  # measure
         self._saved_s += time.perf_counter() - began
-        self._doubts.confirm(step, last)
+        self._doubts.confirm(step, self._is_last(step))
 
     def _report_skips(self) -> None:
         """Report skipped updates (all ranks)."""
