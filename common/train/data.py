@@ -116,6 +116,8 @@ def _read(
             num_workers=workers,
             pin_memory=pin_memory,
             persistent_workers=kept,
+            # They share the data set's memory then. Python 3.14 would send each of them a copy, pickled.
+            multiprocessing_context="fork" if workers and os.uname().sysname == "Linux" else None,
             # torch draws the workers' seed from it: drawn from the global generator, it would shift what a model
             # draws in the first step after each start, and a resumed run would not be the same.
             generator=torch.Generator(),

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils import checkpoint
 
 from common import UserError
-from common.workloads import gpt_names
+from common.workloads import gpt_names, private_api
 from common.workloads.gpt_shape import Shape, ShapeArgs, parse_scaling  # noqa: F401 (recipes take both from here)
 
 INIT_STD = 0.02
@@ -88,6 +88,9 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         key: (B, kv heads, T, D); each head of keys and values serves equally many heads of queries.
         value: the same shape.
     """
+    if query.is_cuda and not private_api.has_flash(query):
+        # Of the operators of GPUs, only this one takes grouped heads. For others, torch would keep all T x T scores.
+        key, value = (private_api.for_each_query(x, query) for x in (key, value))
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 

@@ -32,6 +32,30 @@ BLOCK_BYTES = 2**20  # small, because the first batches read a few tokens from e
 CHECKED_AT_ONCE = 2**28  # bytes, read in 0.1 s; a larger file is checked block by block, when each is first read
 
 
+class Mapped(np.memmap):
+    """A memory map of a file, to read. Where it is unpickled it opens the file again; numpy pickles the content.
+
+    A loader worker that is not forked, as on macOS, gets its data set so.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        """A part of the map; or a copy, which is an ordinary array."""
+        found = super().__getitem__(index)
+        return (
+            found if not isinstance(found, np.ndarray) or np.may_share_memory(found, self) else found.view(np.ndarray)
+        )
+
+    def __reduce__(self) -> Any:
+        """The file, and where in it this part begins."""
+        whole: Any = self
+        while isinstance(whole.base, np.ndarray):
+            whole = whole.base
+        if getattr(whole, "offset", None) is None or not self.size or not self.flags.c_contiguous:
+            return np.array(self).__reduce__()
+        place = whole.offset + self.ctypes.data - whole.ctypes.data
+        return Mapped, (whole.filename, self.dtype, "r", place, self.shape)
+
+
 class Packed:
     """The tokens of one file.
 
@@ -53,7 +77,7 @@ class Packed:
         if found != wanted:
             raise self._changed(f"it has {found} bytes instead of {wanted}")
         # A memory map cannot be empty.
-        content = np.memmap(path, np.uint8, "r") if found else np.zeros(0, np.uint8)
+        content = Mapped(path, np.uint8, "r") if found else np.zeros(0, np.uint8)
         self.tokens = content[:size].view(dtype)
         self._per_block = BLOCK_BYTES // dtype().itemsize
         self._checksums = content[size:].copy().view(np.uint32)

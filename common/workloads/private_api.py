@@ -41,7 +41,7 @@ def block_attention(
     """Attention to one block of keys, and what joins it with that to others: the logarithm of its softmax's divisor.
 
     Needs the operators behind `scaled_dot_product_attention`, as `torch.distributed.tensor.experimental` does: the
-    public function keeps the logarithms to itself. Types and widths that a GPU's operator does not take are computed
+    public function keeps the logarithms to itself. Types, widths and GPUs that the operator does not take are computed
     plainly, with all scores in memory. CUDA: not run.
 
     Args:
@@ -54,10 +54,10 @@ def block_attention(
         The result, (B, heads, T, D), and the logarithms, (B, heads, T), in float32 or wider. No gradient flows back.
     """
     query, key, value = map(_in_rows, (query, key, value))
-    key, value = (_for_each_query(x, query) for x in (key, value))
+    key, value = (for_each_query(x, query) for x in (key, value))
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
-    if _has_flash(query):
+    if has_flash(query):
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)[:2]
     return _plain_attention(query, key, value, causal)
 
@@ -84,12 +84,12 @@ def block_attention_backward(
     """
     few = key.shape[1]
     grad, query, out, key, value = map(_in_rows, (grad, query, out, key, value))
-    key, value = (_for_each_query(x, query) for x in (key, value))
+    key, value = (for_each_query(x, query) for x in (key, value))
     if query.device.type == "cpu":
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, out, logarithms, 0.0, causal
         )
-    elif _has_flash(query):
+    elif has_flash(query):
         unused = [torch.empty(size, dtype=torch.uint64, device=query.device) for size in ((2,), ())]  # no dropout
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *(grad, query, key, value, out, logarithms.contiguous()),
@@ -105,13 +105,17 @@ def _in_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _for_each_query(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+def for_each_query(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Keys or values, (B, kv heads, S, D), repeated for the heads of the queries, (B, heads, T, D)."""
     return x if x.shape[1] == query.shape[1] else x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
 
 
-def _has_flash(query: torch.Tensor) -> bool:
-    """Whether a GPU's operator takes this type, and this width of heads."""
-    return query.dtype in (torch.float16, torch.bfloat16) and query.shape[3] % 8 == 0 and query.shape[3] <= 256
+def has_flash(query: torch.Tensor) -> bool:
+    """Whether the operator of GPUs takes this type, this width of heads, and this GPU: of NVIDIA's from Ampere on."""
+    if query.dtype not in (torch.float16, torch.bfloat16) or query.shape[3] % 8 or query.shape[3] > 256:
+        return False
+    # Not `get_device_capability`, which torch.compile does not know.
+    return not query.is_cuda or bool(torch.version.hip) or torch.cuda.get_device_properties(query.device).major >= 8
 
 
 def _plain_attention(

@@ -10,6 +10,7 @@ import filelock
 import numpy as np
 
 from common import UserError, manifest, ranks
+from common.workloads import packed
 
 # llm.c: 256 int32, of which the first three are a magic number, the version, and the number of tokens.
 LLMC_TYPES: dict[tuple[int, int], type[np.unsignedinteger]] = {(20240520, 1): np.uint16, (20240801, 7): np.uint32}
@@ -203,4 +204,4 @@ def _map(path: Path, dtype: type[np.unsignedinteger], offset: int, count: int) -
         raise UserError(f"{path} has {found} bytes instead of {wanted}: it is cut off, or not what its header says")
     if not count:
         return np.zeros(0, dtype)
-    return np.memmap(path, dtype, "r", offset, (count,))
+    return packed.Mapped(path, dtype, "r", offset, (count,))

@@ -1,8 +1,12 @@
 """The planner: what it counts, says and refuses. Its figures against real ranks are in benchmarks/plan.py."""
 
+import ctypes
 import dataclasses
 import json
+import mmap
+import platform
 import re
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +15,7 @@ from typing import Any
 
 import pytest
 from common import UserError
-from tools.plan import fit, hardware, known, own_runs, predict, published, repeat, sweep, transformer
+from tools.plan import fake_device, fit, hardware, known, own_runs, predict, published, repeat, sweep, transformer
 from tools.plan.__main__ import main
 from tools.plan.count import Case, NotCountedError, count, refusal, to_work
 from tools.plan.work import Traffic, Work
@@ -325,3 +329,41 @@ def test_traffic_of_a_message_is_counted_once() -> None:
     found = {"step": step, "samples": 1, "memory": {}, "state_bytes": 1, "sample_flops": 1, "micro_batches": 1}
     found |= {"idle": 0.0, "units": {}, "tf32": False}
     assert len(to_work(found, Case(Path("x"), 2), H100).traffic) == 1
+
+
+# --- devices that are not there, on any processor and version ---
+
+
+def test_false_in_the_words_of_each_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the manual of Arm: MOVZ W0, #0 and RET X30. The processor of this machine runs its own."""
+    movz, ret = 0b0_10_100101 << 23, 0b1101011_0_0_10_11111_0000_0_0 << 10 | 30 << 5
+    assert fake_device.RETURN_FALSE["aarch64"] == struct.pack("<II", movz, ret)
+    written: list[bytes] = []
+    monkeypatch.setattr(fake_device, "_has_primary_context", lambda *_: 0)
+    monkeypatch.setattr(fake_device, "write_code", lambda _, code: written.append(code))
+    for machine in fake_device.RETURN_FALSE:
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        fake_device.without_contexts()
+    assert written == [*fake_device.RETURN_FALSE.values()]
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(
+        UserError, match=r"and x86_64 or aarch64; this is torch \S+ on riscv64: plan on another machine"
+    ):
+        fake_device.without_contexts()
+
+
+TRUE = {"x86_64": b"\xb8\x01\x00\x00\x00\xc3", "aarch64": struct.pack("<II", 0x52800020, 0xD65F03C0)}
+
+
+@pytest.mark.parametrize("at", [0, mmap.PAGESIZE - 1, mmap.PAGESIZE + 64])
+def test_function_that_is_written_over(at: int) -> None:
+    """It returned true, and then returns false; also where it goes over the end of a page."""
+    if platform.machine() not in TRUE:
+        pytest.skip("no instructions for this processor")
+    at -= at % 4 if platform.machine() == "aarch64" else 0
+    memory = mmap.mmap(-1, 3 * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + at
+    function = ctypes.CFUNCTYPE(ctypes.c_int)(address)
+    for code, answer in ((TRUE, 1), (fake_device.RETURN_FALSE, 0)):
+        fake_device.write_code(address, code[platform.machine()])
+        assert function() == answer

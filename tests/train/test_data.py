@@ -1,6 +1,7 @@
 """Batches come out as they were requested, whoever reads them, and waiting for them is counted."""
 
 import collections
+import contextlib
 import gc
 import itertools
 import multiprocessing
@@ -270,3 +271,39 @@ def test_trees_of_tensors() -> None:
 def test_set_smaller_than_a_step() -> None:
     plan = sampler.make_plan(sampler.Division(6, 6, 1), 5, run_seed=0, epochs=6, max_steps=0, progress={})
     assert str(plan).endswith("; 5 training samples, fewer than a step reads: it reads some of them several times")
+
+
+class Unpicklable:
+    """A set that only a forked worker can read."""
+
+    sample_units: dict[str, int] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.values = lambda index: torch.tensor([index])
+
+    def __len__(self) -> int:
+        return 4
+
+    def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.values(int(indices[0])), torch.zeros(1)
+
+    digest = metrics = None
+
+
+@pytest.mark.parametrize("mutant", [False, True], ids=["", "mutant: Python's own choice"])
+def test_workers_share_the_memory_of_the_set(mutant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are forked, also where Python 3.14 would start them otherwise, and pickle the whole set for each of them."""
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)  # as from 3.14 on
+    real = data.DataLoader
+    if mutant:
+        monkeypatch.setattr(
+            data, "DataLoader", lambda *args, **kw: real(*args, **kw | {"multiprocessing_context": None})
+        )
+    try:
+        index = np.arange(1)
+        batches = data.Loader(Unpicklable(), [sampler.Request(index, index + 3, 1, True)], 1, torch.device("cpu"))
+        with pytest.raises((AttributeError, UserWarning), match="pickle") if mutant else contextlib.nullcontext():
+            assert next(batches).inputs.item() == 3
+    finally:
+        multiprocessing.set_start_method(before, force=True)

@@ -3,13 +3,16 @@
 A failure here names the part that a new release has changed.
 """
 
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from common.workloads import private_api
+from common.workloads import gpt, private_api
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # --- files ---
 
@@ -97,3 +100,76 @@ def test_block_attention_of_heads_that_are_not_rows() -> None:
     )
     for one, other in zip((out, *gradients), wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+# --- what a GPU's operator takes: mocks, because no machine of the tests has such GPUs ---
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, str | None], None]:
+    """Tensors of the meta device pass for those of a GPU with this major version, or of AMD's with one of HIP."""
+
+    def pretend(major: int, hip: str | None) -> None:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(major=major))
+        monkeypatch.setattr(torch.version, "hip", hip)
+
+    return pretend
+
+
+GPUS = [  # major version, HIP, type, width of a head; whether flash attention takes them
+    (7, None, torch.float16, 64, False),  # V100, T4
+    (7, None, torch.bfloat16, 64, False),
+    (8, None, torch.float16, 64, True),
+    (9, None, torch.bfloat16, 256, True),
+    (9, None, torch.bfloat16, 264, False),
+    (9, None, torch.bfloat16, 20, False),
+    (9, None, torch.float32, 64, False),
+    (9, "6.4", torch.bfloat16, 64, True),
+    (7, "6.4", torch.bfloat16, 64, True),  # not NVIDIA's count
+]
+
+
+@pytest.mark.parametrize(("major", "hip", "dtype", "width", "flash"), GPUS)
+def test_operator_is_called_only_where_it_runs(
+    major: int, hip: str | None, dtype: torch.dtype, width: int, flash: bool, as_on_gpu: Any
+) -> None:
+    """Elsewhere blocks are computed plainly; grouped heads are repeated, or torch would keep all T x T scores."""
+    as_on_gpu(major, hip)
+    query, key = (
+        torch.empty(2, 4, 8, width, dtype=dtype, device="meta"),
+        torch.empty(2, 2, 8, width, dtype=dtype, device="meta"),
+    )
+    called = Called()
+    with called:
+        out, logarithms = private_api.block_attention(query, key, key, True)
+        gradients = private_api.block_attention_backward(out, query, out, logarithms, key, key, True)
+    assert any("flash_attention" in name for name in called.names) == flash, called.names
+    assert [one.shape for one in (out, *gradients)] == [query.shape, query.shape, key.shape, key.shape]
+    asked: list[tuple[int, bool]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            gpt.F,
+            "scaled_dot_product_attention",
+            lambda q, k, v, is_causal, enable_gqa: asked.append((k.shape[1], enable_gqa)),
+        )
+        gpt.causal_attention(query, key, key)
+    assert asked == [(2, True) if flash else (4, False)]
+
+
+class Called(TorchDispatchMode):
+    """Names of the operators that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_repeated_heads_compute_the_same() -> None:
+    (query, key, value), _, (wanted, *_) = attention(0, True, torch.float64)
+    repeated = [private_api.for_each_query(one, query) for one in (key, value)]
+    torch.testing.assert_close(gpt.causal_attention(query, *repeated), wanted, rtol=1e-12, atol=1e-12)

@@ -1,13 +1,15 @@
 """Folders of other programs' tokens are read as they are, and damaged ones are named."""
 
+import pickle
 import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from common import UserError
-from common.workloads import text, token_files
+from common.workloads import packed, text, token_files
 
 from tests.workloads.test_documents import write_tokenizer
 
@@ -214,3 +216,58 @@ def test_lone_token(tmp_path: Path) -> None:
     nanogpt(tmp_path, "train", TOKENS[:1])
     with pytest.raises(UserError, match="the training split has 1 tokens"):
         text.load(str(tmp_path), 10)
+
+
+# --- a worker that is not forked gets its set pickled ---
+
+
+def same_after_pickling(split: text.Text, most_bytes: int) -> None:
+    """What comes out reads the same; what travels is the names of the files, and not their content."""
+    pickled = pickle.dumps(split)
+    assert len(pickled) < most_bytes, len(pickled)
+    again = pickle.loads(pickled)
+    assert again.digest() == split.digest()
+    every = np.arange(len(split))
+    for one, other in zip(again.read(every, every), split.read(every, every), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("write", LAYOUTS)
+@pytest.mark.parametrize("files", [["train"], ["train_0", "train_1"]], ids=["one file", "two files"])
+def test_files_are_opened_again(write: Any, files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the last tenth of a file that is held out, which begins inside of it."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for i, name in enumerate(files):
+        write(tmp_path, name, np.roll(np.tile(TOKENS, 20), i))
+    for split in text.load(str(tmp_path), 10):
+        same_after_pickling(split, 3000)
+
+
+def test_packed_text_is_opened_again(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("".join(f"line {i} of a text\n" for i in range(5000)))
+    for split in text.load(str(tmp_path), 16):
+        same_after_pickling(split, 3000)
+    assert len(pickle.dumps(np.memmap(tmp_path / "train.txt"))) > 50_000, "numpy pickles the content"
+
+
+def test_parts_of_a_map(tmp_path: Path) -> None:
+    """What lies in the file is opened again there; what was copied out of it is an ordinary array."""
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "numbers")
+    whole = packed.Mapped(tmp_path / "numbers", np.uint16, "r", 20, (90,))
+    parts = [
+        whole,
+        whole[7:60],
+        whole[7:60][3:],
+        whole[5:5],
+        whole[::2],
+        whole[2:6].view(np.uint8),
+        whole.reshape(9, 10)[3],
+    ]
+    for part in parts:
+        found = pickle.loads(pickle.dumps(part))
+        assert np.array_equal(found, part)
+        assert found.dtype == part.dtype
+        assert isinstance(found, packed.Mapped) == (part.size > 0 and part.flags.c_contiguous)
+    for copied in (whole[np.array([[3, 1], [4, 1]])], whole[whole > 50]):
+        assert type(copied) is np.ndarray
+    assert whole[3] == 13

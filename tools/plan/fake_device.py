@@ -7,7 +7,7 @@ any number of ranks, of which this process is one, and nothing is sent.
 It replaces, because none of it can run without a device or other ranks:
 
 - `at::cuda::detail::_hasPrimaryContext`, in the memory of this process, by a function that answers no: the backward
-  pass asks it. No compiler, driver or preloaded library is needed; the processor must be an x86-64;
+  pass asks it. No compiler, driver or preloaded library is needed; the processor must be an x86-64 or an aarch64;
 - device counts, names, streams and events of `torch.cuda`: a race between streams cannot be seen;
 - DistributedDataParallel's C++ reducer, by `Replicas`, which forms the same buckets and calls the same all-reduces;
 - the choice of an attention kernel: flash attention is taken; and the algorithms of cuDNN, which nothing chooses;
@@ -36,6 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -43,7 +44,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from common import ranks
+from common import UserError, ranks
 from common.train import data
 
 BUCKETS_BYTES = [2**20, 25 * 2**20]  # of torch's DDP: the first bucket, and all others
@@ -53,25 +54,68 @@ waits: list[Callable[[str], None]] = []  # called where the host would wait for 
 # --- what torch asks a driver for ------------------------------------------------------------------------------
 
 
+# Instructions that return false: `xor eax, eax; ret`, and `mov w0, #0; ret` (Arm ARM, C6.2: MOVZ and RET).
+RETURN_FALSE = {"x86_64": b"\x31\xc0\xc3", "aarch64": b"\x00\x00\x80\x52\xc0\x03\x5f\xd6"}
+
+
 def without_contexts() -> None:
     """Let the backward pass find that no GPU of this process has been used yet, as is true.
 
-    It asks `at::cuda::detail::_hasPrimaryContext`, which fails without a driver. libc10_cuda.so has its address: the
-    function `c10::cuda::hasPrimaryContext` is a jump to it (ff 25, and the place of the address). There, this writes
-    "return false", into the memory of this process only.
+    It asks `at::cuda::detail::_hasPrimaryContext`, which fails without a driver and is not exported. In its place, this
+    writes "return false", into the memory of this process only.
+
+    Raises:
+        UserError: this torch was built without CUDA, or such a processor is not known.
+        OSError: the system allows no change of a function.
     """
-    if platform.machine() != "x86_64":
-        raise NotImplementedError(f"the two instructions are of an x86-64, and this is an {platform.machine()}")
-    library: Any = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10_cuda.so"))
-    jump = ctypes.cast(library._ZN3c104cuda17hasPrimaryContextEa, ctypes.c_void_p).value or 0
-    after = ctypes.string_at(jump, 16).index(b"\xff\x25") + 2
-    offset = int.from_bytes(ctypes.string_at(jump + after, 4), "little", signed=True)
-    address = ctypes.c_void_p.from_address(jump + after + 4 + offset).value or 0
+    path = Path(torch.__file__).parent / "lib" / "libc10_cuda.so"
+    code = RETURN_FALSE.get(platform.machine(), b"")
+    if not code or not path.exists():
+        raise UserError(
+            f"planning for GPUs needs a torch that was built for CUDA, and {' or '.join(RETURN_FALSE)}; this is torch "
+            f"{torch.__version__} on {platform.machine()}: plan on another machine, which needs no GPU"
+        )
+    write_code(_has_primary_context(ctypes.CDLL(str(path)), path), code)
+
+
+def _has_primary_context(library: Any, path: Path) -> int:
+    """The address of `_hasPrimaryContext`, which libtorch_cuda.so has registered in libc10_cuda.so.
+
+    It stands in the one word of the library's data that another registration changes. No instruction is decoded, so
+    this holds on any processor.
+    """
+    register = library._ZN3c104cuda9_internal20setHasPrimaryContextEPFbaE
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    ends = [one[0].split("-") for one in maps if one[1] == "rw-p" and one[-1] == str(path.resolve())]
+    places = [(int(start, 16), int(end, 16) - int(start, 16)) for start, end in ends]
+    before = [ctypes.string_at(*place) for place in places]
+    other = ctypes.CDLL(None).abs
+    register(other)
+    after = [ctypes.string_at(*place) for place in places]
+    wanted = ctypes.cast(other, ctypes.c_void_p).value
+    words = [[np.frombuffer(content, np.uint64) for content in contents] for contents in (before, after)]
+    changed = [
+        int(was[i]) for was, now in zip(*words, strict=True) for i in np.flatnonzero(was != now) if now[i] == wanted
+    ]
+    assert len(changed) == 1, f"{len(changed)} words of {path} have changed"
+    register(ctypes.c_void_p(changed[0]))
+    return changed[0]
+
+
+def write_code(address: int, code: bytes) -> None:
+    """Write instructions over a function of this process.
+
+    Meanwhile its pages are not executable: when they become so, Linux lets the instruction cache see the change, which
+    an Arm processor does not do by itself.
+    """
     page = address & ~(mmap.PAGESIZE - 1)
-    every = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
-    if ctypes.CDLL(None).mprotect(ctypes.c_void_p(page), ctypes.c_size_t(2 * mmap.PAGESIZE), every):
+    size = -(-(address + len(code) - page) // mmap.PAGESIZE) * mmap.PAGESIZE
+    protect = functools.partial(ctypes.CDLL(None).mprotect, ctypes.c_void_p(page), ctypes.c_size_t(size))
+    allowed = protect(mmap.PROT_READ | mmap.PROT_WRITE) == 0
+    if allowed:
+        ctypes.memmove(address, code, len(code))
+    if not allowed or protect(mmap.PROT_READ | mmap.PROT_EXEC):
         raise OSError("the system allows no change of a function of libtorch_cuda.so")
-    ctypes.memmove(address, b"\x31\xc0\xc3", 3)  # xor eax, eax; ret
 
 
 class Event:
@@ -176,6 +220,7 @@ def no_driver(count: int, gpu: str, memory_bytes: int, bf16: bool) -> list[tuple
         "current_device": lambda: 0,
         "set_device": lambda *_: None,
         "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "_lazy_init": lambda: None,
         "synchronize": synchronized,
         "empty_cache": lambda: None,
@@ -196,6 +241,7 @@ def no_driver(count: int, gpu: str, memory_bytes: int, bf16: bool) -> list[tuple
         *((torch.cuda, name, value) for name, value in cuda.items()),
         # Although there are GPUs, as it seems, a fake tensor must not start CUDA.
         (FakeTensorMode, "avoid_device_init", property(lambda self: True)),
+        (fake_tensor, "init_gpu_context", lambda *_: None),  # torch 2.11 asks `torch.cuda.is_available` there
         (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         (torch.Tensor, "record_stream", lambda *_: None),
         (torch.Tensor, "pin_memory", lambda tensor, *_: tensor),
