@@ -84,7 +84,8 @@ fi
 # The recipe's defaults: lines of NAME=value, which are read and never run. The environment overrides them.
 if [[ -f $recipe/launch.env ]]; then
   while IFS='=' read -r name value || [[ -n $name ]]; do # the last line may lack a newline
-    [[ $name =~ ^[A-Z_][A-Z0-9_]*$ ]] || continue
+    [[ $name && $name != \#* ]] || continue
+    [[ $name =~ ^[A-Z_][A-Z0-9_]*$ ]] || fail "$recipe/launch.env: '$name' is no line of NAME=value or comment"
     value=${value%%#*}
     [[ -n ${!name-} ]] || export "$name=${value//[[:space:]]/}"
   done <"$recipe/launch.env"
@@ -93,8 +94,10 @@ fi
 count_gpus() { # that torch will see
   local visible=${CUDA_VISIBLE_DEVICES-${HIP_VISIBLE_DEVICES-${ROCR_VISIBLE_DEVICES-all}}} listed
   if [[ $visible != all ]]; then
-    # Numbers or names of devices; -1 usually asks for no device.
-    listed=$(tr ',' '\n' <<<"$visible" | grep -E '^[[:space:]]*([0-9]|GPU-|MIG-)' || true)
+    # Numbers or names of devices. As CUDA does, this stops at the first that is neither, such as -1, and takes none of
+    # a list that has one twice.
+    listed=$(tr ',' '\n' <<<"$visible" | tr -d '[:blank:]' | sed -E '/^([0-9]|GPU-|MIG-)/!{Q}')
+    [[ -z $(sort <<<"$listed" | uniq -d) ]] || listed=
   else
     listed=$(nvidia-smi -L 2>/dev/null | grep -E '^GPU|MIG' || true)
     # A container may have GPUs without nvidia-smi. Linux lists AMD's; those that a container may not use are unreadable.
@@ -102,12 +105,16 @@ count_gpus() { # that torch will see
       grep -ls '^simd_count [1-9]' /sys/class/kfd/kfd/topology/nodes/*/properties || true)}
   fi
   if [[ $listed == *MIG* ]]; then # of parts of GPUs, CUDA gives one to a process, and NCCL connects none
+    [[ $(grep -c MIG <<<"$listed") == 1 ]] || echo "note: of several parts of GPUs (MIG), one is used" >&2
     echo 1
   else
     grep -c . <<<"$listed" || true
   fi
 }
 gpus=$(count_gpus)
+if ((gpus == 0)) && [[ ${CUDA_VISIBLE_DEVICES-} =~ [0-9] && ${CUDA_VISIBLE_DEVICES-} != -1 ]]; then
+  echo "note: CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES gives CUDA no GPU: it begins with no device, or has one twice" >&2
+fi
 export GPUS_ON_NODE=$gpus # a rank refuses to train if torch sees none of them
 processes=${NPROC_PER_NODE:-$((gpus > 0 ? gpus : 2))}
 [[ $processes =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE=$processes must be a number of processes, such as 2"

@@ -329,9 +329,10 @@ def test_dry_run(tmp_path: Path) -> None:
         (DDP, {"NPROC_PER_NODE": "4"}, 4),
         (DDP, {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 3),
         (DDP, {"CUDA_VISIBLE_DEVICES": "GPU-3a,GPU-7,"}, 2),
-        (DDP, {"CUDA_VISIBLE_DEVICES": "MIG-3a,MIG-7"}, 1),
         (DDP, {"CUDA_VISIBLE_DEVICES": "5"}, 1),
         (DDP, {"CUDA_VISIBLE_DEVICES": "-1"}, 2),
+        (DDP, {"CUDA_VISIBLE_DEVICES": "0,1,-1,2"}, 2),  # CUDA stops at the first that is none
+        (DDP, {"CUDA_VISIBLE_DEVICES": "0, 1,x,2"}, 2),
         (DDP, {"CUDA_VISIBLE_DEVICES": "0,1,2", "NPROC_PER_NODE": "1"}, 1),
         ("recipes/dp_resnet", {}, 1),
         ("recipes/dp_resnet/", {"CUDA_VISIBLE_DEVICES": "0,1,2"}, 1),
@@ -340,6 +341,38 @@ def test_dry_run(tmp_path: Path) -> None:
 )
 def test_number_of_processes(recipe: str, variables: dict[str, str], processes: int, tmp_path: Path) -> None:
     assert f"--nproc-per-node={processes}" in planned(recipe, cwd=tmp_path, **variables)
+
+
+NONE = "gives CUDA no GPU: it begins with no device, or has one twice"
+
+
+@pytest.mark.parametrize(
+    ("listed", "processes", "note"),
+    [
+        ("MIG-3a,MIG-7", 1, "note: of several parts of GPUs (MIG), one is used"),
+        ("MIG-3a", 1, ""),
+        ("0,1,0", 2, f"note: CUDA_VISIBLE_DEVICES=0,1,0 {NONE}"),  # two on the CPU
+        ("-1,0,1,2", 2, f"note: CUDA_VISIBLE_DEVICES=-1,0,1,2 {NONE}"),
+        ("-1", 2, ""),
+        ("", 2, ""),
+    ],
+)
+def test_devices_that_are_left_out_are_named(listed: str, processes: int, note: str) -> None:
+    """On stderr, so that the planned command can be read."""
+    result = launch("--dry-run", DDP, CUDA_VISIBLE_DEVICES=listed)
+    assert result.stderr.strip() == note
+    assert f"--nproc-per-node={processes} " in result.stdout
+
+
+def test_line_of_launch_env_that_sets_nothing_is_refused(tmp_path: Path) -> None:
+    """A default that is misspelt would not hold, without a word."""
+    for line, refused in (("# NPROC_PER_NODE=3", False), ("", False), ("nproc=3", True), ("NPROC_PER_NODE 3", True)):
+        (tmp_path / "train.py").touch()
+        (tmp_path / "launch.env").write_text(f"OMP_NUM_THREADS=1 # why\n{line}\n")
+        command = ["bash", str(LAUNCHER), "--dry-run", str(tmp_path)]
+        done = subprocess.run(command, env=environ({}), capture_output=True, text=True, check=False)
+        assert (done.returncode == 2) == refused, done.stderr
+        assert (f"launch.env: '{line.partition('=')[0]}' is no line of NAME=value" in done.stderr) == refused
 
 
 NVIDIA = "GPU 0: NVIDIA A100 (UUID: GPU-1)\nGPU 1: NVIDIA A100 (UUID: GPU-2)"
