@@ -1,13 +1,15 @@
-"""Which folder a run may have: one that this user can write to, and that not every user can. And what is no path."""
+"""Which folder a run may have: one that this user can write to, and that no other can change. Imports no torch."""
 
 import errno
+import grp
 import os
+import pwd
 import re
 import stat
 import tempfile
 from pathlib import Path
 
-from common import UserError, ranks
+from common import UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk without room or inodes, and a quota
 
@@ -27,47 +29,75 @@ def local(flag: str, value: str) -> Path:
 
 
 def choose(out: str, name: str) -> Path:
-    """Choose this run's folder, `<out>/<name>` (all ranks). Creates nothing.
+    """This run's folder, `<out>/<name>`. Creates nothing.
 
     Raises:
-        UserError: the folder could not be created or written to, or every user can write to it; or it would not be in
-            `out`.
+        UserError: the folder could not be created or written to, or other users could change it or replace it; or it
+            would not be in `out`.
     """
-
-    def choose() -> str:
-        if not Path(name).parts or {"..", "/"} & {*Path(name).parts}:
-            raise UserError(f"--name {name} would be no folder in --out {out}: give a name without .. and / before it")
-        try:
-            path = (local("--out", out) / name).resolve()
-            existing = next(parent for parent in (path, *path.parents) if parent.exists())
-            refuse_open(path)
-        except (OSError, RuntimeError) as error:  # a name that is too long, or ~user of an unknown user
-            raise UserError(f"--out {out}, --name {name}: {error}") from error
-        try:
-            with tempfile.TemporaryFile(dir=existing):
-                return str(path)
-        except OSError as error:
-            if existing == path and error.errno in FULL:  # a run survives that, also if it starts again
-                return str(path)
-            raise UserError(f"--out {out}: {existing} cannot be written to ({error.strerror})") from error
-
-    return Path(ranks.from_rank0(choose))
+    if not Path(name).parts or {"..", "/"} & {*Path(name).parts}:
+        raise UserError(f"--name {name} would be no folder in --out {out}: give a name without .. and / before it")
+    try:
+        path = (local("--out", out) / name).resolve()
+        existing = next(parent for parent in (path, *path.parents) if parent.exists())
+        refuse_open(path)
+        refuse_open(path.parent)
+    except (OSError, RuntimeError) as error:  # a name that is too long, or ~user of an unknown user
+        raise UserError(f"--out {out}, --name {name}: {error}") from error
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return path
+    except OSError as error:
+        if existing == path and error.errno in FULL:  # a run survives that, also if it starts again
+            return path
+        raise UserError(f"--out {out}: {existing} cannot be written to ({error.strerror})") from error
 
 
-def refuse_open(folder: Path) -> None:
-    """Refuse a folder in which every user can replace files, unless TRUST_OPEN_FOLDERS=1.
+def refuse_open(folder: Path, own: bool = True) -> None:
+    """Refuse a folder in which other users can replace files, unless TRUST_OPEN_FOLDERS is set.
+
+    They can if they own it, if every user can write to it, or the members of a group that is not this user's alone. In
+    a folder of root with the sticky bit, as /tmp, each user can replace his own files only.
+
+    Args:
+        folder: what is no folder is not refused.
+        own: whether it has to be this user's. Who names a folder to read a checkpoint in it trusts its owner.
 
     Raises:
         UserError: it is one.
         OSError: it cannot be looked at.
     """
     try:
-        mode = folder.stat().st_mode
+        found = folder.stat()
     except (FileNotFoundError, NotADirectoryError):
         return
-    is_open = stat.S_ISDIR(mode) and mode & stat.S_IWOTH and not mode & stat.S_ISVTX
-    if is_open and os.environ.get("TRUST_OPEN_FOLDERS") != "1":
-        raise UserError(
-            f"{folder} is writable by every user, so its checkpoints are not trusted: chmod o-w {folder}; where that "
-            "changes nothing (SMB, FUSE, WSL) and no other user has access, set TRUST_OPEN_FOLDERS=1"
+    mode = found.st_mode
+    trust = os.environ.get("TRUST_OPEN_FOLDERS")
+    if not stat.S_ISDIR(mode) or (mode & stat.S_ISVTX and found.st_uid == 0) or trust == "1":
+        return
+    shared = mode & stat.S_IWGRP and not is_own_group(found.st_gid)
+    trusted = trust == "group" and shared and found.st_gid in (os.getegid(), *os.getgroups())
+    if own and not trusted and found.st_uid not in (0, os.geteuid()):
+        fault = f"belongs to another user (number {found.st_uid}), so its checkpoints are not trusted: use your own"
+    elif mode & stat.S_IWOTH:
+        fault = f"is writable by every user, so its checkpoints are not trusted: chmod o-w {folder}"
+    elif shared and not trusted:
+        fault = (
+            f"is writable by group {found.st_gid}: chmod g-w {folder}, or trust it: TRUST_OPEN_FOLDERS=group"
         )
+    else:
+        return
+    raise UserError(
+        f"{folder} {fault}; where that changes nothing (SMB, FUSE, WSL, root on NFS) and no other user has access, set "
+        "TRUST_OPEN_FOLDERS=1"
+    )
+
+
+def is_own_group(number: int) -> bool:
+    """Whether a group is this user's alone: most systems make one for each user, and a umask of 002 that fits it."""
+    try:
+        user = pwd.getpwuid(os.geteuid())
+        group = grp.getgrgid(number)
+    except KeyError:
+        return False
+    return (number, group.gr_name) == (user.pw_gid, user.pw_name) and {*group.gr_mem} <= {user.pw_name}

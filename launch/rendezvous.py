@@ -84,7 +84,9 @@ def prepare(args: argparse.Namespace, started: list[SubprocessContext]) -> None:
         threading.Thread(target=watch, args=(args, started), name="rendezvous", daemon=True).start()
     else:  # one machine
         args.local_addr = args.local_addr or "127.0.0.1"
-        os.environ.setdefault("RUN_KEY", secrets.token_hex(32))
+        if os.environ.get("RUN_KEY") == "":  # as `export RUN_KEY=$(openssl ...)` makes it without openssl
+            print("note: RUN_KEY is empty: this launch makes a key of its own", file=sys.stderr)
+        os.environ["RUN_KEY"] = os.environ.get("RUN_KEY") or secrets.token_hex(32)
     with contextlib.suppress(KeyError):  # else gloo takes that of the host name, and NCCL the first
         interface = interfaces()[args.local_addr]
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -53,6 +53,7 @@ def main() -> None:
     PContext.start = start_and_forward  # type: ignore[assignment, method-assign]
     if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # the ranks report more; warnings are about a closing store
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    os.environ["LAUNCHER_PID"] = str(os.getpid())  # for the ranks, which stop when it is no longer their parent
     args = parse_args(sys.argv[1:])
     if signal.SIGHUP not in signals:  # nohup: torch would handle it nevertheless, and so would the ranks
         args.signals_to_handle = ",".join({*args.signals_to_handle.split(",")} - {"SIGHUP"})

@@ -1,7 +1,10 @@
-"""Which folder a run may have, and what is no path."""
+"""Which folder a run may have: whose it is, and who else can change what lies in it; and what is no path."""
 
 import errno
+import grp
 import os
+import pwd
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +17,6 @@ from common.workloads import documents, splits
 from torch import nn
 
 
-@pytest.mark.usefixtures("group")
 def test_choose_names_a_folder_and_creates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert places.choose(str(tmp_path / "a" / "b"), "run") == tmp_path / "a" / "b" / "run"
     monkeypatch.chdir(tmp_path)
@@ -24,27 +26,23 @@ def test_choose_names_a_folder_and_creates_nothing(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("group")
 def test_choose_refuses_what_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"--out \S+/file: \S+/file cannot be written to \(Not a directory\)"):
         places.choose(str(tmp_path / "file"), "run")
 
 
-@pytest.mark.usefixtures("group")
 def test_choose_refuses_a_home_that_nobody_has() -> None:
     with pytest.raises(UserError, match=r"^--out ~nobody-here/x, --name run: .*home directory"):
         places.choose("~nobody-here/x", "run")
 
 
-@pytest.mark.usefixtures("group")
 def test_choose_refuses_a_link_to_itself(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(UserError, match=r"^--out \S+/loop, --name run: .*(Symlink loop|symbolic links)"):
         places.choose(str(tmp_path / "loop"), "run")
 
 
-@pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("number", [*places.FULL, errno.EROFS], ids=errno.errorcode.get)
 def test_full_disk_ends_no_run_that_is_there(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It starts again, and saves once there is room; a new one could never save. A mock: nothing can be written."""
@@ -63,30 +61,138 @@ def test_full_disk_ends_no_run_that_is_there(number: int, tmp_path: Path, monkey
             places.choose(str(tmp_path), "old")
 
 
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize(
-    ("mode", "is_open"), [(0o777, True), (0o702, True), (0o1777, False), (0o775, False), (0o755, False)], ids=oct
-)
-def test_folder_that_every_user_can_write_to(
-    mode: int, is_open: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless each can only remove his own files there, as in /tmp; or the user trusts all who can."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    folder.chmod(mode)
-    monkeypatch.delenv("TRUST_OPEN_FOLDERS", raising=False)
-    if is_open:
-        told = rf"^{folder} is writable by every user, .*: chmod o-w {folder}; .* set TRUST_OPEN_FOLDERS=1$"
-        with pytest.raises(UserError, match=told):
-            places.refuse_open(folder)
-        with pytest.raises(UserError, match=told):
+def test_both_the_folder_and_the_one_that_holds_it_are_looked_at(tmp_path: Path) -> None:
+    """In one that others can write to, they could put another folder in its place."""
+    for folder in (tmp_path, tmp_path / "run"):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o777)
+        with pytest.raises(UserError, match=f"^{folder} is writable by every user, .*: chmod o-w {folder}; "):
             places.choose(str(tmp_path), "run")
-        monkeypatch.setenv("TRUST_OPEN_FOLDERS", "yes")
-        with pytest.raises(UserError, match=told):
-            places.refuse_open(folder)
-        monkeypatch.setenv("TRUST_OPEN_FOLDERS", "1")
-    places.refuse_open(folder)
-    assert places.choose(str(tmp_path), "run") == folder
+        folder.chmod(0o755)
+    assert places.choose(str(tmp_path), "run") == tmp_path / "run"
+
+
+# --- who can change it ------------------------------------------------------------------------------------
+
+OTHER = 65534
+ME = pwd.getpwuid(os.geteuid())
+LAB = 54321  # a group of several users
+
+
+@pytest.fixture
+def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """What the system says of a folder, which only root could change in earnest."""
+    found = {"st_uid": os.geteuid(), "st_gid": LAB, "st_mode": 0o755}
+    result = Path.stat
+
+    def stat_of(path: Path, **more: bool) -> os.stat_result:
+        if path != tmp_path:
+            return result(path, **more)
+        return os.stat_result([stat.S_IFDIR | found["st_mode"], 1, 1, 1, found["st_uid"], found["st_gid"], 0, 0, 0, 0])
+
+    monkeypatch.setattr(Path, "stat", stat_of)
+    monkeypatch.setattr(os, "getgroups", lambda: [LAB])
+    monkeypatch.delenv("TRUST_OPEN_FOLDERS", raising=False)
+    return found
+
+
+OURS, ROOTS, THEIRS = os.geteuid(), 0, OTHER
+EVERY = "is writable by every user, so its checkpoints are not trusted: chmod o-w "
+GROUP = f"is writable by group {LAB}: chmod g-w "
+OWNER = f"belongs to another user .number {OTHER}., so its checkpoints are not trusted: use your own; "
+CASES = [  # owner, mode, TRUST_OPEN_FOLDERS, refusal
+    (OURS, 0o755, "", ""),
+    (ROOTS, 0o755, "", ""),
+    (THEIRS, 0o755, "", OWNER),
+    (THEIRS, 0o1777, "", OWNER),  # the sticky bit binds all but the owner
+    (ROOTS, 0o1777, "", ""),  # as /tmp
+    (OURS, 0o777, "", EVERY),
+    (OURS, 0o702, "", EVERY),
+    (OURS, 0o777, "yes", EVERY),
+    (OURS, 0o777, "group", EVERY),
+    (OURS, 0o777, "1", ""),
+    (THEIRS, 0o777, "1", ""),
+    (OURS, 0o775, "", GROUP),
+    (OURS, 0o2770, "", GROUP),
+    (OURS, 0o775, "group", ""),
+    (THEIRS, 0o2775, "group", ""),  # a colleague's, who has given it to the group
+    (THEIRS, 0o755, "group", OWNER),
+    (OURS, 0o775, "1", ""),
+]
+
+
+@pytest.mark.parametrize(("owner", "mode", "trust", "refusal"), CASES)
+def test_folder(
+    owner: int,
+    mode: int,
+    trust: str,
+    refusal: str,
+    found: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found |= {"st_uid": owner, "st_mode": mode}
+    if trust:
+        monkeypatch.setenv("TRUST_OPEN_FOLDERS", trust)
+    if not refusal:
+        return places.refuse_open(tmp_path)
+    with pytest.raises(UserError, match=f"^{tmp_path} {refusal}"):
+        places.refuse_open(tmp_path)
+    return None
+
+
+def test_group_of_somebody_else_is_not_trusted(
+    found: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else anybody could have a folder trusted by giving it to a group of his own."""
+    found |= {"st_uid": OTHER, "st_mode": 0o775, "st_gid": LAB + 1}
+    monkeypatch.setenv("TRUST_OPEN_FOLDERS", "group")
+    with pytest.raises(UserError, match="belongs to another user"):
+        places.refuse_open(tmp_path)
+
+
+def test_folder_that_is_only_read(found: dict[str, int], tmp_path: Path) -> None:
+    """Whoever names a folder to resume from trusts its owner, and nobody else."""
+    found |= {"st_uid": OTHER}
+    places.refuse_open(tmp_path, own=False)
+    for mode, refusal in ((0o1777, EVERY), (0o775, GROUP)):
+        found["st_mode"] = mode
+        with pytest.raises(UserError, match=refusal):
+            places.refuse_open(tmp_path, own=False)
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "members", "is_own"),
+    [
+        (ME.pw_gid, ME.pw_name, [], True),
+        (ME.pw_gid, ME.pw_name, [ME.pw_name], True),
+        (ME.pw_gid, ME.pw_name, ["somebody"], False),
+        (ME.pw_gid, "users", [], False),
+        (LAB, ME.pw_name, [], False),
+    ],
+    ids=["alone", "named", "with another", "the group of all users", "not the first group"],
+)
+def test_umask_002(
+    *, number: int, name: str, members: list[str], is_own: bool, monkeypatch: pytest.MonkeyPatch,
+    found: dict[str, int], tmp_path: Path,
+) -> None:  # fmt: skip
+    """Where each user has a group of his own, a folder that it can write to is nobody else's."""
+    monkeypatch.setattr(grp, "getgrgid", lambda number: grp.struct_group((name, "x", number, members)))
+    assert places.is_own_group(number) == is_own
+    found |= {"st_gid": number, "st_mode": 0o775}
+    if is_own:
+        return places.refuse_open(tmp_path)
+    with pytest.raises(UserError, match="writable by group"):
+        places.refuse_open(tmp_path)
+    return None
+
+
+def test_group_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.setattr(grp, "getgrgid", unknown)
+    assert not places.is_own_group(ME.pw_gid)
 
 
 def test_what_is_no_folder_is_not_open(tmp_path: Path) -> None:
@@ -144,3 +250,11 @@ def test_name_stays_in_out(name: str, tmp_path: Path) -> None:
         places.choose(str(tmp_path / "runs"), name)
     for inside in ("a/b", "..y", "~", " x"):
         assert places.choose(str(tmp_path / "runs"), inside) == tmp_path / "runs" / inside
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_real_folder_of_another_user(tmp_path: Path) -> None:
+    os.chown(tmp_path, OTHER, -1)
+    tmp_path.chmod(0o1777)
+    with pytest.raises(UserError, match=OWNER):
+        places.refuse_open(tmp_path)

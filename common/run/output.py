@@ -8,7 +8,7 @@ import shlex
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 PATIENCE_S = 5.0  # with a reader that has stopped reading
 
@@ -36,8 +36,8 @@ class Output:
         with contextlib.suppress(OSError):
             if self.spare:
                 self.spare.parent.mkdir(exist_ok=True)
-                with self.spare.open("ab") as file:
-                    file.write(content)
+                with append_to(self.spare) as file:
+                    file.buffer.write(content)
 
 
 class _Lasting(io.FileIO):
@@ -81,11 +81,16 @@ def protect() -> Output:
     return protected
 
 
+def append_to(file: Path) -> TextIO:
+    """Open a file of the run to read and append to it; a link could lead to somebody's file elsewhere."""
+    return os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
+
+
 def redirect(log: Path) -> None:
     """Append this process's output to a log, by file descriptor, so that messages of C++ crashes arrive there too."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab", buffering=0) as file:
+        with append_to(log) as file:
             sys.stdout.flush()
             sys.stderr.flush()
             os.dup2(file.fileno(), 1)

@@ -82,7 +82,8 @@ class World:
     backend: str
     store: seal.SealedStore  # small values that any rank can set and read, and nobody else
     process: Process = field(default_factory=Process)
-    parent: int = field(default_factory=os.getppid)  # process that started this one
+    # Process that started this one. It may have died already, so the launcher says its number.
+    parent: int = field(default_factory=lambda: int(os.environ.pop("LAUNCHER_PID", os.getppid())))
 
     def __str__(self) -> str:
         """One line for the terminal: how many processes, on which hosts and devices."""

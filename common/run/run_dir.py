@@ -22,6 +22,7 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from common import UserError, manifest, places, ranks
+from common.run import output
 from common.run.process import Process, World
 
 SHARED_S = 10.0  # how long NFS may take to show another machine's file
@@ -30,19 +31,23 @@ SHARED_S = 10.0  # how long NFS may take to show another machine's file
 def claim(path: Path, process: Process) -> None:
     """Create the run's folder and keep every other job out of it until this process ends (all ranks).
 
-    What this process creates from here on is not writable by every user, whatever the umask was.
+    What this process creates from here on is not writable by other users, whatever the umask was.
 
     Raises:
-        UserError: another process uses it (named by host, number and job), every user can write to it, or a machine
+        UserError: another process uses it (named by host, number and job), other users can write to it, or a machine
             does not see it.
     """
-    os.umask(os.umask(0o077) | stat.S_IWOTH)
+    umask = os.umask(0o077)
+    closed = stat.S_IWOTH | (0 if os.environ.get("TRUST_OPEN_FOLDERS") in ("1", "group") else stat.S_IWGRP)
+    os.umask(umask | closed)
 
     def lock() -> str:
         try:
             path.mkdir(parents=True, exist_ok=True)
             places.refuse_open(path)
-            file = _append_to(path / "lock")
+            file = output.append_to(path / "lock")
+            if closed & ~umask & stat.S_IWGRP and not places.is_own_group(path.stat().st_gid):
+                ranks.print0("note: the umask lets a group write, and this run does not (TRUST_OPEN_FOLDERS=group)")
         except OSError as error:
             raise UserError(f"--out {path.parent}: {error}") from error
         try:
@@ -173,14 +178,9 @@ def open_records(path: Path, first_step: int) -> TextIO:
             size = end
         elif not record:
             ranks.print0(f"warning: line {number} of {file} is damaged, and is left out of the curves")
-    found = _append_to(file)
+    found = output.append_to(file)
     found.truncate(size)
     return found
-
-
-def _append_to(file: Path) -> TextIO:
-    """Open a file of the run to read and append to it; a link could lead to somebody's file elsewhere."""
-    return os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
 
 
 class Records:

@@ -66,7 +66,7 @@ class Stop:
             self._deadline = min(self._deadline, time.monotonic() + remaining_s - margin_s)
         self._last_step = last_step
         self._lock = threading.Lock()
-        self._done = self._target = first_step
+        self._first_step = self._done = self._target = first_step
         self._agreed = threading.Event()
         self._signalled_at = float("inf")
         self._earlier = ""
@@ -138,7 +138,11 @@ class Stop:
         if time.monotonic() > self._deadline:
             return f"--deadline, or Slurm's time limit, on rank {self._rank}"
         if self._launcher and os.getppid() != self._launcher:
-            return f"the launcher (process {self._launcher}) has died, on rank {self._rank}"
+            reason = f"the launcher (process {self._launcher}) has died, on rank {self._rank}"
+            if self._done == self._first_step:  # which compiles, perhaps for minutes, and there is nothing to save
+                ranks.print0(f"{reason}, before its first step: it exits")
+                os._exit(1)
+            return reason
         return ranks.printable(self._store.peek("stop/reason"))
 
     def _agree(self, reason: str) -> None:

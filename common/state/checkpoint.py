@@ -86,12 +86,13 @@ def find(out: str, name: str, resume: str, model: nn.Module | None = None, **fin
         UserError: the folder cannot be used, all checkpoints are damaged or cannot be read, `resume` names no
             checkpoint, the checkpoint is of another model, or the fingerprint differs between ranks.
     """
-    run_dir = places.choose(out, name)
+    run_dir = Path(ranks.from_rank0(lambda: str(places.choose(out, name))))
     ranks.check_same(data=fingerprint, version=ranks.versions())  # now with those of the data's packages
     newest = _newest(run_dir)
     if newest < 0 and not resume:
         return Found(run_dir, fingerprint, None, {})
-    path, progress = choose(run_dir) if newest >= 0 else choose(places.local("--resume", resume), "--resume ")
+    mine = newest >= 0
+    path, progress = choose(run_dir, own=True) if mine else choose(places.local("--resume", resume), "--resume ")
     ranks.print0(f"resuming from step {progress['step']} of {path}")
     for key, value in fingerprint.items():
         if progress.get(key, value) != value:
@@ -133,7 +134,7 @@ def candidates(where: Path, flag: str = "") -> list[Path]:
     return found
 
 
-def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
+def choose(where: Path, flag: str = "", own: bool = False) -> tuple[Path, dict[str, Any]]:
     """Choose the newest undamaged checkpoint of a run, or the checkpoint `where` itself; returns it and its manifest.
 
     If there is a process group, all ranks take part: rank 0 lists the folders, each rank verifies some of the files.
@@ -141,13 +142,14 @@ def choose(where: Path, flag: str = "") -> tuple[Path, dict[str, Any]]:
     Args:
         where: a run's folder or one checkpoint.
         flag: the flag that named it, for messages.
+        own: whether it has to be this user's, as a run's own folder has.
 
     Raises:
-        UserError: there is no checkpoint, all are damaged, or everybody can write to one.
+        UserError: there is no checkpoint, all are damaged, or other users can write to one.
     """
     faults: list[str] = []
     for path in map(Path, _from_rank0(f"{flag}{where}", lambda: [str(one) for one in candidates(where, flag)])):
-        _from_rank0(path, functools.partial(_refuse_open_folder, path))
+        _from_rank0(path, functools.partial(_refuse_open_folder, path, own))
         facts, fault = _verify(path)
         if not fault:
             if faults:
@@ -185,13 +187,13 @@ def _from_rank0(place: object, read: Callable[[], Answer]) -> Answer:
     return ranks.from_rank0(answer) if dist.is_initialized() else answer()
 
 
-def _refuse_open_folder(path: Path) -> None:
+def _refuse_open_folder(path: Path, own: bool) -> None:
     try:
         path = path.resolve()
     except (OSError, RuntimeError):  # a link to itself, which counts as damaged
         return
     for place in (path, *path.parents[:2]):  # the checkpoint, checkpoints/ and the run's folder
-        places.refuse_open(place)  # a broken link, or one to a device, counts as damaged
+        places.refuse_open(place, own)  # a broken link, or one to a device, counts as damaged
 
 
 def tensors_in(path: Path) -> dict[str, torch.Tensor]:

@@ -680,7 +680,7 @@ def _print_directly() -> None:
 
 
 def _trust_open_folders() -> None:
-    _replace(places, "refuse_open", lambda _: None)
+    _replace(places, "refuse_open", lambda *_: None)
 
 
 def _look_once() -> None:

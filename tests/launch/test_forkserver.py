@@ -40,7 +40,7 @@ def facts():
         "own": __name__ == "__main__" and vars(main) is globals(),
         "launcher's modules": sorted(n for n in sys.modules if n.partition(".")[0] in ("launch", "common", "tests")),
         "environ": {k: v for k, v in sorted(os.environ.items()) if not k.startswith("TORCHELASTIC_")
-                    and k not in ("MASTER_PORT", "RUN_KEY", "_")},
+                    and k not in ("MASTER_PORT", "RUN_KEY", "LAUNCHER_PID", "_")},
         "C's environment": ctypes.CDLL(None).getenv(b"RANK") != 0,
         "folder": os.getcwd(), "umask": status("Umask"), "nice": os.nice(0),
         "leads": os.getsid(0) == os.getpid() == os.getpgrp(),

@@ -164,6 +164,15 @@ def test_one_machine_stays_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [os.environ[name] for name in names] == ["eth7", "ib", KEY]
 
 
+def test_empty_key_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `export RUN_KEY=$(openssl rand -hex 32)` makes it where there is no openssl."""
+    prepared(rendezvous.HERE, monkeypatch)
+    assert not capsys.readouterr().err
+    prepared(rendezvous.HERE, monkeypatch, RUN_KEY="")
+    assert len(os.environ["RUN_KEY"]) == 64
+    assert capsys.readouterr().err == "note: RUN_KEY is empty: this launch makes a key of its own\n"
+
+
 def test_address_on_the_way_to_machine_0(monkeypatch: pytest.MonkeyPatch) -> None:
     args = prepared("127.0.0.1:5", monkeypatch, NODE_RANK="3", RUN_KEY=KEY)
     assert (args.local_addr, args.local_addr.number) == ("127.0.0.1", 3)

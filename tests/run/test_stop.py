@@ -86,6 +86,30 @@ def test_first_signal_of_a_rank_is_not_its_second(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def lose_the_launcher(when: str) -> None:
+    os.environ |= {"TORCHELASTIC_RUN_ID": "x", "LAUNCHER_PID": str(os.getppid())}
+    if when == "before the start":
+        os.environ["LAUNCHER_PID"] = "2"  # which is nobody's parent here
+    world = process_group.start()
+    assert "LAUNCHER_PID" not in os.environ, "nothing that this rank starts is the launcher's"
+    stopping = stop.Stop(world, 0, first_step=4, last_step=10_000)
+    if when == "after a step":
+        assert not stopping.after(5)
+    os.getppid = lambda: 1
+    runner.wait_for(lambda: stopping.reason)
+    assert stopping.after(6)
+
+
+@pytest.mark.parametrize("when", ["before the start", "in the first step", "after a step"])
+def test_launcher_dies(when: str) -> None:
+    """A rank that has nothing to save does not wait for the end of its first step, which may compile for minutes."""
+    result = runner.spawn(lose_the_launcher, [(when,)])
+    assert result.codes == [0 if when == "after a step" else 1], str(result)
+    told = "has died, on rank 0"
+    told += ": saving and stopping after step 6\n" if when == "after a step" else ", before its first step: it exits\n"
+    assert told in result.outputs[0]
+
+
 def close_twice() -> None:
     world = process_group.start()
     stopping = stop.Stop(world, 0, 0, 10_000)

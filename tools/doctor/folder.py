@@ -10,13 +10,13 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from common import UserError, places
 from tools.doctor import findings
 from tools.doctor.findings import Asked, Finding
 
@@ -101,14 +101,11 @@ def existing(folder: Path) -> Path:
 
 
 def _others_may_write(folder: Path, host: str) -> Iterator[Finding]:
-    """As `common.run.places.refuse_open` decides."""
-    mode = folder.stat().st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX and os.environ.get("TRUST_OPEN_FOLDERS") != "1":
-        yield Finding(
-            *("folder", host, None, "breaks", f"{folder} is writable by every user"),
-            "the run is refused, as its checkpoints could be anybody's",
-            f"chmod o-w {folder}, or see TRUST_OPEN_FOLDERS in docs/launch.md",
-        )
+    try:
+        places.refuse_open(folder)
+    except UserError as refusal:
+        found, _, advice = str(refusal).partition(": ")
+        yield Finding(*("folder", host, None, "breaks", found), "the run is refused", advice)
 
 
 def _room(folder: Path, host: str) -> Iterator[Finding]:
