@@ -82,9 +82,7 @@ def refuse_open(folder: Path, own: bool = True) -> None:
     elif mode & stat.S_IWOTH:
         fault = f"is writable by every user, so its checkpoints are not trusted: chmod o-w {folder}"
     elif shared and not trusted:
-        fault = (
-            f"is writable by group {found.st_gid}: chmod g-w {folder}, or trust it: TRUST_OPEN_FOLDERS=group"
-        )
+        fault = f"is writable by group {found.st_gid}: chmod g-w {folder}, or trust it: TRUST_OPEN_FOLDERS=group"
     else:
         return
     raise UserError(

@@ -55,7 +55,8 @@ OF_RANKS = {
 }
 OF_TORCHRUN = "TORCHELASTIC_"
 IMPORT_S = 300.0  # for the imports, on a cold disk
-FORK_S = 30.0
+FORK_S = 30.0  # on a machine that has other work
+FROZEN_S = 3.0  # for a server that is stopped, and does not answer before somebody continues it
 END_S = 5.0
 READY = b"+"
 LENGTH = struct.Struct("!Q")
@@ -124,8 +125,7 @@ class Server:
         if self._ready or self._link.fileno() < 0:
             return
         try:
-            self._link.settimeout(IMPORT_S)
-            self._ready = self._link.recv(1) == READY
+            self._ready = self._answer(self._link, 1, IMPORT_S) == READY
         except TimeoutError:
             print(
                 f"note: the imports for all ranks took longer than {IMPORT_S:g} s: each imports alone", file=sys.stderr
@@ -159,8 +159,7 @@ class Server:
                     self._link.settimeout(FORK_S)
                     socket.send_fds(self._link, [LENGTH.pack(len(request))], fds)
                     self._link.sendall(request)
-                ours.settimeout(FORK_S)
-                pid = LENGTH.unpack(ours.recv(LENGTH.size))[0]  # complete: a short answer is one piece
+                pid = LENGTH.unpack(self._answer(ours, LENGTH.size, FORK_S))[0]
                 ours.sendall(READY)  # only now it may begin: a rank that nobody knows of must not
             except (OSError, struct.error) as error:
                 why = error or "it has ended"
@@ -171,6 +170,22 @@ class Server:
                 _adopt(False)
         return Child(pid, args)
 
+    def _answer(self, connection: socket.socket, num_bytes: int, limit_s: float) -> bytes:
+        """An answer; complete, as a short one is one piece.
+
+        Raises:
+            TimeoutError: none has come in time, or the server is stopped.
+        """
+        end = time.monotonic() + limit_s
+        connection.settimeout(FROZEN_S)
+        while True:
+            try:
+                return connection.recv(num_bytes)
+            except TimeoutError:
+                state = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(") ")[2][0]
+                if state in "Tt" or time.monotonic() > end:
+                    raise
+
     def _can_fork(self, args: tuple[str, ...], env: Mapping[str, str]) -> bool:
         """Whether this is `python -u SCRIPT ...`, with an environment in which the imports would be the same."""
         changed = {name for name in {*env, *self._environ} if env.get(name) != self._environ.get(name)}
@@ -178,10 +193,11 @@ class Server:
         return args[:3] == (sys.executable, "-u", self._script) and not others
 
     def close(self) -> None:
-        """Let the server end; ranks that it has forked run on."""
+        """End the server, also one that is stopped; ranks that it has forked run on."""
         self._ready = False
         self._link.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for nothing else
+        self._process.send_signal(signal.SIGKILL)  # it has nothing to tidy up
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
 
 
@@ -227,6 +243,7 @@ def _can_serve(script: str) -> bool:
     return (
         sys.platform == "linux"
         and os.environ.get("GPUS_ON_NODE") == "0"  # launch/torchrun.sh has counted them
+        and Path("/proc/self/fd").is_dir()  # not in every container: descriptors and threads are read there
         and script.endswith(".py")
         and Path(script).is_file()
         # Python runs here as it would run for the rank: no option of its own, unbuffered, with its three streams.
@@ -353,7 +370,7 @@ def _become_rank(
     gc.enable()
     atexit.register(gc.unfreeze)  # what is frozen at the end, nanobind reports as leaked
     for number in request["handled"]:  # by the launcher: a rank that Python starts does not ignore these either
-        if signal.getsignal(number) == signal.SIG_IGN:
+        if signal.getsignal(number) == signal.SIG_IGN or number == signal.SIGINT:  # which the launcher's leaves by
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, signals)
     return Program(loader.source_to_code(loader.get_data(script), script), module.__dict__)

@@ -28,6 +28,7 @@ from common.run.exits import PEER_FAILED, USAGE_ERROR
 from common.run.stop import taken_over
 from launch import forkserver, private_api, rendezvous
 
+BEFORE = " before the training began: there was nothing to save"
 requests: list[int] = []  # signals that were forwarded
 started: list[SubprocessContext] = []  # this machine's ranks, one entry for each start
 
@@ -49,6 +50,7 @@ def main() -> None:
             server.close()
         for number in signals:
             signal.signal(number, lambda number, frame: forward(ranks, number, frame))
+        signal.signal(signal.SIGTSTP, lambda *_: suspend(ranks))
 
     PContext.start = start_and_forward  # type: ignore[assignment, method-assign]
     if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # the ranks report more; warnings are about a closing store
@@ -59,6 +61,8 @@ def main() -> None:
         args.signals_to_handle = ",".join({*args.signals_to_handle.split(",")} - {"SIGHUP"})
     if args.rdzv_backend == rendezvous.NAME:  # launch/torchrun.sh chooses it, unless its user has chosen another
         rendezvous.prepare(args, started)
+    if callable(signal.getsignal(signal.SIGINT)):  # not where a script has it ignored
+        signal.signal(signal.SIGINT, leave)
     if forkserver.server:
         private_api.start_ranks_by(forkserver.server.start)
     with tempfile.TemporaryDirectory(prefix="torchelastic_", ignore_cleanup_errors=True) as folder:
@@ -92,7 +96,7 @@ def explain(error: ChildFailedError) -> int:
     traceback = traceback_of(failure.error_file)
     if requests and (failure.exitcode == -requests[0] or "KeyboardInterrupt" in traceback):
         name = signal.Signals(requests[0]).name
-        print(f"\nstopped by {name} before the training began: there was nothing to save", file=sys.stderr)
+        print(f"\nstopped by {name}{BEFORE}", file=sys.stderr)
         return 128 + requests[0]
     if traceback:  # it raised, even if torchrun then killed it because another rank exited first
         print(f"\nrank {rank} (pid {failure.pid}) failed first\n{traceback}", file=sys.stderr)
@@ -109,6 +113,16 @@ def explain(error: ChildFailedError) -> int:
     return code
 
 
+def leave(number: int, _frame: FrameType | None) -> None:
+    """End before there are ranks.
+
+    Raises:
+        SignalException: always; torchrun's own code lets it pass.
+    """
+    print(f"\nstopped by {signal.Signals(number).name}{BEFORE}", file=sys.stderr)
+    raise SignalException(f"stopped by {signal.Signals(number).name}", signal.Signals(number))
+
+
 def forward(ranks: PContext, number: int, _frame: FrameType | None) -> None:
     """Forward a request to stop to this machine's ranks.
 
@@ -123,6 +137,16 @@ def forward(ranks: PContext, number: int, _frame: FrameType | None) -> None:
     if not reached:
         raise SignalException(f"stopped by {signal.Signals(number).name}", signal.Signals(number))
     requests.append(number)
+
+
+def suspend(ranks: PContext) -> None:
+    """Stop this machine's ranks and this process, as Ctrl-Z asks, until the shell continues it (`fg`, `bg`)."""
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in ranks.pids().values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, number)  # with its loader workers: each rank leads a session
+        if number == signal.SIGSTOP:
+            os.kill(os.getpid(), number)  # returns after SIGCONT
 
 
 def traceback_of(error_file: str) -> str:

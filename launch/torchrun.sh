@@ -2,6 +2,7 @@
 # Start a recipe with torchrun: one process per GPU, or two on the CPU. See --help.
 set -euo pipefail
 unset CDPATH # with CDPATH set, cd prints the folder
+trap 'exit 130' INT # else bash continues where a command of its own has not died of it
 
 usage() {
   cat <<'TEXT'
@@ -182,9 +183,13 @@ fi
 # torch.compile reads pickles from its cache, whose usual folder another user can have made first.
 cache=${TMPDIR:-/tmp}/torchinductor_$(id -un 2>/dev/null || id -u)
 if [[ -z ${TORCHINDUCTOR_CACHE_DIR-} && -z $dry_run ]]; then
+  is_ours() { [[ -O $1 && ! -L $1 && -z $(find "$1" -maxdepth 0 -perm /022) ]]; }
   mkdir -m 700 "$cache" 2>/dev/null || true
-  [[ -O $cache && ! -L $cache && -z $(find "$cache" -maxdepth 0 -perm /022) ]] || cache=$(mktemp -d || true)
-  export TORCHINDUCTOR_CACHE_DIR=$cache # empty: torch's usual folder
+  for folder in "$cache" "$cache".??????; do # or one that an earlier launch has made
+    ! is_ours "$folder" || break
+  done
+  is_ours "$folder" || folder=$(mktemp -d "$cache.XXXXXX" || true)
+  export TORCHINDUCTOR_CACHE_DIR=$folder # empty: torch's usual folder
 fi
 
 python=${PYTHON:-python}

@@ -5,8 +5,10 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 
 from launch import forkserver
 from tests.harness import runner
-from tests.launch.test_launch import DDP, LAUNCHER, launch, planned, popen, training_flags, wait
+from tests.launch.test_launch import DDP, LAUNCHER, launch, planned, popen, shell, training_flags, wait
 
 # What a rank finds of itself, in a file of its own for each start.
 FACTS = r"""
@@ -360,6 +362,40 @@ def test_server_is_killed(waiting: Any) -> None:
     assert result.stderr.count("\n") == 1
 
 
+def test_server_is_stopped(waiting: Any) -> None:
+    """It could be continued at any time, so it is ended, and the ranks start without it."""
+    process, server, rank, go = waiting
+    os.kill(server, signal.SIGSTOP)
+    go.touch()
+    result = wait(process)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == "note: rank 0 imports alone: no process was forked (timed out)\n"
+    assert not alive(server)
+    assert not alive(rank)
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_only_a_stopped_server_is_given_up_early(is_stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that has other work, an answer may take longer than a start without it."""
+    monkeypatch.setattr(forkserver, "FROZEN_S", 0.1)
+    ours, theirs = socket.socketpair()
+    if not (pid := os.fork()):
+        if is_stopped:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.5)
+        theirs.send(forkserver.READY)
+        os._exit(0)
+    server = forkserver.Server(forkserver.Child(pid, ["python"]), ours, "train.py")
+    with ours, theirs:
+        if is_stopped:
+            with pytest.raises(TimeoutError):
+                server._answer(ours, 1, runner.HANG_S)
+        else:
+            assert server._answer(ours, 1, runner.HANG_S) == forkserver.READY
+        server.close()
+    assert server._process.returncode in (0, -signal.SIGKILL)
+
+
 # --- where ranks start in the ordinary way ----------------------------------------------------------------
 
 
@@ -389,6 +425,15 @@ def test_ordinary_start(variables: dict[str, str], options: list[str], file: str
     result = launch(*options, recipe, NPROC_PER_NODE="1", **variables)
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"frozen 0 {'own' if 'tqdm' in file else ''}\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_ordinary_start_without_proc(tmp_path: Path) -> None:
+    """As in a container that does not mount it."""
+    recipe = make(tmp_path / "own", "import gc\nprint('frozen', gc.get_freeze_count())\n")
+    unmount = ["unshare", "--mount", "bash", "-c", 'umount -l /proc; exec "$@"', "planted"]
+    result = shell([*unmount, "bash", LAUNCHER, recipe], NPROC_PER_NODE="1")
+    assert (result.returncode, result.stdout) == (0, "frozen 0\n"), result.stderr
 
 
 def test_only_the_same_command_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:

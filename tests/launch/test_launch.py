@@ -626,6 +626,8 @@ def test_cache_of_the_compiler_is_ours(there: str, tmp_path: Path) -> None:
     else:
         assert Path(found).parent == tmp_path
         assert found != str(usual)
+        again = launch(tmp_path, PYTHON=str(python), TMPDIR=str(tmp_path)).stdout.strip()
+        assert again == found, "each launch would leave a folder behind"
     if there != "chosen":
         assert Path(found).stat().st_mode & 0o777 == (0o755 if there == "ours" else 0o700)
         assert Path(found).owner() == getpass.getuser()
