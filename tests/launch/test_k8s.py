@@ -20,7 +20,7 @@ import yaml
 from tests.harness import runner
 from tests.launch.test_launch import popen, shell, wait
 
-MANIFEST, POLICY = yaml.safe_load_all((runner.ROOT / "launch" / "k8s.yaml").read_text())
+MANIFEST, ACCOUNT, POLICY = yaml.safe_load_all((runner.ROOT / "launch" / "k8s.yaml").read_text())
 SCHEMA = json.loads(Path(__file__).with_name("trainjob.schema.json").read_text())
 TRAINER = MANIFEST["spec"]["trainer"]
 JOB = MANIFEST["metadata"]["name"]
@@ -109,7 +109,7 @@ def test_volumes() -> None:
     assert not volumes, "mounted nowhere"
     assert set(mounts) == {"/runs", "/dev/shm"}
     assert "persistentVolumeClaim" in mounts["/runs"]
-    assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
+    assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
     assert pod["terminationGracePeriodSeconds"] >= 120, "30 s if nobody says so"
 
 
@@ -123,10 +123,149 @@ def test_only_the_jobs_own_pods_may_connect() -> None:
 
 def test_pods_get_the_key_from_a_secret() -> None:
     """Which the first comment's command creates: no key stands in the manifest."""
-    (variable,) = TRAINER["env"]
+    variable = TRAINER["env"][0]
     assert variable == {"name": "RUN_KEY", "valueFrom": {"secretKeyRef": {"name": "brigade", "key": "key"}}}
     text = (runner.ROOT / "launch" / "k8s.yaml").read_text()
     assert 'kubectl create secret generic brigade --from-literal=key="$(openssl rand -hex 32)"' in text
+
+
+def test_pods_have_no_token() -> None:
+    """A patch of a runtime has no automountServiceAccountToken, so the pods have an account of their own without it."""
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": JOB}}
+    assert account | {"automountServiceAccountToken": False} == ACCOUNT
+    assert pod_template()["serviceAccountName"] == JOB
+
+
+# --- the Pod Security Standard "restricted", rule by rule ---------------------------------------------------
+
+# https://kubernetes.io/docs/concepts/security/pod-security-standards/, those of "baseline" first. Trainer's runtime
+# torch-distributed adds a container's name and image.
+VOLUMES = {
+    *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"),
+}
+BASELINE_CAPABILITIES = {
+    *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_BIND_SERVICE", "SETFCAP"),
+    *("SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
+}
+SELINUX = (None, "container_t", "container_init_t", "container_kvm_t", "container_engine_t")
+Rule = Callable[[Any, list[Any]], bool]  # of the pod, and of all its containers
+
+
+def of(node: Any, *keys: str) -> Any:
+    """A value, None where something on the way to it is not there."""
+    for key in keys:
+        node = (node or {}).get(key)
+    return node
+
+
+def contexts(pod: Any, containers: list[Any]) -> list[Any]:
+    return [one.get("securityContext") or {} for one in (pod, *containers)]
+
+
+def handlers(containers: list[Any]) -> list[Any]:
+    """All probes and hooks."""
+    probes = [one.get(key) for one in containers for key in ("livenessProbe", "readinessProbe", "startupProbe")]
+    return probes + [of(one, "lifecycle", key) for one in containers for key in ("postStart", "preStop")]
+
+
+RESTRICTED: dict[str, Rule] = {
+    "HostProcess": lambda pod, all_: not any(of(one, "windowsOptions", "hostProcess") for one in contexts(pod, all_)),
+    "host namespaces": lambda pod, _: not any(pod.get(key) for key in ("hostNetwork", "hostPID", "hostIPC")),
+    "privileged containers": lambda pod, all_: not any(one.get("privileged") for one in contexts(pod, all_)),
+    "capabilities, baseline": lambda pod, all_: all(
+        {*(of(one, "capabilities", "add") or [])} <= BASELINE_CAPABILITIES for one in contexts(pod, all_)
+    ),
+    "HostPath volumes": lambda pod, _: not any("hostPath" in one for one in pod.get("volumes", [])),
+    "host ports": lambda _, all_: not any(port.get("hostPort") for one in all_ for port in one.get("ports", [])),
+    "host probes and hooks": lambda _, all_: (
+        not any(of(one, kind, "host") for one in handlers(all_) for kind in ("httpGet", "tcpSocket"))
+    ),
+    "AppArmor": lambda pod, all_: all(
+        of(one, "appArmorProfile", "type") in (None, "RuntimeDefault", "Localhost") for one in contexts(pod, all_)
+    ),
+    "SELinux": lambda pod, all_: all(
+        of(one, "seLinuxOptions", "type") in SELINUX
+        and not of(one, "seLinuxOptions", "user")
+        and not of(one, "seLinuxOptions", "role")
+        for one in contexts(pod, all_)
+    ),
+    "/proc mount": lambda pod, all_: all(one.get("procMount", "Default") == "Default" for one in contexts(pod, all_)),
+    "sysctls": lambda pod, _: not of(pod, "securityContext", "sysctls"),  # some are allowed; none is needed
+    "volume types": lambda pod, _: all({*one} - {"name"} <= VOLUMES for one in pod.get("volumes", [])),
+    "privilege escalation": lambda _, all_: all(
+        of(one, "securityContext", "allowPrivilegeEscalation") is False for one in all_
+    ),
+    "running as non-root": lambda pod, all_: all(
+        (of(one, "securityContext", "runAsNonRoot") is not False)
+        and (of(one, "securityContext", "runAsNonRoot") or of(pod, "securityContext", "runAsNonRoot") is True)
+        for one in all_
+    ),
+    "non-root user": lambda pod, all_: all(one.get("runAsUser") != 0 for one in contexts(pod, all_)),
+    "seccomp": lambda pod, all_: all(
+        (of(one, "securityContext", "seccompProfile", "type") or of(pod, "securityContext", "seccompProfile", "type"))
+        in ("RuntimeDefault", "Localhost")
+        for one in all_
+    ),
+    "capabilities": lambda _, all_: all(
+        "ALL" in (of(one, "securityContext", "capabilities", "drop") or [])
+        and {*(of(one, "securityContext", "capabilities", "add") or [])} <= {"NET_BIND_SERVICE"}
+        for one in all_
+    ),
+}
+
+
+def broken(pod: Any) -> set[str]:
+    containers = [one for key in ("containers", "initContainers", "ephemeralContainers") for one in pod.get(key, [])]
+    return {name for name, rule in RESTRICTED.items() if not rule(pod, containers)}
+
+
+def test_restricted() -> None:
+    assert broken(pod_template()) == set()
+
+
+SPOILS: dict[str, list[Callable[[Any, Any], Any]]] = {  # of a rule: what breaks it, in the pod or in its container
+    "HostProcess": [lambda pod, _: pod["securityContext"].update(windowsOptions={"hostProcess": True})],
+    "host namespaces": [lambda pod, _: pod.update(hostIPC=True), lambda pod, _: pod.update(hostNetwork=True)],
+    "privileged containers": [lambda _, one: one["securityContext"].update(privileged=True)],
+    "capabilities, baseline": [lambda _, one: one["securityContext"]["capabilities"].update(add=["IPC_LOCK"])],
+    "HostPath volumes": [lambda pod, _: pod["volumes"].append({"name": "x", "hostPath": {"path": "/"}})],
+    "host ports": [lambda _, one: one.update(ports=[{"containerPort": 1, "hostPort": 1}])],
+    "host probes and hooks": [
+        lambda _, one: one.update(livenessProbe={"httpGet": {"host": "10.0.0.1"}}),
+        lambda _, one: one.update(lifecycle={"preStop": {"tcpSocket": {"host": "10.0.0.1"}}}),
+    ],
+    "AppArmor": [lambda pod, _: pod["securityContext"].update(appArmorProfile={"type": "Unconfined"})],
+    "SELinux": [lambda _, one: one["securityContext"].update(seLinuxOptions={"type": "spc_t"})],
+    "/proc mount": [lambda _, one: one["securityContext"].update(procMount="Unmasked")],
+    "sysctls": [lambda pod, _: pod["securityContext"].update(sysctls=[{"name": "kernel.msgmax", "value": "1"}])],
+    "volume types": [lambda pod, _: pod["volumes"].append({"name": "x", "nfs": {"server": "x", "path": "/"}})],
+    "privilege escalation": [
+        lambda _, one: one["securityContext"].pop("allowPrivilegeEscalation"),
+        lambda _, one: one["securityContext"].update(allowPrivilegeEscalation=True),
+    ],
+    "running as non-root": [
+        lambda pod, _: pod["securityContext"].pop("runAsNonRoot"),
+        lambda _, one: one["securityContext"].update(runAsNonRoot=False),
+    ],
+    "non-root user": [lambda pod, _: pod["securityContext"].update(runAsUser=0)],
+    "seccomp": [
+        lambda pod, _: pod["securityContext"].pop("seccompProfile"),
+        lambda _, one: one["securityContext"].update(seccompProfile={"type": "Unconfined"}),
+    ],
+    "capabilities": [
+        lambda _, one: one["securityContext"].pop("capabilities"),
+        lambda _, one: one["securityContext"]["capabilities"].update(add=["CHOWN"]),
+        lambda pod, _: pod.update(initContainers=[{"name": "x", "securityContext": {"runAsNonRoot": True}}]),
+    ],
+}
+
+
+@pytest.mark.parametrize("rule", RESTRICTED)
+def test_mutant_of_a_rule(rule: str) -> None:
+    for spoil in SPOILS[rule]:
+        pod = copy.deepcopy(pod_template())
+        spoil(pod, pod["containers"][0])
+        assert rule in broken(pod)
 
 
 # --- the command -----------------------------------------------------------------------------------------
@@ -261,14 +400,3 @@ def test_two_pods(small_digits: Path, tmp_path: Path) -> None:
     assert list(runner.records(run, "train/loss")) == list(range(1, left + 3))
     assert (run / "checkpoints" / f"step_{left + 2:08d}" / "MANIFEST.json").is_file()
     assert not (run / "stopped.json").exists()
-
-
-def test_dockerfile_copies_what_there_is() -> None:
-    """Its build is not run here: it needs a registry."""
-    lines = (runner.ROOT / "launch" / "Dockerfile").read_text().splitlines()
-    copied = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
-    assert all((runner.ROOT / name).exists() for name in copied)
-    packages = {path.parent.name for path in runner.ROOT.glob("*/*.py")} | {"recipes"}
-    assert packages - {*copied} == {"tests", "benchmarks"}
-    (entry,) = (line for line in lines if line.startswith("ENTRYPOINT "))
-    assert (runner.ROOT / json.loads(entry.partition(" ")[2])[1]).exists()

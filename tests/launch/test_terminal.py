@@ -1,4 +1,4 @@
-"""What a terminal does to a launch, with real signals: Ctrl-C while it starts, Ctrl-Z; and a launcher that is killed."""
+"""What a terminal does to a launch, with real signals: Ctrl-C at its start, Ctrl-Z; and a launcher that is killed."""
 
 import os
 import signal
