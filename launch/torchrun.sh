@@ -23,8 +23,8 @@ Environment (the recipe's launch.env gives defaults):
   PYTHON           the interpreter (default: `python` of the active environment, else of the .venv of `uv sync`)
   STAGE_DIR        a folder on this machine's own disk: the first launch copies the --data folder there, and all launches
                    read the copy until the data changes
-  TRUST_OPEN_FOLDERS   1: take a run's folder although it shows as writable by every user, as all do on SMB, FUSE or
-                   WSL's drvfs; only where no other user has access
+  TRUST_OPEN_FOLDERS   group: trust the members of a folder's group, and let them write; 1: take any folder, as on SMB,
+                   FUSE or WSL's drvfs, where owner and mode say nothing; only where no other user has access
   ACCELERATE_CONFIG   for recipes/accelerate_gpt: a config file of Accelerate, as for `accelerate launch --config_file`;
                    a relative path may start at the recipe's folder, such as configs/ddp.yaml
 Several machines, the same command on each:

@@ -59,6 +59,16 @@ def test_parts_are_replaced_and_prose_stays() -> None:
     assert pages.fill(text, one=r"| a \1 |") == text
 
 
+def test_each_row_of_the_security_page_names_its_tests() -> None:
+    page = (ROOT / "SECURITY.md").read_text()
+    rows = page.partition("## Who can do what")[2].partition("\n## ")[0].split("\n|")[3:]
+    assert len(rows) >= 7
+    for row in rows:
+        named = re.findall(r"`(tests/\S+)`", row.rsplit("|", 2)[1])
+        assert named, row
+        assert all((ROOT / name).is_file() for name in named), row
+
+
 def test_missing_part() -> None:
     """Or a command would measure for half an hour and write nothing."""
     with pytest.raises(KeyError, match="has 0 parts <!-- begin three -->"):

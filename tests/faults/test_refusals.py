@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import pickle
 import shutil
 import tarfile
@@ -17,6 +18,8 @@ from tests.harness import runner
 from tests.harness.fault_case import STEPS, FaultCase, checkpoints, events_in
 from tests.harness.runner import wait_for
 from tools import about
+
+OTHER = 65534  # a user and a group
 
 
 @pytest.mark.fault("refused: two jobs in one run's folder")
@@ -67,6 +70,25 @@ def test_new_run_in_an_open_folder(case: FaultCase) -> None:
     assert not [*case.run_dir.iterdir()]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize("whose", ["of another user", "that a group can write to"])
+@pytest.mark.fault("refused: a run's folder {whose}")
+def test_folder_of_others(whose: str, case: FaultCase) -> None:
+    """Its name can be guessed, and where the folder that holds it is everybody's, as /tmp, he may come first."""
+    case.copy_reference(until=2)
+    if whose == "of another user":
+        os.chown(case.run_dir, OTHER, OTHER)
+        case.run_dir.chmod(0o1777)
+        told = rf"belongs to another user \(number {OTHER}\), so its checkpoints are not trusted: use your own; "
+    else:
+        os.chown(case.run_dir, -1, OTHER)
+        case.run_dir.chmod(0o775)
+        told = (
+            f"error: {case.run_dir} is writable by group {OTHER}: chmod g-w {case.run_dir}, or trust it: TRUST_OPEN_F"
+        )
+    check_refused_at_once(case, case.start(), f"error: {case.run_dir} {told}")
+
+
 @pytest.mark.fault("refused: mutant, open folders are trusted")
 def test_mutant_in_an_open_folder(case: FaultCase) -> None:
     case.copy_reference(until=2)
@@ -93,16 +115,21 @@ def test_links_in_a_trusted_folder(case: FaultCase) -> None:
     assert json.loads((case.run_dir / "config.json").read_text())["args"]
 
 
-@pytest.mark.fault("refused: nothing of a run's own, under umask 000")
-def test_umask(case: FaultCase) -> None:
-    """A run must be able to continue in what it has made itself."""
-    result = case.start(
-        "--stop-after", "4", faults=[("at the start", "umask", rank, 0, 0) for rank in range(case.size)]
-    )
+@pytest.mark.parametrize("umask", ["000", "002"])
+@pytest.mark.fault("refused: nothing of a run's own, under umask {umask}")
+def test_umask(umask: str, case: FaultCase) -> None:
+    """A run must be able to continue in what it has made itself, also where the group is not its user's alone."""
+    case.run_dir.parent.mkdir()
+    if os.geteuid() == 0:
+        os.chown(case.run_dir.parent, -1, OTHER)
+        case.run_dir.parent.chmod(0o2755)  # the group goes to what is made in it
+    faults = [("at the start", "umask", rank, 0, int(umask, 8)) for rank in range(case.size)]
+    result = case.start("--stop-after", "4", faults=faults)
     assert result.ok, str(result)
+    assert (os.geteuid() == 0) == ("note: the umask lets a group write, and this run does not" in result.outputs[0])
     made = [case.run_dir, *case.run_dir.rglob("*")]
-    assert not [path for path in made if not path.is_symlink() and path.stat().st_mode & 0o002]
-    result = case.start(faults=[("at the start", "umask", rank, 0, 0) for rank in range(case.size)])
+    assert not [path for path in made if not path.is_symlink() and path.stat().st_mode & 0o022]
+    result = case.start(faults=faults)
     assert result.ok, str(result)
     case.record_message(result.outputs[0], "resuming from step 4 of")
     case.check_same_curves(case.curve, "train/grad_norm")

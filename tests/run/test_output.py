@@ -106,3 +106,22 @@ def test_log_that_cannot_be_opened(tmp_path: Path) -> None:
     assert first.startswith(f"warning: {tmp_path}/file/x.log cannot be opened, so this rank prints to the terminal: ")
     assert second == "printed"
     assert (tmp_path / "logs" / "good.log").read_text().startswith("--- 2")
+
+
+def follow(log: str) -> None:
+    output.redirect(Path(log))
+    here = output.Output()
+    here.spare = Path(log)
+    here.keep(b"kept", "no reason")
+    print("printed")
+
+
+def test_log_that_is_a_link(tmp_path: Path) -> None:
+    """A file elsewhere, perhaps of another user, gets nothing of it; a run prints where it has printed so far."""
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "rank_00001.log").symlink_to(tmp_path / "mine")
+    result = runner.spawn(follow, [(str(tmp_path / "rank_00001.log"),)])
+    assert result.ok
+    assert "rank_00001.log cannot be opened, so this rank prints to the terminal: " in result.outputs[0]
+    assert "printed\n" in result.outputs[0]
+    assert (tmp_path / "mine").read_text() == "precious"
