@@ -219,7 +219,7 @@ def differences(wanted: Tensors, found: Tensors, most: int = 5) -> list[str]:
     """List the first `most` differences between two sets of names and shapes, one line each.
 
     Args:
-        wanted: the model's tensors by name; only their shapes count.
+        wanted: the model's tensors by name; their shapes count, and whether they are floats.
         found: the checkpoint's.
         most: differences to list; the rest is counted.
     """
@@ -231,4 +231,6 @@ def differences(wanted: Tensors, found: Tensors, most: int = 5) -> list[str]:
             lines.append(
                 f"{name}: {tuple(found[name].shape)} in the checkpoint, {tuple(wanted[name].shape)} in the model"
             )
+        elif wanted[name].is_floating_point() != found[name].is_floating_point():
+            lines.append(f"{name}: {found[name].dtype} in the checkpoint, {wanted[name].dtype} in the model")
     return lines if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]

@@ -6,6 +6,7 @@ that ranks and threads share the verification of a large file. Format 1 has one 
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -18,14 +19,15 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from common import UserError
+from common import UserError, printable
 
 NAME = "MANIFEST.json"
 FORMAT = 2
 CHUNK_BYTES = 2**26  # of a file, for each digest: part of the format
 BLOCK_BYTES = 2**20  # written or read at once: a processor's cache holds it until it is hashed
 READERS = 4  # threads that verify
-MOST_BYTES = 2**27  # of a JSON file; 10,000 ranks need 2 MB
+MOST_BYTES = 2**27  # of a file that is read at once; the manifest of 10,000 ranks needs 2 MB
+MOST_STEPS = 2**31  # of a training, as of --max-steps; and samples of a step
 
 
 def write(folder: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
@@ -52,7 +54,7 @@ def sync(path: Path) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file in one rename: after a kill, or without room, either the old or the new one is there.
+    """Write a file in one rename: after a kill, a power cut, or without room, either the old or the new one is there.
 
     Raises:
         OSError: it cannot be written.
@@ -62,6 +64,8 @@ def replace(path: Path, text: str) -> None:
     try:
         with partial.open("x") as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -125,50 +129,52 @@ def size(path: Path) -> int:
     return found.st_size
 
 
-def read_bytes(path: Path) -> bytes:
-    """Read a regular file; see `size`."""
-    size(path)
-    return path.read_bytes()
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Read a regular file of at most so many bytes, and no more than it says it has, as those of /proc give for ever.
+
+    Raises:
+        OSError: it cannot be read; see also `size`.
+    """
+    found = size(path)
+    if found > most:
+        raise OSError(errno.EFBIG, f"it has {found} bytes, more than {most}", str(path))
+    with path.open("rb") as file:
+        return file.read(found)
 
 
 def read_json(path: Path) -> Any:
     """Parse a JSON file that anybody may have written.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is too large, too deep or not JSON.
+        OSError: it cannot be read, or is too large.
+        ValueError: it is too deep or not JSON.
     """
-    if size(path) > MOST_BYTES:
-        raise ValueError(f"{path} has more than {MOST_BYTES} bytes")
     try:
-        return json.loads(path.read_text())
+        return json.loads(read_bytes(path))
     except RecursionError as error:
         raise ValueError(f"{path} has too many brackets within brackets") from error
 
 
 def _check(manifest: dict[str, Any], path: Path) -> str:
     """What is wrong with a manifest whose digest is right, or with the names in its folder; "" if nothing is."""
-    for key in ("step", "samples"):
-        if type(manifest.get(key)) is not int or not 0 <= manifest[key] < 2**63:
-            return f"{NAME} has {key} {manifest.get(key)!r:.40} instead of a number"
+    step, samples = (manifest.get(key) for key in ("step", "samples"))
+    if type(step) is not int or not 0 <= step < MOST_STEPS:
+        return f"{NAME} has step {step!r:.40} instead of a number"
+    if type(samples) is not int or not step <= samples <= step * MOST_STEPS:
+        return f"{NAME} has samples {samples!r:.40} instead of a number that {step} steps can take"
     scale = manifest.get("loss_scale", [1.0, 0.0])
     if not (isinstance(scale, list) and len(scale) == 2 and all(type(one) is float and one >= 0 for one in scale)):
         return f"{NAME} has loss_scale {scale!r:.40} instead of two numbers"
     number = re.fullmatch(r"step_(\d+)", path.name, re.ASCII)
-    if number and int(number[1]) != manifest["step"]:
-        return f"it is of step {manifest['step']}, and the folder's number is {int(number[1])}"
+    if number and int(number[1]) != step:
+        return f"it is of step {step}, and the folder's number is {int(number[1])}"
     if not manifest["files"]:
         return f"{NAME} names no files"
     if strange := [name for name in manifest["files"] if name != Path(name).name]:
-        return f"{NAME} names {strange[0]!r}, which is not in the folder"
+        return f"{NAME} names {strange[0]!r:.300}, which is not in the folder"
     # torch.distributed.checkpoint reads each of them, and the last one's tensors count.
     unnamed = sorted(file.name for file in path.glob("*.safetensors") if file.name not in manifest["files"])
-    return f"{_shown(unnamed[0])} is not in {NAME}: move it out of the folder" if unnamed else ""
-
-
-def _shown(name: str) -> str:
-    """A file's name for a message, which control characters and bytes that are not UTF-8 would spoil."""
-    return name if name.isprintable() and len(name) < 300 else ascii(name[:300])
+    return f"{printable(unnamed[0], 300)} is not in {NAME}: move it out of the folder" if unnamed else ""
 
 
 def _digest_json(value: dict[str, Any]) -> str:
@@ -177,7 +183,7 @@ def _digest_json(value: dict[str, Any]) -> str:
 
 def _fault(path: Path, file_bytes: int, start: int, num_bytes: int, digest: Any, wanted: str) -> str:
     """What is wrong with a part of a file, whose digest must be as wanted; "" if nothing is."""
-    name = _shown(path.name)
+    name = printable(path.name, 300)
     try:
         found = size(path)
         if found != file_bytes:
@@ -198,7 +204,9 @@ def _chunks(path: Path, manifest: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
         KeyError, TypeError, ValueError: the manifest's entries are not what `seal` returns.
     """
     for name, entry in manifest["files"].items():
-        file_bytes = int(entry["bytes"])
+        file_bytes = entry["bytes"]
+        if type(file_bytes) is not int or not 0 <= file_bytes < 2**63:
+            raise ValueError(f"{file_bytes!r:.40} bytes")
         if manifest["format"] == 1:
             yield path / name, file_bytes, 0, file_bytes, hashlib.sha256(), entry["sha256"]
             continue
@@ -239,5 +247,7 @@ def verify(path: Path, part: int = 0, num_parts: int = 1) -> tuple[dict[str, Any
     if fault := _check(manifest, path):
         return {}, fault
     with ThreadPoolExecutor(READERS) as pool:
-        faults = [*filter(None, pool.map(lambda chunk: _fault(*chunk), chunks[part::num_parts]))]
-    return ({}, faults[0]) if faults else (manifest, "")
+        faults = pool.map(lambda chunk: _fault(*chunk), chunks[part::num_parts])
+        fault = next(filter(None, faults), "")
+        pool.shutdown(cancel_futures=True)  # one is enough: a large damaged checkpoint is not read to its end
+    return ({}, fault) if fault else (manifest, "")

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common import UserError
+from common import UserError, printable
 
 Answer = TypeVar("Answer")
 # Packages whose versions decide numbers and data, where they are used.
 PACKAGES = ("torch", "torchvision", "numpy", "PIL", "datasets", "pyarrow", "tokenizers", "gymnasium", "accelerate")
+MOST_PRINTED = 10_000  # characters at once: the command that continues a run may be long
 
 
 def env_int(*names: str, default: int) -> int:
@@ -63,18 +64,13 @@ def code_digests(recipe: str) -> dict[str, str]:
 def print0(message: str) -> None:
     """Print a line from rank 0 only, above the progress bar if there is one."""
     if rank() == 0:
-        tqdm.write(message, file=sys.stdout)
+        tqdm.write(printable(message, MOST_PRINTED), file=sys.stdout)
         sys.stdout.flush()
 
 
 def listed(names: list[str], most: int = 5) -> str:
     """The first names for a line, and how many more there are: "a, b and 3 more"."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def printable(text: str) -> str:
-    """Text from elsewhere without control characters, which could change what a terminal shows."""
-    return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in text)
 
 
 def gather(value: Any, group: Any = None) -> list[Any]:
@@ -101,7 +97,7 @@ def from_rank0(answer: Callable[[], Answer]) -> Answer:
             mine = {"refusal": str(error)}
     found = gather(mine)[0]
     if "refusal" in found:
-        raise UserError(printable(found["refusal"]))
+        raise UserError(found["refusal"])
     return found["answer"]
 
 

@@ -85,7 +85,7 @@ def join(args: Any, recipe: str, process: Process) -> World:
     world = process_group.start(args.backend, args.dtype, process)
     ranks.check_same(flag=dataclasses.asdict(args), code=ranks.code_digests(recipe), version=ranks.versions())
     health.check(world.device)  # protect
-    process.watch = watch.Watch(world)  # protect
+    process.watch = watch.Watch(world, args.hang_timeout)  # protect
     return world
 
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch.distributed as dist
-from common import UserError, ranks
+from common import UserError, printable, ranks
 
 from tests.harness import runner
 
@@ -67,7 +67,7 @@ def test_from_rank0_hands_on_answers_and_refusals() -> None:
 
 def test_control_characters_are_not_shown() -> None:
     """Escape sequences, carriage returns, and marks that turn the direction of writing."""
-    assert ranks.printable("a\x1b[2J\rb\n\tc\u202ed\x9b\udcff é 字") == "a?[2J?b\n\tc?d?? é 字"
+    assert printable("a\x1b[2J\rb\n\tc\u202ed\x9b\udcff é 字") == "a?[2J?b\n\tc?d?? é 字"
 
 
 def test_numbers_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

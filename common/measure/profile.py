@@ -143,7 +143,7 @@ class Profile:
         problems = [one for one in ranks.gather(problem) if one]
         if problems:
             more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
-            ranks.print0(f"warning: {ranks.printable(problems[0])}{more}")
+            ranks.print0(f"warning: {problems[0]}{more}")
         if len(problems) < self._world.size:
             ranks.print0(
                 f"profile  steps {self._first} to {self._last}: {step_s * 1e3:,.1f} ms a step, those before them "

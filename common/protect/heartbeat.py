@@ -34,9 +34,10 @@ class Heartbeat:
         saving_s: seconds since the main thread entered a save; 0 outside of one.
     """
 
-    def __init__(self, world: World) -> None:
-        """Begin (main thread)."""
+    def __init__(self, world: World, start_timeout_s: float) -> None:
+        """Begin (main thread); see `slow_start` for the timeout."""
         self._world = world
+        self._start_timeout_s = start_timeout_s
         self._main = threading.get_ident()
         self._processes = _processes()
         self._checkpoints = Path()
@@ -145,9 +146,20 @@ class Heartbeat:
         folders = self._checkpoints.glob("step_*.tmp-*")
         return _total([file for one in folders for file in files_of_rank(one, self._world.rank)])
 
+    def slow_start(self) -> str:
+        """A sentence about the start, if it waits for a file on this machine for half of --hang-timeout; else ""."""
+        waits = self.stalled_s > self._start_timeout_s / 2 and self._timeout_s == float("inf") and not self._waits_in
+        if not waits or self._world.rank % self._world.local_size:
+            return ""
+        frames = traceback.walk_stack(sys._current_frames().get(self._main))
+        values = (value for frame, _ in frames for value in [*frame.f_locals.values()])
+        file = next((value for value in values if isinstance(value, Path)), None)  # of the innermost function
+        return f"{self.name()} has waited for {file} for {self.stalled_s:.0f} s so far" if file else ""
+
     def slow_save(self) -> str:
         """A sentence about the save that is under way, if it takes longer than --hang-timeout; else ""."""
-        folders = sorted(self._checkpoints.glob("step_*.tmp-*")) if self.saving_s > self._timeout_s else []
+        is_slow = self.saving_s > self._timeout_s and self._world.rank == 0
+        folders = sorted(self._checkpoints.glob("step_*.tmp-*")) if is_slow else []
         if not folders:
             return ""
         step = int(folders[-1].name[5:].partition(".")[0])

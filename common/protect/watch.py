@@ -29,8 +29,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
-from common import UserError, bounds, private_api, ranks
+from common import UserError, bounds, printable, private_api, ranks
 from common.protect import diagnose
 from common.protect.heartbeat import BEAT_S, DEAD_S, Heartbeat
 from common.protect.peers import Peers
@@ -38,6 +39,7 @@ from common.run import exits
 from common.run.process import World
 
 DECIDERS = 8  # the first ranks to compare heartbeats: a thousand ranks must not all read a thousand heartbeats
+MOST_FOUND = 100_000  # characters of a finding, which may have the stacks of many ranks
 STORE_HOST = "its host (rank 0 or the launcher)"
 FAREWELL_TAG = 0x0FA2E  # of the message that a rank sends to the one before it when its training is done
 
@@ -53,10 +55,15 @@ class WatchArgs:
 class Watch:
     """Watches this rank's main thread and, through the store, the other ranks."""
 
-    def __init__(self, world: World) -> None:
-        """Begin to name the ranks that die, and those that raise (main thread, all ranks)."""
+    def __init__(self, world: World, hang_timeout_s: float = float("inf")) -> None:
+        """Begin to name the ranks that die, and those that raise (main thread, all ranks).
+
+        Args:
+            world: this process.
+            hang_timeout_s: half of it without progress is said, and ends nothing before the training.
+        """
         self._world = world
-        self._heart = Heartbeat(world)
+        self._heart = Heartbeat(world, hang_timeout_s)
         self._logs: Path | None = None
         self._peers = Peers(world, self._heart)
         self._last_words = ""
@@ -137,7 +144,8 @@ class Watch:
         except dist.DistError as lost:
             self._exit(self._store_lost(lost))
         if not isinstance(error, UserError):  # `exits.entry` prints those
-            sys.stderr.write(f"\n{headline}")  # Python prints the stack afterwards, with the exception
+            # Python prints the stack afterwards, with the exception.
+            sys.stderr.write(f"\n{printable(headline, MOST_FOUND)}")
             sys.stderr.flush()
         self._let_others_read(finding)
 
@@ -149,7 +157,7 @@ class Watch:
             elif not self._heart.own_freeze():
                 beats, dead = self._peers.compare(to_the_end=True)
                 more = {rank for rank in dead if f"rank {rank} (" not in finding and not self._peers.exits(rank)}
-                sys.stderr.write(diagnose.accuse_dead(beats, more))
+                sys.stderr.write(printable(diagnose.accuse_dead(beats, more), MOST_FOUND))
                 sys.stderr.flush()
 
     def _store_lost(self, error: Exception) -> str:
@@ -177,9 +185,10 @@ class Watch:
                 if (foreign := self._peers.store.foreign) and not warned:
                     warned = True
                     ranks.print0(f"warning: a stranger writes to this run's store ({foreign}): ignored")
-                sentence = self._heart.slow_save() if self._world.rank == 0 else ""
+                sentence = self._heart.slow_save() or self._heart.slow_start()
                 if sentence and not slow:
-                    ranks.print0(f"warning: {sentence}")
+                    tqdm.write(f"warning: {printable(sentence)}", sys.stdout)
+                    sys.stdout.flush()
                 slow = bool(sentence)
             except dist.DistError as error:
                 if self._closing.is_set() or self._reported:
@@ -216,7 +225,7 @@ class Watch:
         try:
             own = self._heart.own_freeze()
             outlook = exits.outlook(self._logs.parent, self._world.size) if self._logs else "run the same command again"
-            finding = ranks.printable(finding if own in finding else own + finding)
+            finding = printable(finding if own in finding else own + finding, MOST_FOUND)
             finding = f"{finding}rank {self._world.rank} exits; {outlook}\n"
             sys.stderr.write(f"\n{finding}")
             sys.stderr.flush()

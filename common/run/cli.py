@@ -22,7 +22,7 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from common import UserError, bounds, manifest, ranks
+from common import UserError, bounds, manifest, printable, ranks
 from common.run import exits
 
 Args = TypeVar("Args")
@@ -193,6 +193,8 @@ def _read_config(args_type: Any, path: Path) -> list[str]:
     for name, value in values.items():
         if isinstance(value, bool) and (choices := _choices(args_type, name)):  # it was on or off when that run began
             value = choices[-1 if value else 0]  # noqa: PLW2901
+        if printable(str(value)) != str(value):  # which the parser would print as it is
+            raise UserError(f"--config {path} has {name} {value!r:.60}, which is too long or has control characters")
         flag = name.replace("_", "-")
         flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     return flags

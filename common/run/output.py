@@ -1,10 +1,12 @@
 """What a rank prints. A full disk under it, or a reader that has gone away, ends no training."""
 
 import contextlib
+import errno
 import io
 import os
 import select
 import shlex
+import stat
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -82,8 +84,16 @@ def protect() -> Output:
 
 
 def append_to(file: Path) -> TextIO:
-    """Open a file of the run to read and append to it; a link could lead to somebody's file elsewhere."""
-    return os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
+    """Open a file of the run to read and append to it.
+
+    Raises:
+        OSError: it cannot be opened; it is a link, which could lead to somebody's file elsewhere, or no regular file.
+    """
+    opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)  # waits for no pipe's reader
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(file))
+    return os.fdopen(opened, "a+")
 
 
 def redirect(log: Path) -> None:

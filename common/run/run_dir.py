@@ -267,8 +267,10 @@ def records(path: Path) -> list[dict[str, float]]:
 def _parse(file: Path) -> Iterator[tuple[int, dict[str, float], int]]:
     """The number, record and end of each line, {} for a damaged one; a last line that a kill cut off is ignored."""
     end = 0
+    if file.exists() and not file.is_file():  # a pipe or a device could be read for ever
+        raise UserError(f"{file} is not a regular file: move it away, or use another --name")
     with file.open("rb") if file.exists() else io.BytesIO() as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(lambda: lines.readline(manifest.BLOCK_BYTES), b""), 1):
             end += len(line)
             try:
                 values = json.loads(line.decode())

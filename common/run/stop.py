@@ -15,7 +15,7 @@ import time
 
 import torch.distributed as dist
 
-from common import ranks
+from common import printable, ranks
 from common.run import process_group
 from common.run.process import World
 
@@ -143,7 +143,7 @@ class Stop:
                 ranks.print0(f"{reason}, before its first step: it exits")
                 os._exit(1)
             return reason
-        return ranks.printable(self._store.peek("stop/reason"))
+        return printable(self._store.peek("stop/reason"))
 
     def _agree(self, reason: str) -> None:
         """Publish this rank's latest step, and set the step to stop after, which rank 0 finds from those of all."""

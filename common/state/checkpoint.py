@@ -96,7 +96,9 @@ def find(out: str, name: str, resume: str, model: nn.Module | None = None, **fin
     ranks.print0(f"resuming from step {progress['step']} of {path}")
     for key, value in fingerprint.items():
         if progress.get(key, value) != value:
-            ranks.print0(f"note: the checkpoint was written with {key} {progress[key]}, this run has {key} {value}")
+            ranks.print0(
+                f"note: the checkpoint was written with {key} {progress[key]!s:.80}, this run has {key} {value}"
+            )
     if model is not None:
         check_fits(path, model)
     return Found(run_dir, fingerprint, path, progress, newest)
@@ -204,6 +206,8 @@ def tensors_in(path: Path) -> dict[str, torch.Tensor]:
     """
     import torch.distributed.checkpoint as dcp  # here, because it takes as long as all other imports of a refused flag
 
+    if odd := [file.name for file in path.glob("*.safetensors") if not file.is_file()]:  # torch would wait for a pipe
+        raise UserError(f"{path} holds {odd[0]}, which is not a regular file: remove it")
     try:
         found: Any = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata  # tensors alone
     except OSError:

@@ -61,7 +61,7 @@ class Retention:
         best = checkpoint.folder(final.parents[1], best_step).name
         if best not in (path.name for path in found):
             pointer = final.with_name(checkpoint.BEST)
-            best = pointer.read_text() if pointer.is_file() else ""
+            best = manifest.read_bytes(pointer).decode(errors="replace") if pointer.is_file() else ""
         # Newer ones must be damaged, otherwise this run would have resumed from them: they do not count as kept.
         older = [path.name for path in found if checkpoint.step_of(path) < checkpoint.step_of(final)]
         return [name for name in older if name != best], best, [*self._whole]

@@ -139,12 +139,12 @@ class Saver:
             self._group = _new_group()
         for text, step, _ in outcomes:
             if step is not None:
-                raise BadStateError(ranks.printable(text), step)
+                raise BadStateError(text, step)
         failures = sorted(filter(None, (text for text, *_ in outcomes)), key=lambda text: LOST in text)
         if not failures:
             self._has_one = True
             return
-        failure = ranks.printable(failures[0])  # the cause before its effects
+        failure = failures[0]  # the cause before its effects
         if last or not self._has_one:
             raise SaveError(f"the {'last' if last else 'first'} checkpoint was not saved: {failure}")
         ranks.print0(f"warning: {failure}; training continues")
@@ -220,7 +220,7 @@ class Saver:
             outcome = (None, self._describe(error))
         outcomes = ranks.gather(outcome, self._group)
         if faults := [fault for _, fault in outcomes if fault]:
-            raise SaveError(ranks.printable("; ".join(faults)))
+            raise SaveError("; ".join(faults))
         return [result for result, _ in outcomes]
 
     def _describe(self, error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common import UserError, keymap, manifest, places, ranks
+from common import UserError, keymap, manifest, ranks
 from common.state import checkpoint
 from common.workloads import pretrained
 
@@ -85,8 +84,8 @@ def begin_with(init: str, model: nn.Module) -> None:
         saved, load = _open(init, model, stack)
         tensors = keymap.model_tensors(model)
         # Over all ranks: a stage of a pipeline has a part of the model.
-        wanted: dict[str, list[int]] = {}
-        for part in ranks.gather({name: list(tensor.shape) for name, tensor in tensors.items()}):
+        wanted: dict[str, list[int | str]] = {}
+        for part in ranks.gather({name: pretrained.size_of(tensor) for name, tensor in tensors.items()}):
             wanted |= part
         missing = [name for name, size in wanted.items() if saved.get(name) != tuple(size)]
         if len(missing) == len(wanted):
@@ -117,46 +116,19 @@ def _listed(what: str, lines: list[str]) -> str:
 
 def _open(
     init: str, model: nn.Module, stack: contextlib.ExitStack
-) -> tuple[dict[str, tuple[int, ...]], Callable[[keymap.Tensors], None]]:
+) -> tuple[dict[str, tuple[int | str, ...]], Callable[[keymap.Tensors], None]]:
     """The sizes of the weights by the model's names, and a function that fills tensors by name (all ranks)."""
-    path = places.local("--init", init)
-    if init.startswith(pretrained.TORCHVISION) or (path.suffix in pretrained.FILES and path.is_file()):
+    if pretrained.is_one_file(init):
         weights = pretrained.read(init)
-        return {name: tuple(one.shape) for name, one in weights.items()}, functools.partial(_fill, weights)
-    if path.suffix == ".safetensors" and path.is_file():  # as a folder, of which each rank reads its own part
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        (place / "model.safetensors").symlink_to(path.resolve())
-        path = place
-    if not path.is_dir():
-        raise UserError(
-            f"--init {init}: there is no such folder or file; it may be a run, a checkpoint, a .safetensors or "
-            f".pth file, a folder of Hugging Face, or {pretrained.TORCHVISION}resnet18"
-        )
+        sizes = {name: pretrained.size_of(one) for name, one in weights.items()}
+        return sizes, functools.partial(pretrained.fill, weights)
+    path = pretrained.folder_of(init, stack)
     if (path / manifest.NAME).exists() or (path / "checkpoints").exists():
         path, _ = checkpoint.choose(path, "--init ")
-    names = _names(init, path, model)
+    names = pretrained.names_in(init, path, model)
     theirs = {ours: name for name, ours in names.items()}
 
     def load(tensors: keymap.Tensors) -> None:
         checkpoint.load(path, {theirs.get(name, name): tensor for name, tensor in tensors.items()})
 
-    return {names.get(name, name): tuple(one.shape) for name, one in checkpoint.tensors_in(path).items()}, load
-
-
-def _fill(weights: keymap.Tensors, tensors: keymap.Tensors) -> None:
-    """Copy whole tensors, each of which this rank may hold a part of."""
-    for name, tensor in tensors.items():
-        tensor.copy_(keymap.part_of(weights[name], tensor))
-
-
-def _names(init: str, folder: Path, model: nn.Module) -> dict[str, str]:
-    """The model's names of the tensors of a Hugging Face folder, by theirs; {} for a folder with the model's own."""
-    part: Any = next((part for part in model.modules() if callable(getattr(part, "names_in", None))), None)
-    if part is None or not (folder / "config.json").is_file():
-        return {}
-    try:
-        return part.names_in(manifest.read_json(folder / "config.json"))
-    except UserError as error:
-        raise UserError(f"--init {init}: {error}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"--init {init}: its config.json is not a model's: {error!r}") from error
+    return {names.get(name, name): pretrained.size_of(one) for name, one in checkpoint.tensors_in(path).items()}, load

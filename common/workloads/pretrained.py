@@ -1,5 +1,10 @@
-"""Pretrained weights in one file of torch.save, or of torchvision; `state/start.py` fits them into a model."""
+"""Pretrained weights: those of torch.save and torchvision, and the names in a folder of Hugging Face.
 
+`state/start.py` fits them into a model.
+"""
+
+import contextlib
+import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,8 +12,9 @@ from typing import Any
 
 import filelock
 import torch
+from torch import nn
 
-from common import UserError, keymap, ranks
+from common import UserError, keymap, manifest, places, ranks
 
 TORCHVISION = "torchvision:"
 FILES = {".bin", ".pt", ".pth"}
@@ -43,6 +49,31 @@ def read(init: str) -> dict[str, torch.Tensor]:
     return {keymap.canonical(name): one for name, one in found.items() if isinstance(one, torch.Tensor)}
 
 
+def is_one_file(init: str) -> bool:
+    """Whether `read` reads it."""
+    path = places.local("--init", init)
+    return init.startswith(TORCHVISION) or (path.suffix in FILES and path.is_file())
+
+
+def folder_of(init: str, stack: contextlib.ExitStack) -> Path:
+    """The folder that the flag names; for a .safetensors file one that has it alone, until the stack is left.
+
+    Raises:
+        UserError: there is no such folder or file.
+    """
+    path = Path(init).expanduser()
+    if path.suffix == ".safetensors" and path.is_file():  # as a folder, of which each rank reads its own part
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (place / "model.safetensors").symlink_to(path.resolve())
+        return place
+    if not path.is_dir():
+        raise UserError(
+            f"--init {init}: there is no such folder or file; it may be a run, a checkpoint, a .safetensors or "
+            f".pth file, a folder of Hugging Face, or {TORCHVISION}resnet18"
+        )
+    return path
+
+
 def _torchvision(name: str) -> Any:
     """The newest weights of a model; the first process of a machine that wants them fetches them for the others."""
     from torchvision import models
@@ -52,3 +83,27 @@ def _torchvision(name: str) -> Any:
     place.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(place / f"{name}.lock", timeout=WAIT_S):  # the system releases it if its holder dies
         return weights.get_state_dict(check_hash=True)
+
+
+def size_of(tensor: torch.Tensor) -> tuple[int | str, ...]:
+    """The shape of a tensor of floats, and of another one also its type: the same bits would be other numbers."""
+    return (*tensor.shape, *([] if tensor.is_floating_point() else [str(tensor.dtype)]))
+
+
+def fill(weights: keymap.Tensors, tensors: keymap.Tensors) -> None:
+    """Copy whole tensors, each of which this rank may hold a part of."""
+    for name, tensor in tensors.items():
+        tensor.copy_(keymap.part_of(weights[name], tensor))
+
+
+def names_in(init: str, folder: Path, model: nn.Module) -> dict[str, str]:
+    """The model's names of the tensors of a Hugging Face folder, by theirs; {} for a folder with the model's own."""
+    part: Any = next((part for part in model.modules() if callable(getattr(part, "names_in", None))), None)
+    if part is None or not (folder / "config.json").exists():
+        return {}
+    try:
+        return part.names_in(manifest.read_json(folder / "config.json"))
+    except UserError as error:
+        raise UserError(f"--init {init}: {error}") from error
+    except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"--init {init}: its config.json is not a model's: {error!r}") from error

@@ -68,7 +68,7 @@ def test_phase_that_was_noted(tmp_path: Path) -> None:
 
 def look_at_processes() -> None:
     world = process_group.start()
-    heart = heartbeat.Heartbeat(world)
+    heart = heartbeat.Heartbeat(world, float("inf"))
     mine = heart.look()
     assert mine["pid"] == os.getpid()
     assert not heart.has_died(mine)

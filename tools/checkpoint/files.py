@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common import UserError, keymap, manifest
+from common import UserError, keymap, manifest, printable
 from common.state import checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -25,12 +25,12 @@ def inspect(path: Path) -> None:
     files = facts.pop("files")
     print(f"{folder}: {len(files)} file(s), {sum(entry['bytes'] for entry in files.values()) / 1e6:,.1f} MB, undamaged")
     for key, value in facts.items():
-        print(f"  {key:10} {json.dumps(value)}")
+        print(printable(f"  {key:10} {json.dumps(value)}"))
     tensors = checkpoint.tensors_in(folder)
     weights = {name: entry for name, entry in tensors.items() if not name.startswith(keymap.NO_WEIGHTS)}
     print(f"  {'tensors':10} {len(weights)} of the model, {len(tensors) - len(weights)} others")
     for name, entry in tensors.items():
-        print(f"    {name:60} {str(entry.dtype).removeprefix('torch.'):9} {tuple(entry.shape)}")
+        print(printable(f"    {name:60} {str(entry.dtype).removeprefix('torch.'):9} {tuple(entry.shape)}"))
 
 
 def verify(path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common import ranks, seal
+from common import printable, ranks, seal
 from tools.doctor import folder
 from tools.doctor.findings import Asked, Finding
 
@@ -172,7 +172,7 @@ def _line(process: Any, limit_s: float) -> str:
 
 def _not_shared(asked: Asked, views: Mapping[int, str]) -> Iterator[Finding]:
     for rank, view in sorted(views.items()):
-        host, _, seen = ranks.printable(view).partition("\n")
+        host, _, seen = printable(view).partition("\n")
         if seen in ("missing", "no answer"):
             yield Finding(
                 *("shared", host, rank, "breaks", f"--out {asked.out} does not show the file that rank 0 wrote there"),

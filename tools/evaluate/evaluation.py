@@ -69,7 +69,7 @@ def choose(args: Args) -> tuple[Path, dict[str, Any]]:
             raise UserError(
                 f"--checkpoint best: {args.run} has no best checkpoint: that needs --keep-best METRIC and an evaluation"
             )
-        name = pointer.read_text().removeprefix("step_")
+        name = manifest.read_bytes(pointer).decode(errors="replace").removeprefix("step_")
     if not name.isdecimal() or int(name) not in steps:
         kept = ", ".join(map(str, sorted(steps))) or "none"
         raise UserError(f'--checkpoint {args.checkpoint}: use "best" or one of the steps that {args.run} has: {kept}')

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import ranks
+from common import printable, ranks
 from tools import about
 from tools.prove import layouts, rank
 
@@ -17,6 +17,7 @@ from tools.prove import layouts, rank
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torchvision", "tools.prove.preload"])
 POLL_S = 0.02
+MOST_READ = 2**24  # characters of a log
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Outcome:
 
     def output(self, number: int) -> str:
         """All that a rank has printed."""
-        return ranks.printable(self.job.log(number).read_text(errors="replace"))
+        return printable(self.job.log(number).read_text(errors="replace"), MOST_READ)
 
 
 def environment(alone: bool, config: str, run_key: str, gpus: str | None) -> dict[str, str]:
