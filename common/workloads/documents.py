@@ -1,9 +1,10 @@
 """Rows of a table as tokens: the texts of its columns, or its chats, as bytes or by a tokenizer."""
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 # Names of the token that ends a document, where no tokenizer_config.json beside the tokenizer tells it.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+MOST_TOKENS = 2**31
 BETWEEN = "\n"  # columns of a row, and rows of bytes or lines
 
 
@@ -37,13 +39,13 @@ def load_tokenizer(path: str) -> Vocabulary:
     Raises:
         UserError: it cannot be read.
     """
+    file = places.local("--tokenizer", path)
     try:
         from tokenizers import Tokenizer
 
-        content = places.local("--tokenizer", path).read_bytes()
-        model = Tokenizer.from_buffer(content)
-    except UserError:
-        raise
+        content = manifest.read_bytes(file)
+        with _panics():
+            model = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises no more specific type
         reason = f"{type(error).__name__}: {error}"
         raise UserError(
@@ -55,7 +57,20 @@ def load_tokenizer(path: str) -> Vocabulary:
     # Otherwise each forked worker warns of threads, which are idle by then.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     size = max(model.get_vocab().values(), default=-1) + 1  # ids may have gaps
+    if size > MOST_TOKENS:
+        raise UserError(f"--tokenizer {path} has a token of number {size - 1}: it must be below {MOST_TOKENS}")
     return Vocabulary(path, model, size, hashlib.sha256(content).hexdigest(), _facts(Path(path).expanduser()))
+
+
+@contextlib.contextmanager
+def _panics() -> Iterator[None]:
+    """Make an error of a panic in Rust, which is none to Python: `except Exception` would not catch it."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise RuntimeError(str(error)) from error
+        raise
 
 
 class Encoder:
@@ -109,7 +124,11 @@ class Encoder:
             return np.frombuffer(b"".join(encoded), np.uint8), num_bytes
         end = [self._model.token_to_id(self.end)] if self.end else []
         # Each row separately, so that tokens do not depend on how rows are grouped.
-        found = self._model.encode_batch_fast(texts, add_special_tokens=False)
+        try:
+            with _panics():
+                found = self._model.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:
+            raise UserError(f"--tokenizer fails on a text of --data: {error}") from error
         tokens = (token for one in found for token in (one.ids if one.ids[-1:] == end else one.ids + end))
         return np.fromiter(tokens, self.dtype), num_bytes
 
@@ -154,8 +173,8 @@ def _facts(tokenizer: Path) -> dict[str, Any]:
     file = tokenizer.parent / "tokenizer_config.json"
     template = tokenizer.parent / "chat_template.jinja"
     try:
-        facts = manifest.read_json(file) if file.is_file() else {}
-        return facts | ({"chat_template": template.read_text()} if template.is_file() else {})
+        facts = manifest.read_json(file) if file.exists() else {}
+        return facts | ({"chat_template": manifest.read_bytes(template).decode()} if template.exists() else {})
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"--tokenizer {tokenizer}: a file beside it cannot be read: {error}; correct or remove it"

@@ -3,6 +3,7 @@
 These models compute the same from tensors of the same layout, so only names change.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -142,6 +143,7 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     found = DEFAULTS | FAMILY[model_type] | dict(config) | rope
+    _check_sizes(found)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     differences = [f"{key} {found[key]!r} (must be {value!r})" for key, value in FIXED.items() if found[key] != value]
     if kind not in SCALINGS:
@@ -163,6 +165,20 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "qk_norm": model_type == "qwen3",
         "rope_scaling": ":".join([kind, *numbers]) if numbers else "",
     }
+
+
+def _check_sizes(found: Mapping[str, Any]) -> None:
+    """Refuse sizes that are none, such as a number in quotes, 0 heads, or Infinity."""
+    for ours, theirs in {**SIZES, "vocab_size": "vocab_size"}.items():
+        value = found[theirs]
+        if ours == "tied":
+            right = isinstance(value, bool)
+        elif ours in ("rope_base", "norm_eps"):
+            right = type(value) in (int, float) and 0 <= value < math.inf
+        else:
+            right = (value is None and ours in ("num_kv_heads", "head_width")) or (type(value) is int and value > 0)
+        if not right:
+            raise UserError(f"config.json has {theirs} {value!r:.40}, which a model cannot have")
 
 
 def _slides(config: Mapping[str, Any]) -> bool:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from PIL import Image
 
+# What Pillow may open a file as, whatever its name: of its others, EPS starts a program.
+FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+MOST_BYTES = 2**30  # of an encoded image
 _noted: list[str] = []  # the image of 16 bits that the note has named
 
 
@@ -72,7 +75,7 @@ def decode(
         UnreadableImageError: the row is empty, or what is in it or in its file is not a readable image; names it.
         UserError: the file cannot be read, or its pixels have no known range; names it.
     """
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     cell = cell or cells(rows, np.array([index]))[0]
     if cell is None:
@@ -81,12 +84,12 @@ def decode(
     content = cell["bytes"] or b""
     try:
         if not content and cell["path"]:
-            content = manifest.read_bytes(Path(cell["path"]))
+            content = manifest.read_bytes(Path(cell["path"]), MOST_BYTES)
     except OSError as error:
         raise UserError(f"--data: {name} is not a readable image: {error}") from error
     try:
         # By its name, Pillow would map a TIFF file into memory, and scramble one whose orientation is 5 to 8.
-        with Image.open(io.BytesIO(content)) as file:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as file:
             whole = file.size
             if least_side:
                 file.draft(None, (least_side, least_side))  # nothing, for other formats
@@ -105,6 +108,10 @@ def decode(
                 image = image.resize(size[::-1])
     except UserError:
         raise
+    except UnidentifiedImageError as error:
+        raise UnreadableImageError(
+            f"--data: {name} is not a readable image: it is none of {', '.join(FORMATS)}"
+        ) from error
     except Exception as error:  # of many types, by format and by what is damaged
         raise UnreadableImageError(f"--data: {name} is not a readable image: {error}") from error
     return torch.from_numpy(np.atleast_3d(np.array(image))).permute(2, 0, 1)
@@ -171,6 +178,6 @@ def content(cell: Cell, only_size: bool) -> bytes:
         return str(len(cell["bytes"])).encode() if only_size and cell["bytes"] else cell["bytes"] or b""
     path = Path(cell["path"])
     try:
-        return str(manifest.size(path)).encode() if only_size else manifest.read_bytes(path)
+        return str(manifest.size(path)).encode() if only_size else manifest.read_bytes(path, MOST_BYTES)
     except OSError:
         return b""

@@ -1,14 +1,16 @@
 """Training and validation splits of any set that `datasets` reads: a local folder, or a set of the hub."""
 
+import multiprocessing
 import os
 import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from common import UserError, places, ranks, seed
+from common import UserError, manifest, places, ranks, seed
 from common.workloads import image_folder, private_api
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ Split = TypeVar("Split")
 
 HOLD_OUT = 0.1  # share of a set without a validation split that is held out as one
 HUB_TIMEOUT_S = 3.0
+MOST_CARD_BYTES = 2**22  # of a README.md
 SAVED = ("dataset_dict.json", "state.json")  # files that save_to_disk writes: a DatasetDict's, and a Dataset's
 
 
@@ -78,11 +81,12 @@ def load(name: str) -> tuple["Dataset", "Dataset | None"]:
     datasets.disable_progress_bars()
     try:
         if folder and not config and any((path / file).is_file() for file in SAVED):
+            _refuse_special(name, path)
             saved = datasets.load_from_disk(path)
             found = saved if isinstance(saved, dict) else {"train": saved}
         else:
             listed = image_folder.load(path) if folder and not config else None
-            found = listed or datasets.load_dataset(str(path) if folder else place, config or None)
+            found = listed or _load(name, path, str(path) if folder else place, config)
             if folder and not listed:
                 image_folder.note_left_out(path, found)
     except UserError:
@@ -91,6 +95,99 @@ def load(name: str) -> tuple["Dataset", "Dataset | None"]:
         problem = "this folder cannot be read" if folder else "no such folder, and not found on the hub"
         raise UserError(f"--data {name}: {problem} ({_reason(error, path)})") from error
     return choose(name, found)
+
+
+def _load(name: str, path: Path, place: str, config: str) -> Mapping[str, "Dataset"]:
+    """As `datasets.load_dataset`, but files of other kinds are refused, and another process parses the others."""
+    import datasets
+
+    folder = path.is_dir()
+    if folder:
+        _refuse_special(name, path)
+        _check_card(name, path)
+    builder = datasets.load_dataset_builder(place, config or None)
+    if not Path(builder.cache_dir).exists():  # else an earlier start has parsed it
+        _parse(name, path, builder)
+    builder.download_and_prepare()
+    return builder.as_dataset()
+
+
+def _parse(name: str, path: Path, builder: Any) -> None:
+    """Parse a set into the cache of `datasets`, in a process of its own: some files make a parser crash.
+
+    Raises:
+        UserError: it cannot be read, or a parser has crashed.
+    """
+    forks = multiprocessing.get_context("fork")
+    ours, theirs = forks.Pipe(duplex=False)
+
+    def parse() -> None:
+        try:
+            builder.download_and_prepare()
+        except BaseException as error:
+            theirs.send(_reason(error, path))
+        else:
+            theirs.send("")
+
+    process = forks.Process(target=parse)
+    process.start()
+    theirs.close()
+    try:
+        reason = ours.recv()
+    except EOFError:
+        process.join()
+        number = -(process.exitcode or 0)
+        how = signal.Signals(number).name if number > 0 else f"exit code {process.exitcode}"
+        reason = f"the program that parses its files has crashed with {how}: one is damaged, or made for that"
+    process.join()
+    if reason:
+        place = "folder" if path.is_dir() else "set"
+        raise UserError(f"--data {name}: this {place} cannot be read ({reason})")
+
+
+def _refuse_special(name: str, folder: Path) -> None:
+    """Refuse a folder with anything that is neither a file nor a folder: `datasets` would drop it, or wait for it."""
+    for place, _, files in os.walk(folder):
+        for file in files:
+            path = Path(place, file)
+            if not file.startswith((".", "__")) and not path.is_file():
+                raise UserError(
+                    f"--data {name}: {path} is not a regular file, but a pipe, a device or a link to nowhere: remove it"
+                )
+
+
+def _check_card(name: str, folder: Path) -> None:
+    """Refuse what the YAML beside a set, which `datasets` follows, must not do: grow to gigabytes, or name other files.
+
+    Raises:
+        UserError: it does.
+    """
+    import yaml  # which datasets brings
+
+    for file in (folder / "README.md", folder / ".huggingface.yaml"):
+        head = manifest.read_bytes(file, MOST_CARD_BYTES).decode(errors="replace") if file.exists() else ""
+        if file.suffix == ".md":  # the part between the first two lines of ---
+            head = head.removeprefix("---").partition("\n---")[0] if head.startswith("---") else ""
+        try:
+            if "*" in head and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(head)):
+                raise UserError(f"--data {name}: {file} has YAML with aliases (*name): write out what they stand for")
+            asked = yaml.safe_load(head) if "configs" in head else {}
+        except (yaml.YAMLError, RecursionError):
+            continue  # `datasets` says what is wrong
+        for text in _texts(asked.get("configs")) if isinstance(asked, Mapping) else ():
+            path = PurePosixPath(text)
+            if "://" in text or path.is_absolute() or ".." in path.parts:
+                raise UserError(
+                    f"--data {name}: {file} asks for {text}, which is not in the folder: copy it there, and name it so"
+                )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings in lists and dicts."""
+    if isinstance(value, str):
+        yield value
+    for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _texts(part)
 
 
 def choose(name: str, found: Mapping[str, Split]) -> tuple[Split, Split | None]:

@@ -177,7 +177,9 @@ def _load_rows(name: str, seq_len: int, vocabulary: documents.Vocabulary | None,
     encoder = documents.Encoder(name, train, vocabulary, columns)
     held_out = ""
     if validation is None:
-        content = train[0][encoder.columns[0]] if len(train) == len(encoder.columns) == 1 else None
+        # Of these columns alone: `datasets` would decode an image beside them, by any of Pillow's formats.
+        only = train.select_columns(encoder.columns)[0] if len(train) == len(encoder.columns) == 1 else {}
+        content = only.get(encoder.columns[0])
         if isinstance(content, str):
             train, validation = _cut(encoder.columns[0], content)
         else:  # a chat and a row of several texts are not cut

@@ -102,11 +102,17 @@ def load(folder: Path) -> tuple[str, dict[str, Tokens]] | None:
     Raises:
         UserError: a file is missing, cut off, or no tokens; or its name tells no split.
     """
+    try:
+        return _load(folder)
+    except OSError as error:  # a pipe or a link to nowhere, which the file system shows as a file; or the disk
+        what = f"{error.filename or folder}: {error.strerror or error}"
+        raise UserError(f"--data: {what}; it must be a file of tokens that can be read") from error
+
+
+def _load(folder: Path) -> tuple[str, dict[str, Tokens]] | None:
     files = sorted(folder.glob("*.bin"))
     for index in sorted(folder.glob("*.idx")):
-        with index.open("rb") as file:
-            magic = file.read(len(MEGATRON_MAGIC))
-        if magic == MEGATRON_MAGIC and index.with_suffix(".bin") not in files:
+        if _begins(index, len(MEGATRON_MAGIC)) == MEGATRON_MAGIC and index.with_suffix(".bin") not in files:
             raise UserError(f"--data {folder} has {index.name} of Megatron, but no {index.stem}.bin with its tokens")
     if not files:
         return None
@@ -137,28 +143,55 @@ def vocab_size(splits: Sequence[Tokens]) -> int:
     name = hashlib.sha256(" ".join(split.digest for split in splits).encode()).hexdigest()[:16]
     file = datasets.config.HF_DATASETS_CACHE / "packed" / f"{name}.vocabulary"
     file.parent.mkdir(parents=True, exist_ok=True)
+    sampled = max(split.sampled for split in splits)
     lock = filelock.FileLock(file.with_suffix(".lock"), timeout=WAIT_S)  # the system releases it if its holder dies
-    if not file.exists():  # said before the lock, which another process may have got
+    if not _kept(file, sampled):  # said before the lock, which another process may have got
         ranks.print0("data     looking for the largest token, once; --tokenizer would tell it")
     try:
         with lock:
-            if not file.exists():
-                largest = max(split.largest() for split in splits)
-                if largest >= MOST_TOKENS:
-                    raise UserError(f"--data: the largest token is {largest}, perhaps a negative number: no tokens")
-                manifest.replace(file, str(1 + largest))
-            return int(file.read_text())
+            if size := _kept(file, sampled):
+                return size
+            size = 1 + max(split.largest() for split in splits)
+            if size > MOST_TOKENS:
+                raise UserError(f"--data: the largest token is {size - 1}, perhaps a negative number: no tokens")
+            manifest.replace(file, _sealed(file, size))
+            return size
     except filelock.Timeout as error:
         raise UserError(
             f"--data: another process has held {error.lock_file} for {WAIT_S:.0f} s: stop it, or give --tokenizer"
         ) from error
 
 
+def _sealed(file: Path, size: int) -> str:
+    """What the file of a vocabulary's size holds: the size, and a digest, which a changed bit does not fit."""
+    return f"{size} {hashlib.sha256(f'{file.name} {size}'.encode()).hexdigest()[:16]}"
+
+
+def _kept(file: Path, sampled: int) -> int:
+    """The vocabulary's size that a file holds; 0 if it is not there, or cannot be right: then it is made again."""
+    try:
+        found = manifest.read_bytes(file, 99).decode()
+        size = int(found.split(" ")[0])
+    except (OSError, ValueError):
+        return 0
+    return size if found == _sealed(file, size) and sampled < size <= MOST_TOKENS else 0
+
+
+def _begins(path: Path, num_bytes: int) -> bytes:
+    """The first bytes of a regular file.
+
+    Raises:
+        OSError: it is not one, or cannot be read.
+    """
+    manifest.size(path)
+    with path.open("rb") as file:
+        return file.read(num_bytes)
+
+
 def _open(path: Path) -> tuple[str, np.ndarray]:
     """The layout of a file, and its tokens (n,), a memory map."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header = file.read(12)
+    size = manifest.size(path)
+    header = _begins(path, 12)
     index = path.with_suffix(".idx")
     if index.exists():
         dtype, count = _read_index(index)
@@ -179,10 +212,9 @@ def _open(path: Path) -> tuple[str, np.ndarray]:
 
 def _read_index(path: Path) -> tuple[type[np.unsignedinteger], int]:
     """The type and the number of the tokens that a file of Megatron has."""
-    with path.open("rb") as file:
-        header = file.read(MEGATRON_HEADER.size)
-        if len(header) < MEGATRON_HEADER.size or header[:9] != MEGATRON_MAGIC:
-            raise UserError(f"{path} is no index of Megatron")
+    header = _begins(path, MEGATRON_HEADER.size)
+    if len(header) < MEGATRON_HEADER.size or header[:9] != MEGATRON_MAGIC:
+        raise UserError(f"{path} is no index of Megatron")
     _, version, code, sequences, documents = MEGATRON_HEADER.unpack(header)
     if version != 1 or code not in MEGATRON_TYPES:
         raise UserError(f"{path} has version {version} and type {code} of Megatron's layout, which are unknown")
@@ -194,12 +226,16 @@ def _read_index(path: Path) -> tuple[type[np.unsignedinteger], int]:
     if not sequences:
         return MEGATRON_TYPES[code], 0
     sizes = np.memmap(path, np.int32, "r", MEGATRON_HEADER.size, (sequences,))
+    if (least := int(sizes.min())) < 0:
+        raise UserError(f"{path} has a sequence of {least} tokens")
     return MEGATRON_TYPES[code], int(sizes.sum(dtype=np.int64))
 
 
 def _map(path: Path, dtype: type[np.unsignedinteger], offset: int, count: int) -> np.ndarray:
     found = path.stat().st_size
     wanted = offset + count * dtype().itemsize
+    if count < 0:
+        raise UserError(f"{path} has {count} tokens, as its header says: it is damaged")
     if found != wanted:
         raise UserError(f"{path} has {found} bytes instead of {wanted}: it is cut off, or not what its header says")
     if not count:

@@ -215,7 +215,7 @@ def _is_checkpoint(path: Any) -> bool:
 
 
 def _patch(drifts: bool) -> None:
-    def keep_watch(made: watch.Watch, _: Any) -> None:
+    def keep_watch(made: watch.Watch, *_: Any) -> None:
         _Self.watching = made
 
     def keep_stop(made: stop.Stop, *_: Any) -> None:

@@ -54,7 +54,7 @@ def save_own_and_common(run_dir: str) -> None:
         check = state_check.StateCheck(torch.nn.Module(), compare=True)
         found = checkpoint.Found(Path(run_dir), {}, None, {}, newest=0)
         saving = saver.Saver(found, str(RECIPE), mesh, check, Process(), 9, in_background)
-        saving.save(step, state, samples=0, last=False)
+        saving.save(step, state, samples=step, last=False)
         saving.drain()
     dist.destroy_process_group()
 
@@ -84,7 +84,7 @@ def save_replicas(run_dir: str, compare: bool) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     check = state_check.StateCheck(torch.nn.Module(), compare=compare)
     found = checkpoint.Found(Path(run_dir), {}, None, {}, newest=0)
-    saver.Saver(found, str(RECIPE), mesh, check, Process(), 9, False).save(1, REPLICA | statistic, 0, True)
+    saver.Saver(found, str(RECIPE), mesh, check, Process(), 9, False).save(1, REPLICA | statistic, 1, True)
     dist.destroy_process_group()
 
 
