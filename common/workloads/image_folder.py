@@ -5,6 +5,7 @@ process lists them, and the others, and every later start, read its list.
 """
 
 import hashlib
+import json
 import os
 import re
 import time
@@ -70,7 +71,8 @@ def _listed(root: Path, found: dict[str, list[Path]]) -> dict[str, "Dataset"] | 
     lock = filelock.FileLock(place / "lock", timeout=WAIT_S)  # the system releases it if its holder dies
     try:
         with lock:
-            if not (place / f"{key}.done").exists():
+            done = place / f"{key}.done"
+            if not _is_whole(done):
                 for old in place.glob("*.*"):  # lists of the folder as it was
                     old.unlink()
                 listed = _list(found)
@@ -78,7 +80,8 @@ def _listed(root: Path, found: dict[str, list[Path]]) -> dict[str, "Dataset"] | 
                     return None
                 for split, table in listed.items():
                     _write(table, place / f"{key}.{split}.arrow")
-                (place / f"{key}.done").touch()
+                manifest.sync(place)
+                manifest.replace(done, json.dumps({path.name: manifest.seal(path) for path in place.glob("*.arrow")}))
             # Opened under the lock: another start deletes them once the folder has changed.
             files = place.glob(f"{key}.*.arrow")
             return {path.name.split(".")[1]: datasets.Dataset.from_file(str(path)) for path in files}
@@ -122,6 +125,16 @@ def _note(root: Path, left: Sequence[str]) -> None:
         ranks.print0(
             f"note: --data {root}: {len(left):,} files or folders hold no image that is read: {ranks.listed(names)}"
         )
+
+
+def _is_whole(done: Path) -> bool:
+    """Whether a list is there, and as it was written: `done` has the digests of its files."""
+    try:
+        files = manifest.read_json(done)
+        found = {path.name: manifest.seal(path) for path in done.parent.glob("*.arrow") if manifest.size(path)}
+    except (OSError, ValueError):
+        return False
+    return bool(files) and files == found
 
 
 def with_images(rows: "Dataset", root: Path) -> "Dataset":

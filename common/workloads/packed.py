@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import filelock
 import numpy as np
 
-from common import UserError, manifest, ranks
+from common import UserError, manifest, printable, ranks
 from common.workloads import private_api
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Packed:
         self._path = path
         size = num_tokens * dtype().itemsize
         num_blocks = -(-size // BLOCK_BYTES)
-        found = path.stat().st_size
+        found = manifest.size(path)
         wanted = size + 4 * num_blocks
         if found != wanted:
             raise self._changed(f"it has {found} bytes instead of {wanted}")
@@ -186,8 +186,8 @@ def _packed(stem: Path, dtype: type[np.unsignedinteger]) -> Path | None:
         try:
             Packed(path, int(path.name.split(".")[2]), dtype)
             return path
-        except (UserError, OSError) as error:
-            sys.stderr.write(f"note: {error}\n")
+        except (ValueError, OSError) as error:  # also of a name whose numbers are none
+            sys.stderr.write(f"note: {printable(str(error))}\n")
     return None
 
 

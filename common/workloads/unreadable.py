@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common import UserError, ranks
+from common import UserError, printable, ranks
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -63,7 +63,7 @@ class Unreadable:
         if number <= NAMED and self.all_ranks_read:
             ranks.print0(note)
         elif number <= NAMED:
-            sys.stderr.write(f"{note}\n")
+            sys.stderr.write(f"{printable(note)}\n")
             sys.stderr.flush()
 
     def report(self) -> None:
