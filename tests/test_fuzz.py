@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import clocked, fuzz, runner
+from tests.harness import clocked, fuzz, fuzz_files, runner
 
 CASES = int(os.environ.get("FUZZ_CASES", "0"))  # over all families; 0 for what a plain `pytest` runs
 SEED = int(os.environ.get("FUZZ_SEED", "1"))  # the same in each run: a change must not fail by somebody else's bad luck
@@ -23,6 +23,7 @@ FAMILIES: dict[str, Callable[[fuzz.Case], str]] = {
     "flags": fuzz.try_flags,
     "data": fuzz.try_data,
     "checkpoint": fuzz.try_checkpoint,
+    **fuzz_files.FAMILIES,
 }
 
 

@@ -226,13 +226,13 @@ def _chat_template(name: str, column: str, vocabulary: Vocabulary | None) -> Cal
     environment.filters["tojson"] = tojson  # jinja's own one is for HTML: it escapes <, > and &
     try:
         template = environment.from_string(source)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, RecursionError) as error:
         raise UserError(f"--tokenizer {vocabulary.path}: its chat template cannot be read: {error}") from error
 
     def render(messages: Any) -> str:
         try:
             return template.render(messages=messages)
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise UserError(
                 f"--text-columns {column}: the chat template fails on a chat of --data {name}: {error}"
             ) from error

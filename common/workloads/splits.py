@@ -118,10 +118,13 @@ def _parse(name: str, path: Path, builder: Any) -> None:
     Raises:
         UserError: it cannot be read, or a parser has crashed.
     """
+    import datasets
+
     forks = multiprocessing.get_context("fork")
     ours, theirs = forks.Pipe(duplex=False)
 
     def parse() -> None:
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would print names and contents as they are
         try:
             builder.download_and_prepare()
         except BaseException as error:

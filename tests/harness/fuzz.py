@@ -56,7 +56,7 @@ class Case:
         return random.Random(f"{self.family} {self.seed} {self.number}")
 
 
-def _outcome(case: Case, notes: list[str], attempt: Callable[[], str]) -> str:
+def outcome(case: Case, notes: list[str], attempt: Callable[[], str]) -> str:
     """Run one attempt, quietly, and say what came of it; `attempt` returns what is wrong, or "", and adds notes."""
     wrong = _wrong(case, attempt)
     if not wrong or wrong.startswith("refused"):
@@ -163,15 +163,15 @@ def try_flags(case: Case) -> str:
         _plan(args, choose, recipe)
         return ""
 
-    return _outcome(case, [recipe.__name__, *(one[:60] for one in argv)], attempt)
+    return outcome(case, [recipe.__name__, *(one[:60] for one in argv)], attempt)
 
 
 def _config(choose: random.Random, folder: Path, names: list[str]) -> str:
     path = folder / "config.json"
     kind = choose.choice(("values", "values", "deep", "bytes", "pipe", "device", "loop", "folder", "missing"))
     if kind == "values":
-        values = {choose.choice(names): _json(choose) for _ in range(choose.randrange(4))}
-        path.write_text(json.dumps({"args": values if choose.random() < 0.8 else _json(choose)}))
+        values = {choose.choice(names): json_value(choose) for _ in range(choose.randrange(4))}
+        path.write_text(json.dumps({"args": values if choose.random() < 0.8 else json_value(choose)}))
     elif kind == "deep":
         path.write_text('{"args": ' + choose.choice(("[", '{"a":')) * choose.choice((500, 100_000)))
     elif kind == "bytes":
@@ -185,14 +185,14 @@ def _config(choose: random.Random, folder: Path, names: list[str]) -> str:
     return str(path)
 
 
-def _json(choose: random.Random, depth: int = 0) -> Any:
+def json_value(choose: random.Random, depth: int = 0) -> Any:
     kind = choose.randrange(9 if depth < 3 else 7)
     plain = (None, True, choose.randrange(-5, 5), choose.uniform(-2, 2), 10 ** choose.randrange(400), float("nan"))
     if kind < 6:
         return plain[kind]
     if kind == 6:
         return "".join(choose.choices(string.printable, k=choose.randrange(9)))
-    several = [_json(choose, depth + 1) for _ in range(choose.randrange(4))]
+    several = [json_value(choose, depth + 1) for _ in range(choose.randrange(4))]
     return several if kind == 7 else {str(i): one for i, one in enumerate(several)}
 
 
@@ -243,7 +243,7 @@ def try_data(case: Case) -> str:
             packed.Packed.check = lambda *_: None  # type: ignore[method-assign]
         return kind(choose, case.folder / "data", notes)
 
-    return _outcome(case, notes, attempt)
+    return outcome(case, notes, attempt)
 
 
 MODES = ("1", "L", "P", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "I;16", "I;16", "I", "F", "HSV", "LAB")
@@ -493,13 +493,13 @@ def _packed_text(choose: random.Random, folder: Path, notes: list[str]) -> str:
 
 def save_two(folder: Path) -> str:
     """Make the run that `try_checkpoint` copies."""
-    _join()
+    join()
     for step in (2, 4):
         states.save(folder, step)
     return "saved"
 
 
-def _join() -> None:
+def join() -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -516,7 +516,7 @@ def try_checkpoint(case: Case) -> str:
     sealed = any(name.startswith("sealed") for name in notes)
 
     def attempt() -> str:
-        _join()
+        join()
         if case.mutant:
             manifest.verify = lambda path, *_: (json.loads((path / manifest.NAME).read_text()), "")
         try:
@@ -538,7 +538,7 @@ def try_checkpoint(case: Case) -> str:
         states.check_equal(state, wanted)
         return "" if found.progress["samples"] == 10 * step else "another position"
 
-    return _outcome(case, notes, attempt)
+    return outcome(case, notes, attempt)
 
 
 def _spoil(choose: random.Random, path: Path) -> str:
@@ -563,12 +563,12 @@ def _cut(choose: random.Random, path: Path) -> None:
 
 
 def _random_manifest(choose: random.Random, path: Path) -> None:
-    damage.overwrite(path / manifest.NAME, json.dumps(_json(choose)).encode("utf-8", "replace"))
+    damage.overwrite(path / manifest.NAME, json.dumps(json_value(choose)).encode("utf-8", "replace"))
 
 
 def _sealed_manifest(choose: random.Random, path: Path) -> None:
     keys = ("step", "samples", "files", "world", "mesh", "seed", "versions", "more")
-    damage.rewrite_manifest(path, **{key: _json(choose) for key in choose.sample(keys, 2)})
+    damage.rewrite_manifest(path, **{key: json_value(choose) for key in choose.sample(keys, 2)})
 
 
 def _sealed_files(choose: random.Random, path: Path) -> None:
@@ -587,7 +587,7 @@ def _sealed_tensors(choose: random.Random, path: Path) -> None:
     else:
         header = json.loads(content[8 : 8 + size])
         name = choose.choice(sorted(header))
-        header[name] = _json(choose) if choose.random() < 0.5 else choose.choice(list(header.values()))
+        header[name] = json_value(choose) if choose.random() < 0.5 else choose.choice(list(header.values()))
         text_ = json.dumps(header).encode()
         content = bytearray(len(text_).to_bytes(8, "little") + text_) + content[8 + size :]
     damage.overwrite(file, bytes(content))
