@@ -1,0 +1,313 @@
+"""Files of others run nothing, hang nothing and print nothing raw: each kind of file, each way to be odd."""
+
+import io
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from common import UserError
+from common.state import start
+from common.workloads import (
+    documents,
+    gpt,
+    gpt_names,
+    image_decode,
+    image_folder,
+    images,
+    pretrained,
+    text,
+    token_files,
+)
+from PIL import Image
+
+from tests.conftest import write_image_folder
+
+LINES = "".join(f"the quick brown fox jumps over the lazy dog {i}\n" for i in range(60))
+TOKENS = (np.arange(4000) % 199).astype(np.uint16).tobytes()
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+# --- run nothing ---
+
+
+@pytest.fixture
+def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The mark that a `gs` in the PATH leaves."""
+    mark = tmp_path / "mark"
+    program = tmp_path / "bin" / "gs"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n: > {mark}\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)  # looked for once in a process
+    return mark
+
+
+def eps_in_a_folder(folder: Path) -> None:
+    write_image_folder(folder, 20, 10)
+    next(folder.glob("train/*/*.png")).write_bytes(EPS)
+    images.load(str(folder), 0, flip=False)
+
+
+def eps_beside_a_text(folder: Path) -> None:
+    import datasets
+
+    folder.mkdir()
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image(decode=False)})
+    row = {"text": [LINES], "image": [{"bytes": EPS, "path": "x.png"}]}
+    kept = datasets.Dataset.from_dict(row, features=features).cast_column("image", datasets.Image())
+    kept.to_parquet(folder / "train.parquet")
+    text.load(str(folder), 8)
+
+
+def test_no_image_starts_a_program(ghostscript: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"is not a readable image: it is none of BMP, GIF, JPEG, "):
+        eps_in_a_folder(tmp_path / "data")
+    eps_beside_a_text(tmp_path / "text")
+    assert not ghostscript.exists()
+    monkeypatch.setattr(image_decode, "FORMATS", None)  # the mutant: whatever Pillow knows
+    with pytest.raises(UserError):
+        eps_in_a_folder(tmp_path / "again")
+    assert ghostscript.exists(), "the proof sees what it looks for"
+
+
+def test_each_format_that_is_listed_is_read(tmp_path: Path) -> None:
+    assert {suffix.lstrip(".").upper().replace("JPG", "JPEG") for suffix in image_folder.SUFFIXES} - {"TIF"} <= {
+        *image_decode.FORMATS
+    }
+    for name in image_decode.FORMATS:
+        content = io.BytesIO()
+        Image.new("RGB", (9, 9), (200, 10, 10)).save(content, name)
+        with Image.open(io.BytesIO(content.getvalue()), formats=image_decode.FORMATS) as file:
+            file.load()
+
+
+# --- hang nothing ---
+
+
+def bins(folder: Path) -> Path:
+    (folder / "train.bin").write_bytes(TOKENS)
+    return folder / "train.bin"
+
+
+def index(folder: Path, sizes: tuple[int, ...] = (4000,)) -> Path:
+    bins(folder)
+    head = struct.pack("<9sQBQQ", token_files.MEGATRON_MAGIC, 1, 8, len(sizes), 1)
+    (folder / "train.idx").write_bytes(head + np.array(sizes, np.int32).tobytes() + bytes(8 * len(sizes) + 8))
+    return folder / "train.idx"
+
+
+def lines(folder: Path) -> Path:
+    (folder / "train.txt").write_text(LINES)
+    return folder / "train.txt"
+
+
+def table(folder: Path) -> Path:
+    (folder / "train.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES.splitlines()))
+    (folder / "notes.txt").write_text("also here")
+    return folder / "train.jsonl"
+
+
+def saved_weights(name: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        torch.save(torch.nn.Linear(2, 2).state_dict(), folder / name)
+        return folder / name
+
+    return write
+
+
+def read_tokenizer(folder: Path) -> None:
+    documents.load_tokenizer(str(folder / "tokenizer.json"))
+
+
+def tokenizer(name: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        vocab = {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "version": "1.0"}
+        (folder / "tokenizer.json").write_text(json.dumps(vocab))
+        for other in ("tokenizer_config.json", "chat_template.jinja"):
+            (folder / other).write_text("{}")
+        return folder / name
+
+    return write
+
+
+def read_text(folder: Path) -> None:
+    text.load(str(folder), 8)
+
+
+def begin(name: str) -> Callable[[Path], None]:
+    return lambda folder: start.begin_with(str(folder / name), torch.nn.Linear(2, 2))
+
+
+FILES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], None]]] = {
+    "tokens": (bins, read_text),
+    "index": (index, read_text),
+    "text": (lines, read_text),
+    "table": (table, read_text),
+    "tokenizer": (tokenizer("tokenizer.json"), read_tokenizer),
+    "tokenizer's configuration": (tokenizer("tokenizer_config.json"), read_tokenizer),
+    "template": (tokenizer("chat_template.jinja"), read_tokenizer),
+    "pth": (saved_weights("w.pth"), begin("w.pth")),
+    "safetensors": (saved_weights("w.safetensors"), begin("w.safetensors")),
+    "folder of weights": (saved_weights("w.safetensors"), begin("")),
+}
+ODD: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": lambda path: path.mkdir(),
+    "loop": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("kind", FILES)
+def test_what_is_no_file_is_refused(kind: str, odd: str, tmp_path: Path) -> None:
+    """Before it is opened: a pipe would be opened for ever, a device read for ever. The page says of which file."""
+    write, read = FILES[kind]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    path = write(folder)
+    path.unlink()
+    ODD[odd](path)
+    if (kind, odd) in {("text", "folder"), ("table", "folder"), ("template", "loop")}:
+        return  # a folder of a folder of texts, which datasets reads; a link that is not there
+    if kind == "tokenizer's configuration" and odd == "loop":
+        return
+    with pytest.raises(UserError) as refusal:
+        read(folder)
+    assert path.name in str(refusal.value) or "train" in str(refusal.value)
+
+
+@pytest.mark.parametrize("content", ["", "7", "-5", "1000000000000", "\udcff", "9" * 5000, "200 wrong"])
+def test_a_kept_vocabulary_that_is_not_right_is_made_again(content: str, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    bins(tmp_path / "data")
+    assert text.load(str(tmp_path / "data"), 8)[0].vocab_size == 199
+    (kept,) = (tmp_path / "cache" / "packed").glob("*.vocabulary")
+    kept.write_bytes(content.encode("utf-8", "surrogateescape"))
+    assert text.load(str(tmp_path / "data"), 8)[0].vocab_size == 199
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty list", "pipe"])
+def test_a_kept_list_of_images_that_is_not_right_is_made_again(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_folder, "SETTLED_S", -1.0)
+    root = write_image_folder(tmp_path / "data", 20, 10)
+    wanted = image_folder.load(root)
+    assert wanted is not None
+    (kept,) = (tmp_path / "cache" / "listed").glob("*/*.train.arrow")
+    done = next(kept.parent.glob("*.done"))
+    content = bytearray(kept.read_bytes())
+    if damage == "cut":
+        kept.write_bytes(content[:-9])
+    elif damage == "changed":
+        content[len(content) // 2] ^= 1
+        kept.write_bytes(content)
+    elif damage == "empty list":
+        done.write_text("")
+    else:
+        done.unlink()
+        os.mkfifo(done)
+    again = image_folder.load(root)
+    assert again is not None
+    assert [row["path"] for row in again["train"].cast_column("image", images_as_they_are())["image"]] == [
+        row["path"] for row in wanted["train"].cast_column("image", images_as_they_are())["image"]
+    ]
+
+
+def images_as_they_are() -> object:
+    import datasets
+
+    return datasets.Image(decode=False)
+
+
+# --- lies ---
+
+
+def test_sizes_that_a_token_file_cannot_have(tmp_path: Path) -> None:
+    index(tmp_path, (-1, 4001))
+    with pytest.raises(UserError, match=r"train\.idx has a sequence of -1 tokens"):
+        read_text(tmp_path)
+    (tmp_path / "train.idx").unlink()
+    (tmp_path / "train.bin").write_bytes(np.array([20240520, 1, -506], np.int32).tobytes())
+    with pytest.raises(UserError, match=r"train\.bin has -506 tokens, as its header says"):
+        read_text(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_attention_heads", 0), ("num_hidden_layers", float("inf")), ("hidden_size", "64"), ("rope_theta", "y")],
+)
+def test_sizes_that_a_model_cannot_have(key: str, value: object, tmp_path: Path) -> None:
+    config = gpt_names.to_config(gpt.Shape(32, 1, 2, 8)) | {key: value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"config.json has {key} .*, which a model cannot have"):
+        pretrained.names_in("x", tmp_path, gpt.GPT(gpt.Shape(32, 1, 2, 8)))
+
+
+@pytest.mark.usefixtures("group")
+def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(2, 2, dtype=torch.int32), "bias": torch.ones(2)}, tmp_path / "w.safetensors")
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.clone()
+    start.begin_with(str(tmp_path / "w.safetensors"), model)
+    assert torch.equal(model.weight, before)
+    assert model.bias.tolist() == [1, 1]
+
+
+# --- parsers and cards ---
+
+
+def test_a_parser_that_crashes_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n")
+    with pytest.raises(UserError, match=r"parses its files has crashed with SIGSEGV: one is damaged, or made for that"):
+        read_text(tmp_path)
+
+
+CARDS = {
+    "data_files: ../secret.txt": r"README\.md asks for \.\./secret\.txt, which is not in the folder",
+    "data_files: /etc/passwd": r"README\.md asks for /etc/passwd, which is not",
+    "data_files: [{split: train, path: 'http://127.0.0.1:9/x.txt'}]": r"README\.md asks for http://127\.0\.0\.1:9/x",
+    "data_files: &a [x]\n  other: *a": r"README\.md has YAML with aliases",
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_a_card_stays_in_its_folder(card: str, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    lines(folder)
+    (tmp_path / "secret.txt").write_text(LINES)
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  {card}\n---\n")
+    with pytest.raises(UserError, match=CARDS[card]):
+        read_text(folder)
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: train.txt\n---\n*fine*\n")
+    read_text(folder)
+
+
+def test_names_and_contents_are_not_printed_raw(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "set \x1b[2J"
+    folder.mkdir()
+    lines(folder)
+    read_text(folder)
+    (folder / "train.txt").unlink()
+    (folder / "train \x1b]0;x\x07.jsonl").write_text("no JSON")
+    with pytest.raises(UserError) as refusal:
+        read_text(folder)
+    printed = "".join(capfd.readouterr())
+    assert "training and" in printed
+    assert "\x1b" not in printed + str(refusal.value)
