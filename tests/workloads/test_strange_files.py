@@ -205,8 +205,7 @@ def test_a_kept_list_of_images_that_is_not_right_is_made_again(
 ) -> None:
     monkeypatch.setattr(image_folder, "SETTLED_S", -1.0)
     root = write_image_folder(tmp_path / "data", 20, 10)
-    wanted = image_folder.load(root)
-    assert wanted is not None
+    wanted = listed(root)
     (kept,) = (tmp_path / "cache" / "listed").glob("*/*.train.arrow")
     done = next(kept.parent.glob("*.done"))
     content = bytearray(kept.read_bytes())
@@ -220,17 +219,16 @@ def test_a_kept_list_of_images_that_is_not_right_is_made_again(
     else:
         done.unlink()
         os.mkfifo(done)
-    again = image_folder.load(root)
-    assert again is not None
-    assert [row["path"] for row in again["train"].cast_column("image", images_as_they_are())["image"]] == [
-        row["path"] for row in wanted["train"].cast_column("image", images_as_they_are())["image"]
-    ]
+    assert listed(root) == wanted
 
 
-def images_as_they_are() -> object:
+def listed(root: Path) -> list[str]:
+    """The paths of the training images."""
     import datasets
 
-    return datasets.Image(decode=False)
+    found = image_folder.load(root)
+    assert found is not None
+    return [row["path"] for row in found["train"].cast_column("image", datasets.Image(decode=False))["image"]]
 
 
 # --- lies ---
