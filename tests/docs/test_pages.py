@@ -367,3 +367,15 @@ def test_page_has_the_parts_of_its_command(page: Path) -> None:
         assert has == {"sum", "measured", "families", *(row["fault"].split(": ")[0] for row in table.read(table.FILE))}
     else:
         assert has == set().union(*(filled(command) for command in commands if command.exists()))
+
+
+def test_table_of_what_is_left_out_names_what_is_there() -> None:
+    """Each row has a file of common/ or launch/ that prints or refuses, and a test file."""
+    rows = re.findall(r"^\| .+ \| (`.+`) \| `(tests/.+)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert len(rows) > 10
+    for sources, test in rows:
+        assert (ROOT / test).is_file(), test
+        for name in re.findall(r"`([\w/]+\.(?:py|sh))`", sources):
+            (path,) = (one for one in (ROOT / name, ROOT / "common" / name) if one.is_file())
+            said = path.read_text()
+            assert any(word in said for word in ("print0", "UserError", "note: ")), name
