@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+import safetensors
 import torch
 from torch import nn
 
@@ -63,7 +64,11 @@ def folder_of(init: str, stack: contextlib.ExitStack) -> Path:
     """
     path = Path(init).expanduser()
     if path.suffix == ".safetensors" and path.is_file():  # as a folder, of which each rank reads its own part
-        place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        try:
+            with safetensors.safe_open(path, "pt"):
+                place = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        except (OSError, safetensors.SafetensorError) as error:  # which would name the temporary folder
+            raise UserError(f"--init {init} cannot be read: {error}") from error
         (place / "model.safetensors").symlink_to(path.resolve())
         return place
     if not path.is_dir():
