@@ -82,8 +82,8 @@ def load(name: str) -> tuple["Dataset", "Dataset | None"]:
     try:
         if folder and not config and any((path / file).is_file() for file in SAVED):
             _refuse_special(name, path)
-            saved = datasets.load_from_disk(path)
-            found = saved if isinstance(saved, dict) else {"train": saved}
+            saved: Any = datasets.load_from_disk(path)
+            found: Mapping[str, Any] = saved if isinstance(saved, dict) else {"train": saved}
         else:
             listed = image_folder.load(path) if folder and not config else None
             found = listed or _load(name, path, str(path) if folder else place, config)
