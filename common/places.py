@@ -18,14 +18,18 @@ def local(flag: str, value: str) -> Path:
     """The path that a flag names.
 
     Raises:
-        UserError: it is a URL, of which a path would be made: "s3://bucket" would be a folder "s3:".
+        UserError: it is a URL, of which a path would be made: "s3://bucket" would be a folder "s3:"; or there is no
+            such user as in ~user.
     """
     if re.match(r"[A-Za-z][\w+.-]+:/", value):
         raise UserError(
             f"{flag} {value} is a URL, and only files of this machine are read and written: mount it, as with s3fs, "
             "gcsfuse or rclone, or copy it, and give the path"
         )
-    return Path(value).expanduser()
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:
+        raise UserError(f"{flag} {value}: {error}") from error
 
 
 def choose(out: str, name: str) -> Path:
@@ -42,7 +46,7 @@ def choose(out: str, name: str) -> Path:
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
         refuse_open(path)
         refuse_open(path.parent)
-    except (OSError, RuntimeError) as error:  # a name that is too long, or ~user of an unknown user
+    except (OSError, RuntimeError) as error:  # a name that is too long, or links in a circle
         raise UserError(f"--out {out}, --name {name}: {error}") from error
     try:
         with tempfile.TemporaryFile(dir=existing):

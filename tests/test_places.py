@@ -33,7 +33,7 @@ def test_choose_refuses_what_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_choose_refuses_a_home_that_nobody_has() -> None:
-    with pytest.raises(UserError, match=r"^--out ~nobody-here/x, --name run: .*home directory"):
+    with pytest.raises(UserError, match=r"^--out ~nobody-here/x: .*home directory"):
         places.choose("~nobody-here/x", "run")
 
 

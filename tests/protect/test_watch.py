@@ -1,13 +1,16 @@
 """What the watching thread says of its rank: once, and in the phase that the run has noted."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import TextIO
 
 from common.protect import heartbeat, watch
 from common.run import exits, process_group
+from tqdm import tqdm
 
 from tests.harness import runner
 
@@ -31,6 +34,35 @@ def test_a_finding_is_printed_once(tmp_path: Path) -> None:
     result = runner.spawn(find_twice, [(str(tmp_path / "run"),)])
     assert result.codes == [exits.PEER_FAILED], str(result)
     assert result.outputs[0].count("rank 9 is dead") == 1, str(result)
+
+
+def read_from_a_pipe(folder: str) -> None:
+    """As a network disk that has gone would let a start wait."""
+    said = threading.Event()
+    real = tqdm.write
+
+    def write(text: str, file: TextIO) -> None:
+        real(text, file)
+        said.set()
+
+    tqdm.write = write
+    watching = watch.Watch(process_group.start(), hang_timeout_s=1.0)
+    pipe = Path(folder, "pipe")
+    os.mkfifo(pipe)
+
+    def answer() -> None:
+        said.wait()
+        pipe.write_text("content")
+
+    threading.Thread(target=answer, daemon=True).start()
+    assert pipe.read_text() == "content"
+    process_group.finish(watching._world.process)
+
+
+def test_start_that_waits_for_a_file_names_it(tmp_path: Path) -> None:
+    result = runner.spawn(read_from_a_pipe, [(str(tmp_path),)])
+    assert result.ok, str(result)
+    assert re.search(rf"warning: rank 0 \(.*\) has waited for {tmp_path}/pipe for \d+ s so far", result.outputs[0])
 
 
 def fail_in_turn(folder: str) -> None:

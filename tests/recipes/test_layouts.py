@@ -22,7 +22,7 @@ from tests.harness.runner import Layout
 from tests.recipes.test_equivalence import BATCH, FLAGS, RATES, Curve, plain_gpt_loop
 
 STEPS = 20  # an epoch of small_text
-STOP, MORE = 5, 5  # steps until the checkpoint, and after it
+STOP, MORE = 3, 2  # steps until the checkpoint, and after it
 TOLERANCE = 1e-9
 SIZES = (("num_layers", 5),)  # of which four stages get unequal numbers
 

@@ -192,6 +192,13 @@ SEALED = {  # of entries that only a program can have written, and what is wrong
     "true": ({"samples": True}, "MANIFEST.json has samples True instead of a number"),
     "minus one": ({"samples": -1}, "MANIFEST.json has samples -1 instead of a number"),
     "beyond 64 bits": ({"samples": 2**63}, "MANIFEST.json has samples 9223372036854775808 instead of a number"),
+    "samples that no step takes": ({"samples": 0}, "MANIFEST.json has samples 0 instead of a number that 4 steps can"),
+    "more samples than 4 steps take": ({"samples": 2**62}, "instead of a number that 4 steps can take"),
+    "more steps than a training has": ({"step": 2**62}, f"MANIFEST.json has step {2**62} instead of a number"),
+    "infinitely many bytes": (
+        {"files": {"shard-00001-model-00001-of-00001.safetensors": {"bytes": float("inf"), "xxh3_128": []}}},
+        "MANIFEST.json cannot be read",
+    ),
     "a loss scale in words": ({"loss_scale": ["much", 1.0]}, "MANIFEST.json has loss_scale"),
     "another step": ({"step": 5}, "it is of step 5, and the folder's number is 4"),
     "no files": ({"files": {}}, "MANIFEST.json names no files"),
@@ -329,6 +336,55 @@ def test_digests_of_chunks(size: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("damaged", [0, 3, None])
+def test_verification_ends_at_the_first_fault(
+    damaged: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sparse file of a terabyte with false digests is not read to its end."""
+    folder = tmp_path / "step_00000001"
+    folder.mkdir()
+    file = folder / "large.safetensors"
+    content = bytearray(64 * 500)
+    file.write_bytes(content)
+    manifest.write(folder, {"step": 1, "samples": 1}, {file.name: manifest.seal(file)})
+    if damaged is not None:
+        content[64 * damaged] = 1
+        file.write_bytes(content)
+    read: list[int] = []
+    real = manifest._fault
+
+    def fault(path: Path, file_bytes: int, start: int, *more: Any) -> str:
+        read.append(start // 64)
+        return real(path, file_bytes, start, *more)
+
+    monkeypatch.setattr(manifest, "_fault", fault)
+    assert bool(manifest.verify(folder)[1]) == (damaged is not None)
+    if damaged is None:
+        assert sorted(read) == list(range(500))
+    else:
+        assert len(read) < 400
+
+
+def test_replaced_files_are_flushed_before_they_get_their_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a power cut could leave an empty file under it."""
+    events: list[tuple[str, str]] = []
+    flush, rename = os.fsync, Path.replace
+
+    def fsync(descriptor: int) -> None:
+        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).read_text()))
+        flush(descriptor)
+
+    def replace(path: Path, target: Path) -> Path:
+        events.append(("replace", target.name))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    manifest.replace(tmp_path / "latest", "step_00000004")
+    assert events[:2] == [("fsync", "step_00000004"), ("replace", "latest")]
+
+
+@pytest.mark.usefixtures("small_chunks")
 def test_readers_share_the_chunks_of_a_file(tmp_path: Path) -> None:
     """Each flipped bit is found by one of them, and whatever else is wrong by at least one."""
     folder = tmp_path / "step_00000001"
@@ -391,7 +447,7 @@ def bad_sector() -> NoReturn:
 
 @pytest.mark.parametrize("resume", ["~nobody-here/x", "a" * 300])
 def test_resume_from_what_cannot_be_a_folder(resume: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^--resume {resume}(: no checkpoint there| cannot be read: )"):
+    with pytest.raises(UserError, match=rf"^--resume {resume}(: Could not determine home| cannot be read: )"):
         states.find(tmp_path, resume)
 
 
