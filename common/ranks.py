@@ -74,7 +74,12 @@ def listed(names: list[str], most: int = 5) -> str:
 
 
 def gather(value: Any, group: Any = None) -> list[Any]:
-    """This value of each rank, by rank (all ranks of the group take part); JSON values, so that tuples become lists."""
+    """This value of each rank, by rank (all ranks of the group take part); JSON values, so that tuples become lists.
+
+    Without a process group, of this process alone.
+    """
+    if not dist.is_initialized():
+        return [json.loads(json.dumps(value))]
     mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     counts = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size(group))]
     dist.all_gather(counts, torch.tensor([mine.numel()]), group=group)

@@ -93,12 +93,16 @@ if [[ -f $recipe/launch.env ]]; then
 fi
 
 count_gpus() { # that torch will see
-  local visible=${CUDA_VISIBLE_DEVICES-${HIP_VISIBLE_DEVICES-${ROCR_VISIBLE_DEVICES-all}}} listed
+  local visible=${CUDA_VISIBLE_DEVICES-${HIP_VISIBLE_DEVICES-${ROCR_VISIBLE_DEVICES-all}}} listed='' device devices
   if [[ $visible != all ]]; then
     # Numbers or names of devices. As CUDA does, this stops at the first that is neither, such as -1, and takes none of
     # a list that has one twice.
-    listed=$(tr ',' '\n' <<<"$visible" | tr -d '[:blank:]' | sed -E '/^([0-9]|GPU-|MIG-)/!{Q}')
-    [[ -z $(sort <<<"$listed" | uniq -d) ]] || listed=
+    IFS=', ' read -ra devices <<<"$visible"
+    for device in "${devices[@]}"; do
+      [[ $device =~ ^([0-9]|GPU-|MIG-) ]] || break
+      [[ $'\n'$listed != *$'\n'"$device"$'\n'* ]] || { listed='' && break; }
+      listed+=$device$'\n'
+    done
   else
     listed=$(nvidia-smi -L 2>/dev/null | grep -E '^GPU|MIG' || true)
     # A container may have GPUs without nvidia-smi. Linux lists AMD's; those that a container may not use are unreadable.

@@ -196,10 +196,12 @@ def wait_for_one_second() -> None:
     private_api.set_timeout(timedelta(seconds=1), mesh.get_group("tp"))
     if rank % 2:  # comes too late, whatever the time: once the others have given up
         store.wait(["given up/0", "given up/2"], timedelta(seconds=runner.HANG_S))
+        store.set(f"came/{rank}", "")
     else:
         with pytest.raises(RuntimeError, match=r"(?i)timed out waiting 1000ms"):
             dist.all_reduce(torch.ones(1), group=mesh.get_group("tp"))
         store.set(f"given up/{rank}", "")
+        store.wait(["came/1", "came/3"], timedelta(seconds=runner.HANG_S))  # rank 0 holds the store
 
 
 def test_timeout_of_the_groups_of_a_mesh() -> None:

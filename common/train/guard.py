@@ -100,7 +100,7 @@ class FiniteGuard:
             for name, parameter in self._model.named_parameters()
             if parameter.requires_grad and parameter.grad is None
         ]
-        everyone = ranks.gather(mine) if dist.is_initialized() else [mine]
+        everyone = ranks.gather(mine)
         if names := sorted({name for part in everyone for name in part}):
             ranks.print0(
                 f"warning: the loss of the first step does not reach {ranks.listed(names)}: use them in forward, or "

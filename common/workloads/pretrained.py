@@ -111,4 +111,4 @@ def names_in(init: str, folder: Path, model: nn.Module) -> dict[str, str]:
     except UserError as error:
         raise UserError(f"--init {init}: {error}") from error
     except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"--init {init}: its config.json is not a model's: {error!r}") from error
+        raise UserError(f"--init {init}: its config.json is not a model's: {type(error).__name__}: {error}") from error

@@ -3,7 +3,6 @@
 import math
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -99,7 +98,7 @@ def name_unheld(model: nn.Module, optimizer: Optimizer) -> None:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     named = {keymap.canonical(name): one for name, one in model.named_parameters() if one.requires_grad}
     mine = {name: (one.numel(), id(one) in held) for name, one in named.items()}
-    everyone = ranks.gather(mine) if dist.is_initialized() else [mine]
+    everyone = ranks.gather(mine)
     sizes = {name: size for part in everyone for name, (size, _) in part.items()}
     # On another rank, it may be in a part of the model, or of the optimizer, that this one lacks.
     unheld = sizes.keys() - {name for part in everyone for name, (_, is_held) in part.items() if is_held}

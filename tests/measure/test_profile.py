@@ -38,7 +38,7 @@ def facts_in(file: Path) -> dict[str, Any]:
 def test_traces(small_text: Path, tmp_path: Path) -> None:
     """Each rank writes one, with what it alone knows; the run does not look into it."""
     flags = flags_of("ddp_gpt", {"gpt": small_text}, "--out", str(tmp_path))
-    result = runner.run_recipe("ddp_gpt", 2, *flags)
+    result = runner.run_recipe("ddp_gpt", 2, *flags, target=runner.run_path)
     assert result.ok, str(result)
     files = sorted((tmp_path / FOLDER).iterdir())
     assert [file.name for file in files] == ["rank_00000.json.gz", "rank_00001.json.gz"]

@@ -346,7 +346,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"head_dim": 16}, "blocks.0.attention.query.weight: (40, 40) in the checkpoint, (64, 40) in the model"),
         ({"head_dim": 9}, "--head-width 9 must be even"),
         ({"hidden_size": "absent"}, "config.json is not a model's config.json: KeyError('hidden_size')"),
-        ({"num_hidden_layers": "3"}, "config.json is not a model's config.json: TypeError("),
+        ({"num_hidden_layers": "3"}, "config.json has num_hidden_layers '3', which a model cannot have"),
         ({"num_hidden_layers": 4}, "do not match config.json: model.layers.3.input_layernorm.weight is missing, "),
         ({"tie_word_embeddings": True}, "do not match config.json: lm_head.weight is unexpected"),
     ],

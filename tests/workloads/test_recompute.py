@@ -32,7 +32,7 @@ def count_blocks(path: str, argv: list[str], file: str) -> None:
 
     gpt.Block.forward = forward
     try:
-        runner.run_unmeasured(path, argv)
+        runner.run_unmeasured(path, [path, *argv])
     finally:
         gpt.Block.forward = real
     Path(file).write_text(str(len(calls)))
