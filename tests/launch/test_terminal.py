@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,15 @@ if len(sys.orig_argv) > 1 and sys.orig_argv[1].endswith("agent.py"):
 LINE = "\nstopped by SIGINT before the training began: there was nothing to save\n"
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """SIGINT as a terminal's, where these tests run in a script's background, whose processes ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("at", ["signal", "torch", "numpy", "launch.supervisor", "torch.distributed.run"])
 def test_interrupt_while_the_launcher_imports(at: str, tmp_path: Path) -> None:
     """An exception would not do: torch catches some of those that an import of its raises."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from common import UserError
 from common.workloads import image_folder, images
 from PIL import Image
 
