@@ -90,8 +90,8 @@ def refuse_open(folder: Path, own: bool = True) -> None:
     else:
         return
     raise UserError(
-        f"{folder} {fault}; where that changes nothing (SMB, FUSE, WSL, root on NFS) and no other user has access, set "
-        "TRUST_OPEN_FOLDERS=1"
+        f"{folder} {fault}; where that changes nothing (SMB, FUSE, WSL, root on NFS or in a container) and no other "
+        "user has access, set TRUST_OPEN_FOLDERS=1"
     )
 
 
