@@ -149,7 +149,9 @@ fi
 # so changed data is copied again. A copy gets its final name when it is complete.
 stage() {
   local data=$1 digest
-  [[ -d $data ]] || fail "STAGE_DIR=$STAGE_DIR copies the folder of --data, and --data ${data:-digits} is not a folder: unset STAGE_DIR"
+  [[ -d $data ]] || data=${data%@*} # without the split to validate on
+  [[ -d $data ]] || data=${data%:*} # and the configuration
+  [[ -d $data ]] || fail "STAGE_DIR=$STAGE_DIR copies the folder of --data, and --data ${1:-digits} is not a folder: unset STAGE_DIR"
   data=$(cd "$data" && pwd -P)
   digest=$(cd "$data" && find -L . -type f -printf '%P %s %T@\n' | LC_ALL=C sort | sha256sum | cut -c1-16) ||
     fail "STAGE_DIR=$STAGE_DIR: $data cannot be read"

@@ -44,6 +44,8 @@ def test_copied_once_and_again_when_it_changes(data: Path, python: str, tmp_path
     assert (staged / "train" / "a b.bin").read_bytes() == b"abc"
     assert not (staged / "link.bin").is_symlink(), "what it points to would not be on this disk"
     assert read(f"--data={data}") == (staged, False)
+    for part in ("@test", ":one", ":one@test"):  # the recipe takes it from the flag
+        assert read(f"--data={data}{part}") == (staged, False)
     (data / "train" / "a b.bin").write_bytes(b"abcd")
     again, copied = read(f"--data={data}")
     assert copied
