@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from common import UserError, manifest, places
+from common import UserError, manifest, places, printable
 from common.workloads import packed
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Names of the token that ends a document, where no tokenizer_config.json beside the tokenizer tells it.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 MOST_TOKENS = 2**31
+MOST_SAID = 300  # characters of what a template says
 BETWEEN = "\n"  # columns of a row, and rows of bytes or lines
 
 
@@ -217,7 +218,8 @@ def _chat_template(name: str, column: str, vocabulary: Vocabulary | None) -> Cal
     )
 
     def raise_exception(message: str) -> None:
-        raise UserError(f"--text-columns {column}: the chat template refuses a chat of --data {name}: {message}")
+        reason = printable(str(message), MOST_SAID)
+        raise UserError(f"--text-columns {column}: the chat template refuses a chat of --data {name}: {reason}")
 
     def tojson(value: Any, indent: int | None = None) -> str:
         return json.dumps(value, ensure_ascii=False, indent=indent)
@@ -232,6 +234,8 @@ def _chat_template(name: str, column: str, vocabulary: Vocabulary | None) -> Cal
     def render(messages: Any) -> str:
         try:
             return template.render(messages=messages)
+        except UserError:
+            raise
         except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise UserError(
                 f"--text-columns {column}: the chat template fails on a chat of --data {name}: {error}"

@@ -87,8 +87,8 @@ def _wrong(case: Case, attempt: Callable[[], str]) -> str:
 def _readable(message: str) -> bool:
     """A few lines of printable text, with neither a stack nor a number of a thousand digits."""
     lines = message.splitlines()
-    printable = all(line.isprintable() for line in lines)
-    return printable and 0 < len(lines) <= 12 and len(message) < 2000 and "Traceback" not in message
+    printable = all(line.replace("\t", " ").isprintable() for line in lines)
+    return printable and 0 < len(lines) <= 12 and len(message) < 2100 and "Traceback" not in message
 
 
 # --- flags ------------------------------------------------------------------------------------------------
