@@ -83,9 +83,7 @@ def test_folder_of_others(whose: str, case: FaultCase) -> None:
     else:
         os.chown(case.run_dir, -1, OTHER)
         case.run_dir.chmod(0o775)
-        told = (
-            f"error: {case.run_dir} is writable by group {OTHER}: chmod g-w {case.run_dir}, or trust it: TRUST_OPEN_F"
-        )
+        told = f"is writable by group {OTHER}: chmod g-w {case.run_dir}, or trust it: TRUST_OPEN_FOLDERS=group"
     check_refused_at_once(case, case.start(), f"error: {case.run_dir} {told}")
 
 

@@ -221,7 +221,7 @@ def test_another_vocabulary_is_drawn_anew(trained: Trained, tmp_path: Path, caps
     config = json.loads((first / "config.json").read_text())
     for changes, refusal in (
         ({"model_type": "gpt2"}, "config.json has model_type 'gpt2', with learned positions"),
-        ({"hidden_size": "x"}, "its config.json is not a model's: TypeError"),
+        ({"hidden_size": "x"}, "config.json has hidden_size 'x', which"),
     ):
         (first / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(UserError, match=rf"^--init {first}: {refusal}"):
