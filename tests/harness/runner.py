@@ -273,14 +273,20 @@ class _Rank:
 _idle: dict[int, _Rank] = {}  # each keeps its number: what DTensor remembers of a layout depends on the rank
 
 
-def rerun(target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_s: float = HANG_S) -> Result:
+def rerun(
+    target: Callable[..., None],
+    args: Sequence[tuple[Any, ...]],
+    timeout_s: float = HANG_S,
+    layout: Layout | None = None,
+) -> Result:
     """Call `target(*args[rank])` in one process per rank, which may have run other trainings before.
 
-    `target` must leave the process as it was, but for what `_put_back` knows; a process in which threads or a
-    process group are left is not used again.
+    `target` must leave the process as it was, but for what `_State` knows; a process in which threads or a process
+    group are left is not used again. From one call to the next with the same `layout`, a process keeps what DTensor
+    has found out about operations on it, which is most of the time of a short training.
     """
     here = [_idle.pop(rank, None) or _Rank() for rank in range(len(args))]
-    result = _run(here, target, args, timeout_s)
+    result = _run(here, target, args, timeout_s, layout)
     _idle.update((rank, one) for rank, one in enumerate(here) if one.ended)
     return result
 
@@ -327,12 +333,18 @@ def end_idle() -> None:
 multiprocessing.util.Finalize(None, end_idle, exitpriority=0)  # before multiprocessing waits for its processes
 
 
-def _run(here: list[_Rank], target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_s: float) -> Result:
+def _run(
+    here: list[_Rank],
+    target: Callable[..., None],
+    args: Sequence[tuple[Any, ...]],
+    timeout_s: float,
+    layout: Layout | None = None,
+) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / str(rank) for rank in range(len(here))]
         port = free_port()
         for rank, one in enumerate(here):
-            one.begin(rank, len(here), port, str(outputs[rank]), target, args[rank])
+            one.begin(rank, len(here), port, str(outputs[rank]), layout, target, args[rank])
         deadline = time.monotonic() + timeout_s
         failed = False
         while any(one.busy for one in here) and time.monotonic() < deadline:
@@ -358,6 +370,7 @@ def free_port() -> int:
 def _serve(connection: Any) -> None:
     """A rank's life: jobs, until the other end of the connection is closed."""
     import torch
+    from torch.distributed.tensor import debug
     from tqdm import tqdm
 
     tqdm.monitor_interval = 0  # else a thread for bars, which nobody sees here, outlives each of them
@@ -365,11 +378,15 @@ def _serve(connection: Any) -> None:
     torch.set_num_threads(1)  # the same sums in the same order, however busy the machine is
     flops.peak_flops = functools.cache(flops.peak_flops)  # measuring takes as long as a short training
     as_it_was = _State()
+    last = None
     while True:
         try:
-            rank, world_size, port, output, target, args = connection.recv()
+            rank, world_size, port, output, layout, target, args = connection.recv()
         except EOFError:
             return
+        if not layout or layout != last:
+            debug._clear_sharding_prop_cache()
+        last = layout
         with Path(output).open("wb", buffering=0) as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -408,7 +425,6 @@ class _State:
         import torch
         import torch._functorch.config as functorch
         from accelerate.state import AcceleratorState, GradientState
-        from torch.distributed.tensor import debug
 
         os.environ.clear()
         os.environ.update(self._environ)
@@ -420,7 +436,6 @@ class _State:
         # What Accelerate has found in its environment lives as long as the process.
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        debug._clear_sharding_prop_cache()
         functorch.donated_buffer = self._donated
         devices.configure("highest", deterministic=False)
         torch._dynamo.reset()

@@ -15,10 +15,10 @@ from tests.harness import runner
 
 @dataclass(frozen=True)
 class Segment:
-    """One run: of which train.py, on how many ranks, with which flags, and the folder for notes of what they held."""
+    """One run: of which train.py, in which layout, with which flags, and the folder for notes of what ranks held."""
 
     recipe: Path
-    size: int
+    layout: runner.Layout
     flags: tuple[str, ...]
     notes: Path
 
@@ -29,8 +29,8 @@ def run(segments: Sequence[Segment], timeout_s: float = runner.HANG_S) -> runner
     for segment in segments:
         segment.notes.mkdir(parents=True)
         argv = [str(segment.recipe), *segment.flags]
-        args = [(str(segment.recipe), argv, segment.notes, rank) for rank in range(segment.size)]
-        result = runner.rerun(_run_noted, args, timeout_s)
+        args = [(str(segment.recipe), argv, segment.notes, rank) for rank in range(segment.layout.size)]
+        result = runner.rerun(_run_noted, args, timeout_s, segment.layout)
         if not result.ok:
             break
     return result
