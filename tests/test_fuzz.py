@@ -18,7 +18,7 @@ from tests.harness import clocked, fuzz, fuzz_files, runner
 CASES = int(os.environ.get("FUZZ_CASES", "0"))  # over all families; 0 for what a plain `pytest` runs
 SEED = int(os.environ.get("FUZZ_SEED", "1"))  # the same in each run: a change must not fail by somebody else's bad luck
 MUTANT_S = 30.0  # for one case of a mutant, which may hang; one that is slow, and no fault, would only end a search
-QUICK = 40  # of each family
+QUICK = 20  # of each family
 FAMILIES: dict[str, Callable[[fuzz.Case], str]] = {
     "flags": fuzz.try_flags,
     "data": fuzz.try_data,

@@ -22,7 +22,7 @@ from tests.harness import mutants, runner
 from tests.harness.once import Once
 
 PPO = "syncbn_ppo"
-STEPS, TARGET_KL = 10, 0.006  # which some updates reach before their last epoch
+STEPS, TARGET_KL = 5, 0.006  # which some updates reach before their last epoch
 FLAGS = (
     *("--target-kl", str(TARGET_KL)),
     *("--max-steps", str(STEPS), "--log-every", "1", "--eval-every", str(STEPS), "--eval-episodes", "3"),
@@ -226,7 +226,7 @@ def test_resume_is_bitwise(how: tuple[str, ...], tmp_path: Path) -> None:
     """Also where the environments are in mid-episode."""
     flags = (*how, "--max-steps", "4", "--save-every", "1", "--keep", "9")
     whole = train(PPO, 2, tmp_path / "whole", *flags)
-    for stop in ("1", "3", "0"):
+    for stop in ("1", "0"):
         parts = train(PPO, 2, tmp_path / "parts", *flags, "--stop-after", stop)
     for tag in (*CURVES, "rl/return", "rl/length"):
         assert parts[tag] == whole[tag], tag
