@@ -167,13 +167,15 @@ def worst(found: dict[int, float], wanted: list[float], steps: int = STEPS) -> f
 
 
 def ways() -> Iterator[Any]:
-    """Every layout of every recipe; where the embedding and the output layer can lie on different ranks, also as one.
+    """Every layout of every recipe; of a pipeline, also with an embedding and an output layer that are one tensor.
 
-    A plain `pytest` runs the first one of each recipe on two ranks. The recipe that trains on no data set is in
+    Tied, those layouts that have what the others lack: a rank that holds neither of the two, and several pipelines. A
+    plain `pytest` runs the first one of each recipe on two ranks. The recipe that trains on no data set is in
     tests/recipes/test_ppo.py.
     """
     for layout in (layout for recipe in runner.SUPERVISED for layout in runner.layouts(recipe)):
-        for tied in [(), (True,)] if "--pp" in layout.flags else [()]:
+        stages = layout.size // layout.dp_size if "--pp" in layout.flags else 0
+        for tied in [(), (True,)] if stages == 3 or (stages > 0 and layout.dp_size > 1) else [()]:
             core = layout == runner.layout(layout.recipe, 2) and not tied
             marks = () if core else pytest.mark.rest
             yield pytest.param(layout, tied, id=f"{layout}{'-tied' * len(tied)}", marks=marks)
