@@ -121,7 +121,8 @@ def learn(
     advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
     found: dict[str, list[float]] = {tag: [] for tag in CURVES}
     for epoch in range(8 * update, 8 * (update + 1)):
-        orders = [sorted(range(ROLLOUT), key=lambda t, i=i: int(seed.mix(0, seed.ORDER, epoch, i, t))) for i in range(8)]
+        keys = [[int(seed.mix(0, seed.ORDER, epoch, i, t)) for t in range(ROLLOUT)] for i in range(8)]
+        orders = [sorted(range(ROLLOUT), key=row.__getitem__) for row in keys]
         for first in range(0, ROLLOUT, ROLLOUT // 4):
             places = [(i, t) for i in range(8) for t in orders[i][first : first + ROLLOUT // 4]]
             rows = [samples[i][t] for i, t in places]
