@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from common import keymap, manifest
 from common.run import process_group, run_dir
-from common.state import checkpoint, saver, state_check
+from common.state import checkpoint, saver, start, state_check
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT
 from torch import nn
@@ -80,7 +80,7 @@ def measure(folder: str) -> None:
         path = place / f"run{in_background}"
         run_dir.claim(path, world.process)
         dist.barrier()
-        found = checkpoint.Found(path, {}, None, {}, newest=0)
+        found = start.Found(path, {}, None, {}, newest=0)
         savers.append(saver.Saver(found, __file__, mesh, check, world.process, 2, in_background))
     plain, background = savers
 

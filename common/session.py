@@ -24,7 +24,7 @@ from common.measure import pace, profile, verdict  # measure
 from common.protect import health, watch  # protect
 from common.run import cli, log, process_group, run_dir, stop
 from common.run.process import Carried, Process, Rewind, World
-from common.state import best, checkpoint, doubts, saver, state_check
+from common.state import best, doubts, saver, start, state_check
 from common.train import flops, guard, metrics, sampler, sync_batchnorm
 from common.workloads import rates
 
@@ -103,7 +103,7 @@ class Session:
         recipe: str,
         world: World,
         mesh: DeviceMesh,
-        found: checkpoint.Found,
+        found: start.Found,
         plan: sampler.Plan,
         model: nn.Module,
         optimizer: Optimizer | None,
@@ -148,7 +148,7 @@ class Session:
         self._profile = profile.Profile(args, *steps, world, found.run_dir)  # measure
         self._pace = pace.Pace(world.device)  # measure
         run_dir.claim(found.run_dir, world.process)
-        checkpoint.check_newest(found)
+        start.check_newest(found)
         self._stop = stop.Stop(world, args.deadline, *steps)
         process_group.set_timeout(mesh, args.hang_timeout)  # protect
         self._watch = world.process.watch  # protect

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from common import UserError, manifest, places, ranks
+from common import UserError, manifest, places, ranks, trust
 from common.run import output
 from common.run.process import Process, World
 
@@ -44,9 +44,9 @@ def claim(path: Path, process: Process) -> None:
     def lock() -> str:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            places.refuse_open(path)
+            trust.refuse_open(path)
             file = output.append_to(path / "lock")
-            if closed & ~umask & stat.S_IWGRP and not places.is_own_group(path.stat().st_gid):
+            if closed & ~umask & stat.S_IWGRP and not trust.is_own_group(path.stat().st_gid):
                 ranks.print0("note: the umask lets a group write, and this run does not (TRUST_OPEN_FOLDERS=group)")
         except OSError as error:
             raise UserError(f"--out {path.parent}: {error}") from error

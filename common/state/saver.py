@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from common import BadStateError, UserError, manifest, ranks
 from common.run.process import Process
 from common.run.process_group import SAVING
-from common.state import checkpoint, replicas, retention, shards
+from common.state import checkpoint, replicas, retention, shards, start
 from common.state.state_check import StateCheck
 
 Tensors = dict[str, torch.Tensor]
@@ -43,7 +43,7 @@ class Saver:
 
     def __init__(
         self,
-        found: checkpoint.Found,
+        found: start.Found,
         recipe: str,
         mesh: DeviceMesh,
         check: StateCheck,

@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from common import bounds, precision, session
 from common.run import cli, exits
 from common.run.process import Process, World
-from common.state import checkpoint, start
+from common.state import start
 from common.train import data, flops, guard, initial, metrics, sampler, schedule, twins
 from common.workloads import gpt, rates, text
 
@@ -220,7 +220,7 @@ def main(process: Process) -> None:
     train, validation = make_data(args)
     model = make_model(args, train)
     # Refuses a checkpoint of another model before this one takes memory. Optional: seed and data, which are compared.
-    found = checkpoint.find(args.out, process.name, args.resume, model, seed=args.seed, data=train.digest())
+    found = start.find(args.out, process.name, args.resume, model, seed=args.seed, data=train.digest())
     plan = sampler.make_plan(
         division, len(train), run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
     )

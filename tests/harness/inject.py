@@ -67,7 +67,7 @@ import torch.distributed.checkpoint as dcp
 from common import BadStateError, keymap, manifest, places, ranks, seal, session
 from common.protect import health, heartbeat, peers, watch
 from common.run import output, process_group, run_dir, stop
-from common.state import checkpoint, replicas, saver, shards, state_check
+from common.state import replicas, saver, shards, start, state_check
 from common.state.private_api import files_of_rank
 from common.train import data, flops, guard, sampler, sync_batchnorm
 from common.workloads import resnet, text
@@ -684,7 +684,7 @@ def _trust_open_folders() -> None:
 
 
 def _look_once() -> None:
-    _replace(checkpoint, "check_newest", lambda _: None)
+    _replace(start, "check_newest", lambda _: None)
 
 
 def _keep_events() -> None:

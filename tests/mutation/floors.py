@@ -290,11 +290,11 @@ FAULTS = (
         "test_ranks_share_the_reading",
     ),
     of(
-        "state/checkpoint",
+        "state/start",
         "another job that has saved meanwhile goes unnoticed",
         "if newest != found.newest:",
         "if newest < found.newest:",
-        "test_job_that_saves_meanwhile_is_noticed",
+        "tests/state/test_checkpoint.py::test_job_that_saves_meanwhile_is_noticed",
     ),
     of(
         "state/checkpoint",
