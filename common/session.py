@@ -23,7 +23,7 @@ from common import BadStateError, UserError, bounds, devices, keymap, marks, pre
 from common.measure import pace, profile, verdict  # measure
 from common.protect import health, watch  # protect
 from common.run import cli, log, process_group, run_dir, stop
-from common.run.process import Carried, Process, Rewind, World
+from common.run.process import Process, Rewind, World
 from common.state import best, doubts, saver, start, state_check
 from common.train import flops, guard, metrics, sampler, sync_batchnorm
 from common.workloads import rates
@@ -138,10 +138,8 @@ class Session:
         self._stops = False
         self._no_better = ""  # why --patience ends the run
         self._name = f"rank {world.rank} on {world.host}"
-        carried = world.process.carried
-        self._doubts = carried.doubts if carried else doubts.Doubts(args.on_bad_state)
-        keeps = vars(args)
-        self._best = best.Best(keeps.get("keep_best", ""), keeps.get("patience", 0), found.run_dir, plan.first_step)
+        self._doubts = world.process.doubts = world.process.doubts or doubts.Doubts(args.on_bad_state)
+        self._best = best.Best(vars(args), found.run_dir, plan.first_step)
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
         steps = plan.first_step, self._last_step
@@ -315,7 +313,7 @@ class Session:
             self._profile.close()  # measure
             self._saver.wait()  # what it writes is from before
             self._log.close()
-            raise Rewind(Carried(self._doubts, self._stop)) from None
+            raise Rewind from None
 
     def finish(self) -> None:
         """Print the result and the command that continues the run, and end the process group (all ranks)."""

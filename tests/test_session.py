@@ -295,9 +295,8 @@ def see_losses(folder: str) -> None:
             run.save(step)
         run.finish()
 
-    with pytest.raises(Rewind) as rewind:
+    with pytest.raises(Rewind):
         log_all(0)
-    here.carried = rewind.value.carried
     process_group.finish(here, begins_again=True)
     log_all(5)
 
