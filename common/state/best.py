@@ -32,7 +32,7 @@ class Best:
         self._patience = flags.get("patience", 0)
         self._tag = f"val/{self._keep_best or 'loss'}"
         self._evaluations = ranks.from_rank0(
-            lambda: [one for one in run_dir.records(path) if self._tag in one and one["step"] <= last_step]
+            lambda: [one for one in run_dir.records(path) if self._tag in one and one["step"] <= last_step], path
         )
 
     def add(self, step: int, means: Mapping[str, float]) -> str:

@@ -9,7 +9,6 @@ number saved.
 import functools
 import re
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from common import UserError, keymap, manifest, ranks, trust
-from common.ranks import Answer
 
 BEST = "best"  # the file that names the best checkpoint, if a run keeps it
 
@@ -48,7 +46,7 @@ def step_of(path: Path) -> int:
 
 def newest(run_dir: Path) -> int:
     """The newest committed step of a run, damaged or not; -1 for none (all ranks)."""
-    return _from_rank0(run_dir, lambda: max(map(step_of, committed(run_dir)), default=-1))
+    return ranks.from_rank0(lambda: max(map(step_of, committed(run_dir)), default=-1), run_dir)
 
 
 def candidates(where: Path, flag: str = "") -> list[Path]:
@@ -78,8 +76,9 @@ def choose(where: Path, flag: str = "", own: bool = False) -> tuple[Path, dict[s
         UserError: there is no checkpoint, all are damaged, or other users can write to one.
     """
     faults: list[str] = []
-    for path in map(Path, _from_rank0(f"{flag}{where}", lambda: [str(one) for one in candidates(where, flag)])):
-        _from_rank0(path, functools.partial(_refuse_open_folder, path, own))
+    found = ranks.from_rank0(lambda: [str(one) for one in candidates(where, flag)], f"{flag}{where}")
+    for path in map(Path, found):
+        ranks.from_rank0(functools.partial(_refuse_open_folder, path, own), path)
         facts, fault = _verify(path)
         if not fault:
             if faults:
@@ -94,27 +93,14 @@ def choose(where: Path, flag: str = "", own: bool = False) -> tuple[Path, dict[s
 
 def _verify(path: Path) -> tuple[dict[str, Any], str]:
     """`manifest.verify` with the files divided over the ranks: one rank would take an hour for a large model."""
-    if not dist.is_initialized():
-        return manifest.verify(path)
-    facts, fault = manifest.verify(path, dist.get_rank(), dist.get_world_size())
+    share = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ()
+    facts, fault = manifest.verify(path, *share)
     everyone = ranks.gather((socket.gethostname(), fault, [facts.get("step"), facts.get("samples")]))
     for host, found, position in everyone:
         if found or position != everyone[0][2]:
             place = f" on {host}" if host != everyone[0][0] else ""
             return {}, f"{found or 'another checkpoint of that name'}{place}"
     return facts, ""
-
-
-def _from_rank0(place: object, read: Callable[[], Answer]) -> Answer:
-    """What rank 0 reads at a place, if there is a process group; a disk or server that does not answer is named."""
-
-    def answer() -> Answer:
-        try:
-            return read()
-        except (OSError, RuntimeError) as error:
-            raise UserError(f"{place} cannot be read: {error}") from error
-
-    return ranks.from_rank0(answer) if dist.is_initialized() else answer()
 
 
 def _refuse_open_folder(path: Path, own: bool) -> None:

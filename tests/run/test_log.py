@@ -108,7 +108,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     assert math.isnan(runner.records(tmp_path, "train/grad_norm")[10])
     assert metrics.best(run_dir.records(tmp_path))["val/loss"] == (0.5, 15)
     run.finish()
-    run_dir.open_records(tmp_path, 10).close()
+    run_dir.Records(tmp_path, 10, 0).open().close()
     again = [json.loads(line, parse_constant=refuse) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert again == [line for line in lines if line["step"] <= 10]
 
