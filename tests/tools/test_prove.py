@@ -54,7 +54,7 @@ def test_figures_stand_under_their_heads(tmp_path: Path) -> None:
     ]
     page.write(tmp_path, [], {"rates": rates}, {})
     lines = (tmp_path / "prove.md").read_text().splitlines()
-    assert lines[-5:-1] == [
+    assert lines[-4:] == [
         "| layout | samples_per_s | tokens_per_s | mfu |",
         "|---|---|---|---|",
         "| ddp_gpt | 1 | 2 | 0.5 |",
