@@ -81,7 +81,7 @@ def join(args: Any, recipe: str, process: Process) -> World:
     """
     devices.configure(args.matmul_precision, args.deterministic)
     process.name = args.name or process.name
-    process.frees = [flag for flag, _ in cli.noted(args, bounds.Frees)]
+    process.frees = [flag for part, flag in cli.savings(args) if part == "memory"]
     world = process_group.start(args.backend, args.dtype, process)
     ranks.check_same(flag=dataclasses.asdict(args), code=ranks.code_digests(recipe), version=ranks.versions())
     health.check(world.device)  # protect

@@ -80,9 +80,11 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     num_layers: bounds.PositiveInt = 4  # transformer blocks
     num_heads: bounds.PositiveInt = 4  # query heads
     width: bounds.PositiveInt = 192  # width of the residual stream
-    recompute: Annotated[gpt.Recompute, bounds.Frees("full")] = "none"  # what the backward pass computes again
+    recompute: Annotated[gpt.Recompute, bounds.Saves("memory", "full")] = (
+        "none"  # what backward passes compute again
+    )
     # strategy
-    cp: Annotated[bounds.PositiveInt, bounds.Shortens("exposed", "smaller")] = 2  # ranks that share every sequence
+    cp: Annotated[bounds.PositiveInt, bounds.Saves("exposed", "smaller")] = 2  # ranks that share every sequence
     cp_kind: Literal["ring", "allgather", "ulysses"] = "ring"  # how attention reads other ranks' pieces
     reshard_after_forward: bool = True  # free gathered parameters until the backward pass, which saves memory
 

@@ -79,7 +79,9 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     num_layers: bounds.PositiveInt = 4  # transformer blocks
     num_heads: bounds.PositiveInt = 4  # query heads
     width: bounds.PositiveInt = 192  # width of the residual stream
-    recompute: Annotated[gpt.Recompute, bounds.Frees("full")] = "none"  # what the backward pass computes again
+    recompute: Annotated[gpt.Recompute, bounds.Saves("memory", "full")] = (
+        "none"  # what backward passes compute again
+    )
     # strategy
     replicas: bounds.NonNegativeInt = 0  # groups of ranks that train apart, such as machines; 0 for each rank by itself
     inner_steps: bounds.PositiveInt = 20  # optimizer steps of each replica between two outer steps

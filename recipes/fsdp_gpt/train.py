@@ -73,7 +73,9 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     num_layers: bounds.PositiveInt = 4  # transformer blocks
     num_heads: bounds.PositiveInt = 4  # query heads
     width: bounds.PositiveInt = 192  # width of the residual stream
-    recompute: Annotated[gpt.Recompute, bounds.Frees("full")] = "none"  # what the backward pass computes again
+    recompute: Annotated[gpt.Recompute, bounds.Saves("memory", "full")] = (
+        "none"  # what backward passes compute again
+    )
     # strategy
     dp_replicate: bounds.PositiveInt = 1  # groups that each hold the whole model (HSDP)
     reshard_after_forward: bool = True  # free gathered parameters until the backward pass, which saves memory

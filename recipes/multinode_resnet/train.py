@@ -77,7 +77,7 @@ class Args(session.TrainArgs):
     model: str = "resnet18"  # a residual network of torchvision
     # strategy
     sync_bn: bool = False  # compute BatchNorm's statistics over the samples of all ranks
-    compress: Annotated[Literal["none", "bf16", "powersgd"], bounds.Shortens("exposed", "bf16")] = (
+    compress: Annotated[Literal["none", "bf16", "powersgd"], bounds.Saves("exposed", "bf16")] = (
         "none"  # compression of the gradients that are sent
     )
     powersgd_rank: bounds.PositiveInt = 4  # rank of powersgd's approximation of a gradient

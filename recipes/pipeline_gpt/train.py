@@ -62,7 +62,7 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     text_columns: str = ""  # columns to read, such as "title,body"; "" for the one with the most text
     # batch and rate
     global_batch_size: bounds.PositiveInt = 32  # sequences per optimizer step, over all ranks
-    micro_batch_size: Annotated[bounds.Smaller, bounds.Shortens("slower", "smaller")] = (
+    micro_batch_size: Annotated[bounds.Smaller, bounds.Saves("slower", "smaller")] = (
         4  # most sequences of a rank's forward pass; 0 for one micro-batch per step
     )
     lr: bounds.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
@@ -75,7 +75,9 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     num_layers: bounds.PositiveInt = 4  # transformer blocks
     num_heads: bounds.PositiveInt = 4  # query heads
     width: bounds.PositiveInt = 192  # width of the residual stream
-    recompute: Annotated[gpt.Recompute, bounds.Frees("full")] = "none"  # what the backward pass computes again
+    recompute: Annotated[gpt.Recompute, bounds.Saves("memory", "full")] = (
+        "none"  # what backward passes compute again
+    )
     # strategy
     pp: bounds.PositiveInt = 2  # ranks of each pipeline
     schedule: Literal["1F1B", "DualPipeV", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"] = (

@@ -73,9 +73,11 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     num_layers: bounds.PositiveInt = 4  # transformer blocks
     num_heads: bounds.PositiveInt = 4  # query heads
     width: bounds.PositiveInt = 192  # width of the residual stream
-    recompute: Annotated[gpt.Recompute, bounds.Frees("full")] = "none"  # what the backward pass computes again
+    recompute: Annotated[gpt.Recompute, bounds.Saves("memory", "full")] = (
+        "none"  # what backward passes compute again
+    )
     # strategy
-    tp: Annotated[bounds.PositiveInt, bounds.Shortens("exposed", "smaller")] = 2  # ranks that split every matrix
+    tp: Annotated[bounds.PositiveInt, bounds.Saves("exposed", "smaller")] = 2  # ranks that split every matrix
     reshard_after_forward: bool = True  # free gathered parameters until the backward pass, which saves memory
 
 
