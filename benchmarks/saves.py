@@ -81,7 +81,7 @@ def measure(folder: str) -> None:
         run_dir.claim(path, world.process)
         dist.barrier()
         found = start.Found(path, {}, None, {}, newest=0)
-        savers.append(saver.Saver(found, __file__, mesh, check, world.process, 2, in_background))
+        savers.append(saver.Saver(found, mesh, check, world.process, 2, in_background))
     plain, background = savers
 
     def save_dcp(i: int) -> None:

@@ -81,6 +81,7 @@ def join(args: Any, recipe: str, process: Process) -> World:
     """
     devices.configure(args.matmul_precision, args.deterministic)
     process.name = args.name or process.name
+    process.recipe = recipe
     process.frees = [flag for part, flag in cli.savings(args) if part == "memory"]
     world = process_group.start(args.backend, args.dtype, process)
     ranks.check_same(flag=dataclasses.asdict(args), code=ranks.code_digests(recipe), version=ranks.versions())
@@ -100,7 +101,6 @@ class Session:
     def __init__(
         self,
         args: Any,
-        recipe: str,
         world: World,
         mesh: DeviceMesh,
         found: start.Found,
@@ -113,7 +113,6 @@ class Session:
 
         Args:
             args: the recipe's flags, with those of `RunArgs`.
-            recipe: its train.py.
             world: this process.
             mesh: the ranks and their axes.
             found: the checkpoint that the run starts from, already loaded.
@@ -159,10 +158,10 @@ class Session:
             saved_scale = found.progress.get("loss_scale")
             self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips, dtype, saved_scale)
         self._check = state_check.StateCheck(model, compare=args.check_every > 0)
-        self._saver = saver.Saver(found, recipe, mesh, self._check, world.process, args.keep, args.async_save)
+        self._saver = saver.Saver(found, mesh, self._check, world.process, args.keep, args.async_save)
         peaks = [group["lr"] for group in optimizer.param_groups] if optimizer else []
         counted = sample or flops.Sample()
-        self._log = log.Run(found.run_dir, recipe, args, world, plan, dtype, counted, peaks, computes_on)
+        self._log = log.Run(found.run_dir, args, world, plan, dtype, counted, peaks, computes_on)
         self._saved_s = 0.0
 
     def steps(self, dp_rank: int) -> Iterator[int]:

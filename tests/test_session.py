@@ -65,7 +65,7 @@ def begin(
     )
     saved = [*map(checkpoint.step_of, checkpoint.committed(Path(folder)))]
     found = start.Found(Path(folder), {"seed": 3}, None, {}, max(saved, default=-1))
-    run = session.Session(args, __file__, world, mesh, found=found, plan=plan, model=model, optimizer=optimizer)
+    run = session.Session(args, world, mesh, found=found, plan=plan, model=model, optimizer=optimizer)
     return run, model, optimizer
 
 

@@ -47,7 +47,6 @@ class Run:
     def __init__(
         self,
         path: Path,
-        recipe: str,
         args: Any,
         world: World,
         plan: sampler.Plan,
@@ -60,8 +59,7 @@ class Run:
 
         Args:
             path: the run's folder, claimed by `run_dir.claim`.
-            recipe: the train.py that runs.
-            args: its dataclass of flags.
+            args: the recipe's dataclass of flags.
             world: this process.
             plan: its steps and their samples.
             dtype: of the computation.
@@ -101,7 +99,7 @@ class Run:
         world.process.output.spare = log
         try:
             (path / STOPPED).unlink(missing_ok=True)
-            for change in run_dir.write_config(path, recipe, args, world, mfu_is_of):
+            for change in run_dir.write_config(path, world.process.recipe, args, world, mfu_is_of):
                 ranks.print0(change)
             self._records.open()
         except OSError as error:

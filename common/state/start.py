@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from common import UserError, keymap, manifest, places, ranks
 from common.state import checkpoint
@@ -89,11 +89,7 @@ def check_newest(found: Found) -> None:
 
 
 def restore(
-    path: Path | None,
-    init: str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    more: dict[str, torch.Tensor] | None = None,
+    path: Path | None, init: str, model: nn.Module, optimizer: Optimizer, more: keymap.Tensors | None = None
 ) -> None:
     """Fill model and optimizer from a checkpoint of any number of ranks; or, in a new run, the model from `init`.
 
@@ -122,7 +118,7 @@ def restore(
             if f"{keymap.OPTIMIZER}{keymap.canonical(name)}" not in with_state:
                 optimizer.state.pop(parameter, None)
     tensors = keymap.tensors(model, optimizer)
-    checkpoint.load(path, tensors | (more or {}))
+    checkpoint.load(path, {**tensors, **(more or {})})
     keymap.set_numbers(model, optimizer, tensors)
     if not keymap.has_strategy(model):
         return

@@ -442,7 +442,7 @@ def main(process: Process) -> None:
     )
     restore(found, results)
     plan = sampler.make_plan(division, 0, run_seed=args.seed, max_steps=args.max_steps, progress=found.progress)
-    run = session.Session(args, __file__, world, mesh, found, plan, results, optimizer=None)
+    run = session.Session(args, world, mesh, found, plan, results, optimizer=None)
     every = results.spectral_efficiency
     for step in run.steps(mesh.get_local_rank("users")):
         every[step - 1] = simulate(args, plan, mesh, world.device, step)

@@ -80,9 +80,7 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     num_layers: bounds.PositiveInt = 4  # transformer blocks
     num_heads: bounds.PositiveInt = 4  # query heads
     width: bounds.PositiveInt = 192  # width of the residual stream
-    recompute: Annotated[gpt.Recompute, bounds.Saves("memory", "full")] = (
-        "none"  # what backward passes compute again
-    )
+    recompute: Annotated[gpt.Recompute, bounds.Saves("memory", "full")] = "none"  # what backward passes compute again
     # strategy
     cp: Annotated[bounds.PositiveInt, bounds.Saves("exposed", "smaller")] = 2  # ranks that share every sequence
     cp_kind: Literal["ring", "allgather", "ulysses"] = "ring"  # how attention reads other ranks' pieces
@@ -450,7 +448,7 @@ def main(process: Process) -> None:
         model.compile()
     batches = data.training(train, plan, dp_rank, args.workers, world.device)
     # Claims the run's folder, and takes over signals before the first loader worker is forked.
-    run = session.Session(args, __file__, world, mesh, found, plan, model, optimizer, sample)
+    run = session.Session(args, world, mesh, found, plan, model, optimizer, sample)
     for step in run.steps(dp_rank):
         lr = schedule.scale_rates(optimizer, lr_factor(args, step, plan.max_steps))
         sums, grad_norm = train_step(args, model, optimizer, run.finite, batches, dp_size)

@@ -241,7 +241,7 @@ def main(process: Process) -> None:
         model.compile()
     batches = data.training(train, plan, dp_rank, args.workers, world.device)
     # Claims the run's folder, and takes over signals before the first loader worker is forked.
-    run = session.Session(args, __file__, world, mesh, found, plan, model, optimizer, sample)
+    run = session.Session(args, world, mesh, found, plan, model, optimizer, sample)
     for step in run.steps(dp_rank):
         lr = schedule.scale_rates(optimizer, lr_factor(args, step, plan.max_steps))
         sums, grad_norm = train_step(args, model, optimizer, run.finite, batches, dp_size)

@@ -287,7 +287,7 @@ def main(process: Process) -> None:
     state = envs.tensors()
     start.restore(found.path, args.init, model, optimizer, state)
     envs.restore(state)
-    run = session.Session(args, __file__, world, mesh, found, plan, model, optimizer)
+    run = session.Session(args, world, mesh, found, plan, model, optimizer)
     for step in run.steps(dp_rank):
         lr = schedule.scale_rates(optimizer, lr_factor(args, step, plan.max_steps))
         sums, grad_norm = train_step(args, model, optimizer, run.finite, envs, step)

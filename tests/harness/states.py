@@ -64,7 +64,7 @@ def make_saver(run_dir: Path, keep: int = 9, in_background: bool = False, has_on
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
     check = state_check.StateCheck(torch.nn.Module(), compare=True)
     found = start.Found(run_dir, {"seed": 3}, None, {}, newest=0 if has_one else -1)
-    return saver.Saver(found, str(RECIPE), mesh, check, Process(), keep, in_background)
+    return saver.Saver(found, mesh, check, Process(recipe=str(RECIPE)), keep, in_background)
 
 
 def save(run_dir: Path, step: int, keep: int = 9) -> Path:

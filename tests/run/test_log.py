@@ -35,7 +35,9 @@ def one_teraflop(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_world(rank: int, size: int) -> process.World:
-    return process.World(rank, size, size, "host", torch.device("cpu"), "gloo", dist.HashStore())
+    return process.World(
+        rank, size, size, "host", torch.device("cpu"), "gloo", dist.HashStore(), process.Process(recipe=__file__)
+    )
 
 
 def make_run(
@@ -52,7 +54,7 @@ def make_run(
     division = sampler.Division(8, 8, 4)
     plan = sampler.Plan(99, 0, first_step, max_steps, first_step * 8, max_steps * 8, division)
     devices = [torch.device("cpu")] * num_devices
-    return log.Run(path, __file__, args or Args(lr), make_world(rank, 4), plan, torch.float32, sample, [lr], devices)
+    return log.Run(path, args or Args(lr), make_world(rank, 4), plan, torch.float32, sample, [lr], devices)
 
 
 def means(loss: float) -> dict[str, float]:

@@ -53,7 +53,7 @@ def save_own_and_common(run_dir: str) -> None:
     for step, in_background in ((1, False), (2, True)):
         check = state_check.StateCheck(torch.nn.Module(), compare=True)
         found = start.Found(Path(run_dir), {}, None, {}, newest=0)
-        saving = saver.Saver(found, str(RECIPE), mesh, check, Process(), 9, in_background)
+        saving = saver.Saver(found, mesh, check, Process(recipe=str(RECIPE)), 9, in_background)
         saving.save(step, state, samples=step, last=False)
         saving.drain()
     dist.destroy_process_group()
@@ -84,7 +84,7 @@ def save_replicas(run_dir: str, compare: bool) -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     check = state_check.StateCheck(torch.nn.Module(), compare=compare)
     found = start.Found(Path(run_dir), {}, None, {}, newest=0)
-    saver.Saver(found, str(RECIPE), mesh, check, Process(), 9, False).save(1, REPLICA | statistic, 1, True)
+    saver.Saver(found, mesh, check, Process(recipe=str(RECIPE)), 9, False).save(1, REPLICA | statistic, 1, True)
     dist.destroy_process_group()
 
 
