@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from common import keymap, manifest
 from common.run import process_group, run_dir
+from common.run.process import Process
 from common.state import checkpoint, saver, start, state_check
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT
@@ -70,7 +71,7 @@ def processor_s() -> float:
 
 def measure(folder: str) -> None:
     """One rank's part; rank 0 leaves the tables."""
-    world = process_group.start()
+    world = process_group.start(process=Process(recipe=__file__))
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp",))
     model, state = make_state()
     check = state_check.StateCheck(model, compare=True)

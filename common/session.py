@@ -159,9 +159,9 @@ class Session:
             self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips, dtype, saved_scale)
         self._check = state_check.StateCheck(model, compare=args.check_every > 0)
         self._saver = saver.Saver(found, mesh, self._check, world.process, args.keep, args.async_save)
-        peaks = [group["lr"] for group in optimizer.param_groups] if optimizer else []
-        counted = sample or flops.Sample()
-        self._log = log.Run(found.run_dir, args, world, plan, dtype, counted, peaks, computes_on)
+        self._log = log.Run(found.run_dir, args, world, plan, dtype, sample or flops.Sample(), computes_on)
+        if optimizer:
+            rates.show(optimizer, vars(args).get("warmup_steps", 0), plan.max_steps)
         self._saved_s = 0.0
 
     def steps(self, dp_rank: int) -> Iterator[int]:

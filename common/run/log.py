@@ -52,7 +52,6 @@ class Run:
         plan: sampler.Plan,
         dtype: torch.dtype,
         sample: flops.Sample,
-        rates: Sequence[float],
         computes_on: Sequence[torch.device],
     ) -> None:
         """Begin, or continue after the plan's first step (all ranks), and print the setup.
@@ -64,7 +63,6 @@ class Run:
             plan: its steps and their samples.
             dtype: of the computation.
             sample: FLOPs and units of a training sample, for rates.
-            rates: the peak learning rate of each group of parameters; empty if nothing is trained.
             computes_on: the devices of this process, the world's first.
         """
         self.path = path
@@ -108,9 +106,6 @@ class Run:
         details += f"; {str(dtype).removeprefix('torch.')}"
         setup = [str(world), f"{plan}{details if plan.first_step < plan.max_steps else ''}"]
         setup += devices.notes(world.device, bool(vars(args).get("compile")))
-        if rates:
-            peak = " to ".join(f"{rate:.4g}" for rate in sorted({min(rates), max(rates)}))
-            setup.append(f"peak learning rate {peak}{_after(args, plan.max_steps)}")
         if world.device.type == "cuda" and mfu_is_of:
             setup.append(f"MFU is of {mfu_is_of}")
         ranks.print0("\n".join(setup))
@@ -241,14 +236,6 @@ class Run:
             ranks.print0(f"step {step:>{len(str(self._plan.max_steps))}}/{self._plan.max_steps}  {text}")
         else:
             self._bar.set_postfix_str(text)
-
-
-def _after(args: Any, max_steps: int) -> str:
-    """What the warm-up is of the whole; nothing for a recipe without this flag."""
-    steps = vars(args).get("warmup_steps", 0)
-    if steps < max_steps:
-        return f"; --warmup-steps {steps:,} of {max_steps:,} steps" if steps else ""
-    return f"; --warmup-steps {steps:,} is not below the training's {max_steps:,} steps"
 
 
 def memory_gib(device: torch.device) -> float:

@@ -54,7 +54,7 @@ def make_run(
     division = sampler.Division(8, 8, 4)
     plan = sampler.Plan(99, 0, first_step, max_steps, first_step * 8, max_steps * 8, division)
     devices = [torch.device("cpu")] * num_devices
-    return log.Run(path, args or Args(lr), make_world(rank, 4), plan, torch.float32, sample, [lr], devices)
+    return log.Run(path, args or Args(lr), make_world(rank, 4), plan, torch.float32, sample, devices)
 
 
 def means(loss: float) -> dict[str, float]:
