@@ -121,19 +121,19 @@ CASES = [  # owner, mode, TRUST_OPEN_FOLDERS, refusal
 ]
 
 
-@pytest.mark.parametrize(("owner", "mode", "trust", "refusal"), CASES)
+@pytest.mark.parametrize(("owner", "mode", "setting", "refusal"), CASES)
 def test_folder(
     owner: int,
     mode: int,
-    trust: str,
+    setting: str,
     refusal: str,
     found: dict[str, int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found |= {"st_uid": owner, "st_mode": mode}
-    if trust:
-        monkeypatch.setenv("TRUST_OPEN_FOLDERS", trust)
+    if setting:
+        monkeypatch.setenv("TRUST_OPEN_FOLDERS", setting)
     if not refusal:
         return trust.refuse_open(tmp_path)
     with pytest.raises(UserError, match=f"^{tmp_path} {refusal}"):
