@@ -264,7 +264,7 @@ class Session:
 
     def log_images(self, step: int, tag: str, images: Any) -> None:
         """Show images, (N, H, W, 3) uint8, in TensorBoard; only rank 0 needs them, others may pass None."""
-        self._log.log_images(step, tag, images)
+        self._log.records.draw(step, lambda board: board.add_images(tag, images, step, dataformats="NHWC"))
 
     def save(self, step: int, more: saver.Tensors | None = None) -> None:
         """Write a checkpoint of model and optimizer, if one is due (all ranks).

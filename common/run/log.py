@@ -40,6 +40,7 @@ class Run:
     """Records one run: files in its folder, lines on the terminal. Only rank 0 writes.
 
     Attributes:
+        records: its metrics.jsonl and TensorBoard's events.
         path: the run's folder, with config.json, the copied train.py, metrics.jsonl (float64, one line for
             each record), TensorBoard's events, checkpoints/ and logs/.
     """
@@ -85,7 +86,7 @@ class Run:
         self._trained_s = 0.0  # until the latest record, and of waiting for data until then
         self._data_wait_s = 0.0
         self._first: tuple[float, float] | None = None  # these two at the first record, after the start of the workers
-        self._records = run_dir.Records(path, plan.first_step, world.rank)
+        self.records = run_dir.Records(path, plan.first_step, world.rank)
         # disable=None shows a bar on a terminal, and none in a pipe or a file.
         disable = True if world.rank else None
         total = plan.max_steps
@@ -99,7 +100,7 @@ class Run:
             (path / STOPPED).unlink(missing_ok=True)
             for change in run_dir.write_config(path, world.process.recipe, args, world, mfu_is_of):
                 ranks.print0(change)
-            self._records.open()
+            self.records.open()
         except OSError as error:
             ranks.print0(f"warning: not all files of this start were written to {path}: {error}")
         details = "".join(f", {number:,} {unit} each" for unit, number in sample.units.items())
@@ -150,10 +151,6 @@ class Run:
     def log_validation(self, step: int, means: Mapping[str, float]) -> None:
         """Record an evaluation's global means."""
         self._show(step, self._record(step, "val", means))
-
-    def log_images(self, step: int, tag: str, images: Any) -> None:
-        """Show images, (N, H, W, 3) uint8, in TensorBoard (rank 0)."""
-        self._records.draw(step, lambda board: board.add_images(tag, images, step, dataformats="NHWC"))
 
     def pause(self, something_is_due: bool) -> None:
         """Exclude the time until `unpause` from the rate of training.
@@ -221,11 +218,11 @@ class Run:
     def close(self) -> None:
         """Close the progress bar and the records."""
         self._bar.close()
-        self._records.close()
+        self.records.close()
 
     def _record(self, step: int, group: str, values: Mapping[str, float]) -> dict[str, float]:
         tagged = {key if "/" in key else f"{group}/{key}": value for key, value in values.items()}
-        self._records.write(step, tagged)
+        self.records.write(step, tagged)
         return tagged
 
     def _show(self, step: int, values: Mapping[str, float], tail: str = "") -> None:

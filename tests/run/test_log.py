@@ -296,7 +296,7 @@ def test_full_disk_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixtur
     """What could not be recorded is told, and what comes once there is room is recorded."""
     run = make_run(tmp_path)
     record(run, 5, 0.5)
-    records = run._records
+    records = run.records
     with records._lines as good, Path("/dev/full").open("a") as full:
         records._lines = full
         capsys.readouterr()
