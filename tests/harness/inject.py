@@ -64,7 +64,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import BadStateError, keymap, manifest, places, ranks, seal, session
+from common import BadStateError, keymap, manifest, ranks, seal, session, trust
 from common.protect import health, heartbeat, peers, watch
 from common.run import output, process_group, run_dir, stop
 from common.state import replicas, saver, shards, start, state_check
@@ -680,7 +680,7 @@ def _print_directly() -> None:
 
 
 def _trust_open_folders() -> None:
-    _replace(places, "refuse_open", lambda *_: None)
+    _replace(trust, "refuse_open", lambda *_: None)
 
 
 def _look_once() -> None:
