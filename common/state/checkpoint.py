@@ -93,8 +93,8 @@ def choose(where: Path, flag: str = "", own: bool = False) -> tuple[Path, dict[s
 
 def _verify(path: Path) -> tuple[dict[str, Any], str]:
     """`manifest.verify` with the files divided over the ranks: one rank would take an hour for a large model."""
-    share = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ()
-    facts, fault = manifest.verify(path, *share)
+    part, num_parts = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    facts, fault = manifest.verify(path, part, num_parts)
     everyone = ranks.gather((socket.gethostname(), fault, [facts.get("step"), facts.get("samples")]))
     for host, found, position in everyone:
         if found or position != everyone[0][2]:
