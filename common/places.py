@@ -9,7 +9,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from common import UserError
+from common import UserError, manifest
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk without room or inodes, and a quota
 
@@ -27,9 +27,11 @@ def local(flag: str, value: str) -> Path:
             "gcsfuse or rclone, or copy it, and give the path"
         )
     try:
-        return Path(value).expanduser()
+        path = Path(value).expanduser()
     except RuntimeError as error:
         raise UserError(f"{flag} {value}: {error}") from error
+    manifest.looks_at(path)
+    return path
 
 
 def choose(out: str, name: str) -> Path:
@@ -44,8 +46,7 @@ def choose(out: str, name: str) -> Path:
     try:
         path = (local("--out", out) / name).resolve()
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
-        refuse_open(path)
-        refuse_open(path.parent)
+        refuse_replaceable(path)
     except (OSError, RuntimeError) as error:  # a name that is too long, or links in a circle
         raise UserError(f"--out {out}, --name {name}: {error}") from error
     try:
@@ -55,6 +56,25 @@ def choose(out: str, name: str) -> Path:
         if existing == path and error.errno in FULL:  # a run survives that, also if it starts again
             return path
         raise UserError(f"--out {out}: {existing} cannot be written to ({error.strerror})") from error
+
+
+def refuse_replaceable(path: Path, own: bool = True) -> None:
+    """Refuse a folder that other users can change, or that they can move away to put another in its place.
+
+    Args:
+        path: each folder on the way to it is looked at, from the root of the file system on.
+        own: see `refuse_open`.
+    """
+    try:
+        path = path.resolve()
+    except (OSError, RuntimeError):  # a link to itself: nothing can be there
+        return
+    users = Path("/proc/self/uid_map")
+    # A container with a part of the machine's users shows one owner for all others' folders, and for those of root.
+    knows_owners = not users.exists() or users.read_text().split()[2:] == ["4294967295"]
+    for folder in reversed(path.parents):
+        refuse_open(folder, own and knows_owners)
+    refuse_open(path, own)
 
 
 def refuse_open(folder: Path, own: bool = True) -> None:
@@ -71,6 +91,7 @@ def refuse_open(folder: Path, own: bool = True) -> None:
         UserError: it is one.
         OSError: it cannot be looked at.
     """
+    manifest.looks_at(folder)
     try:
         found = folder.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -61,15 +61,21 @@ def test_full_disk_ends_no_run_that_is_there(number: int, tmp_path: Path, monkey
             places.choose(str(tmp_path), "old")
 
 
-def test_both_the_folder_and_the_one_that_holds_it_are_looked_at(tmp_path: Path) -> None:
-    """In one that others can write to, they could put another folder in its place."""
-    for folder in (tmp_path, tmp_path / "run"):
-        folder.mkdir(exist_ok=True)
+def test_each_folder_on_the_way_is_looked_at(tmp_path: Path) -> None:
+    """In one that others can write to, they could put another folder in the place of the one that it holds."""
+    run = tmp_path / "a" / "b" / "run"
+    checkpoints = run / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "a", run.parent, run):
         folder.chmod(0o777)
-        with pytest.raises(UserError, match=f"^{folder} is writable by every user, .*: chmod o-w {folder}; "):
-            places.choose(str(tmp_path), "run")
+        refusal = f"^{folder} is writable by every user, .*: chmod o-w {folder}; "
+        with pytest.raises(UserError, match=refusal):
+            places.choose(str(run.parent), "run")
+        with pytest.raises(UserError, match=refusal):
+            places.refuse_replaceable(checkpoints, own=False)
         folder.chmod(0o755)
-    assert places.choose(str(tmp_path), "run") == tmp_path / "run"
+    assert places.choose(str(run.parent), "run") == run
+    places.refuse_replaceable(checkpoints)
 
 
 # --- who can change it ------------------------------------------------------------------------------------
@@ -250,6 +256,28 @@ def test_name_stays_in_out(name: str, tmp_path: Path) -> None:
         places.choose(str(tmp_path / "runs"), name)
     for inside in ("a/b", "..y", "~", " x"):
         assert places.choose(str(tmp_path / "runs"), inside) == tmp_path / "runs" / inside
+
+
+@pytest.mark.parametrize(("users", "knows_owners"), [("0 0 4294967295", True), ("0 1000 1", False)])
+def test_folders_of_others_on_the_way(
+    *, users: str, knows_owners: bool, found: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with one user shows all folders of the machine as another user's, up to the root of its files."""
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: users if path.name == "uid_map" else read(path))
+    run = tmp_path / "a" / "run"
+    found |= {"st_uid": OTHER}
+    if knows_owners:
+        with pytest.raises(UserError, match=f"^{tmp_path} {OWNER}"):
+            places.refuse_replaceable(run)
+    else:
+        places.refuse_replaceable(run)
+    found |= {"st_mode": 0o777}
+    with pytest.raises(UserError, match=f"^{tmp_path} "):
+        places.refuse_replaceable(run)
+    found |= {"st_mode": 0o755}
+    with pytest.raises(UserError, match=f"^{tmp_path} {OWNER}"):
+        places.refuse_replaceable(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")

@@ -151,7 +151,7 @@ def choose(where: Path, flag: str = "", own: bool = False) -> tuple[Path, dict[s
     """
     faults: list[str] = []
     for path in map(Path, _from_rank0(f"{flag}{where}", lambda: [str(one) for one in candidates(where, flag)])):
-        _from_rank0(path, functools.partial(_refuse_open_folder, path, own))
+        _from_rank0(path, functools.partial(places.refuse_replaceable, path, own))
         facts, fault = _verify(path)
         if not fault:
             if faults:
@@ -187,15 +187,6 @@ def _from_rank0(place: object, read: Callable[[], Answer]) -> Answer:
             raise UserError(f"{place} cannot be read: {error}") from error
 
     return ranks.from_rank0(answer) if dist.is_initialized() else answer()
-
-
-def _refuse_open_folder(path: Path, own: bool) -> None:
-    try:
-        path = path.resolve()
-    except (OSError, RuntimeError):  # a link to itself, which counts as damaged
-        return
-    for place in (path, *path.parents[:2]):  # the checkpoint, checkpoints/ and the run's folder
-        places.refuse_open(place, own)  # a broken link, or one to a device, counts as damaged
 
 
 def tensors_in(path: Path) -> dict[str, torch.Tensor]:

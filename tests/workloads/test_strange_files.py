@@ -3,7 +3,9 @@
 import io
 import json
 import os
+import signal
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from common.workloads import (
     image_decode,
     image_folder,
     images,
+    parsing,
     pretrained,
     text,
     token_files,
@@ -26,6 +29,7 @@ from common.workloads import (
 from PIL import Image
 
 from tests.conftest import write_image_folder
+from tests.harness import runner
 
 LINES = "".join(f"the quick brown fox jumps over the lazy dog {i}\n" for i in range(60))
 TOKENS = (np.arange(4000) % 199).astype(np.uint16).tobytes()
@@ -274,6 +278,75 @@ def test_a_parser_that_crashes_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n")
     with pytest.raises(UserError, match=r"parses its files has crashed with SIGSEGV: one is damaged, or made for that"):
         read_text(tmp_path)
+
+
+class Busy:
+    """A builder whose files take for ever; it says in which process."""
+
+    def __init__(self, mark: Path, work: Callable[[], object]) -> None:
+        self.mark = mark
+        self.work = work
+
+    def download_and_prepare(self) -> None:
+        self.mark.with_suffix(".part").write_text(str(os.getpid()))
+        self.mark.with_suffix(".part").rename(self.mark)
+        while True:
+            self.work()
+
+
+def test_a_parser_that_never_ends_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the processor time that its bytes need, many times over; time in which it waits does not count."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    lines(folder)
+    size = (folder / "train.txt").stat().st_size
+    monkeypatch.setattr(parsing, "SLOWEST", 1)
+    assert parsing.limit_s(folder) == parsing.LEAST_S + size
+    monkeypatch.setattr(parsing, "LEAST_S", 1 - size)
+    reason = parsing.prepare(Busy(tmp_path / "mark", lambda: None), folder, str)
+    assert reason == "the program that parses its files had not ended after 1 s: one is made for that"
+
+
+def test_a_parser_ends_with_its_rank(tmp_path: Path) -> None:
+    """Also where the rank is killed: nobody would wait for what it parses."""
+    rank = os.fork()
+    if not rank:
+        parsing.prepare(Busy(tmp_path / "mark", lambda: time.sleep(1)), None, str)
+        os._exit(0)
+    parser = int(runner.wait_for(lambda: (tmp_path / "mark").exists() and (tmp_path / "mark").read_text()))
+    os.kill(rank, signal.SIGKILL)
+    os.waitpid(rank, 0)
+    runner.wait_for(lambda: not is_there(parser), f"process {parser} is still there")
+
+
+def is_there(number: int) -> bool:
+    """Whether a process is there, and has not ended."""
+    stat = Path(f"/proc/{number}/stat")
+    return stat.exists() and stat.read_text().rpartition(") ")[2][0] not in "ZX"
+
+
+LISTS: dict[str, tuple[dict[str, object], str]] = {
+    "state.json": ({"_data_files": [{"filename": "../../secret.arrow"}]}, r"\.\./\.\./secret\.arrow"),
+    "train/state.json": ({"_data_files": [{"filename": "/dev/stdin"}]}, "/dev/stdin"),
+    "validation/state.json": ({"_data_files": [{"filename": "http://127.0.0.1:9/x"}]}, "http://127"),
+    "dataset_dict.json": ({"splits": ["train", "../elsewhere"]}, r"\.\./elsewhere"),
+}
+
+
+@pytest.mark.parametrize("file", LISTS)
+def test_a_saved_set_stays_in_its_folder(file: str, tmp_path: Path) -> None:
+    """It could name a pipe, which hangs a start, or another user's data."""
+    import datasets
+
+    folder = tmp_path / "data"
+    rows = datasets.Dataset.from_dict({"text": [LINES] * 4})
+    whole = rows if file == "state.json" else datasets.DatasetDict({"train": rows, "validation": rows})
+    whole.save_to_disk(folder)
+    read_text(folder)
+    lie, quoted = LISTS[file]
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | lie))
+    with pytest.raises(UserError, match=rf"{file} asks for {quoted}.*, which is not in the folder"):
+        read_text(folder)
 
 
 CARDS = {
