@@ -104,10 +104,11 @@ def bins(folder: Path) -> Path:
     return folder / "train.bin"
 
 
-def index(folder: Path, sizes: tuple[int, ...] = (4000,)) -> Path:
+def index(folder: Path, sizes: tuple[int, ...] = (4000,), starts: tuple[int, ...] = (0, 0)) -> Path:
     bins(folder)
     head = struct.pack("<9sQBQQ", token_files.MEGATRON_MAGIC, 1, 8, len(sizes), 1)
-    (folder / "train.idx").write_bytes(head + np.array(sizes, np.int32).tobytes() + bytes(8 * len(sizes) + 8))
+    positions = np.array(starts[: len(sizes)], np.int64).tobytes()
+    (folder / "train.idx").write_bytes(head + np.array(sizes, np.int32).tobytes() + positions + bytes(8))
     return folder / "train.idx"
 
 
@@ -242,6 +243,12 @@ def test_sizes_that_a_token_file_cannot_have(tmp_path: Path) -> None:
     index(tmp_path, (-1, 4001))
     with pytest.raises(UserError, match=r"train\.idx has a sequence of -1 tokens"):
         read_text(tmp_path)
+    for starts in ((0, 0), (2, 4000), (0, 4002), (4000, 0)):
+        index(tmp_path, (2000, 2000), starts)
+        with pytest.raises(UserError, match=r"train\.idx has sequences that do not lie one after the other"):
+            read_text(tmp_path)
+    index(tmp_path, (2000, 2000), (0, 4000))
+    read_text(tmp_path)
     (tmp_path / "train.idx").unlink()
     (tmp_path / "train.bin").write_bytes(np.array([20240520, 1, -506], np.int32).tobytes())
     with pytest.raises(UserError, match=r"train\.bin has -506 tokens, as its header says"):
