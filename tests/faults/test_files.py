@@ -1,7 +1,8 @@
-"""Rows of the files of others, each odd in each way, over three recipes: refused in a sentence, or trained."""
+"""Rows of the files of others and of a run, each odd in each way, over three recipes: a sentence, or the training."""
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -157,3 +158,25 @@ def test_odd_file(what: str, way: str, case: FaultCase) -> None:
         assert way != "another user's", str(result)
         case.check_refused(result, r"error: .*(data|tokenizer|w\.safetensors)")
         assert not case.steps_done()
+
+
+OF_A_RUN = ("metrics.jsonl", "config.json", "train.py", "lock", "logs/rank_00001.log", "checkpoints/best")
+
+
+@pytest.mark.fault("refused: {file} of a run, {way}", recipes=lambda _: RECIPES)
+@pytest.mark.parametrize("way", ["a device", "a pipe", "a directory", "a link to itself"])
+@pytest.mark.parametrize("file", OF_A_RUN)
+def test_odd_file_of_a_run(file: str, way: str, case: FaultCase) -> None:
+    """The run continues exactly, or a sentence names the file; and nobody waits for it."""
+    case.copy_reference(until=2)
+    path = case.run_dir / file
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    WAYS[way](path)
+    result = case.start()
+    assert "Traceback" not in str(result), str(result)
+    if result.ok:
+        case.check_same_as_reference()
+        case.record_message(result.outputs[0], f"{path.name}|resuming from step 2")
+    else:
+        case.check_refused(result, rf"error: .*{re.escape(path.name)}")

@@ -1,5 +1,6 @@
 """Files of others run nothing, hang nothing and print nothing raw: each kind of file, each way to be odd."""
 
+import contextlib
 import io
 import json
 import os
@@ -8,11 +9,12 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from common import UserError
+from common import UserError, manifest
 from common.state import start
 from common.workloads import (
     documents,
@@ -192,6 +194,38 @@ def test_what_is_no_file_is_refused(kind: str, odd: str, tmp_path: Path) -> None
     with pytest.raises(UserError) as refusal:
         read(folder)
     assert path.name in str(refusal.value) or "train" in str(refusal.value)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("kind", FILES)
+def test_a_start_knows_at_what_it_looks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first call that a disk has to answer: one that does not answer can be named."""
+    write, read = FILES[kind]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder)
+    calls: list[tuple[str, bool]] = []
+
+    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            if args and str(args[0]).startswith(str(folder)):
+                calls.append((f"{real} of {args[0]}", str(manifest.Looked.at).startswith(str(folder))))
+            return real(*args, **more)
+
+        return call
+
+    for module, name in ((os, "stat"), (os, "scandir"), (os, "listdir"), (io, "open")):
+        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    monkeypatch.setattr(manifest.Looked, "at", None)
+    with contextlib.suppress(UserError):  # these weights are none
+        read(folder)
+    assert calls
+    assert not [call for call, known in calls if not known]
+    monkeypatch.setattr(manifest.Looked, "at", None)
+    monkeypatch.setattr(manifest, "looks_at", lambda _: None)  # the mutant
+    with contextlib.suppress(UserError):
+        read(folder)
+    assert [call for call, known in calls if not known]
 
 
 @pytest.mark.parametrize("content", ["", "7", "-5", "1000000000000", "\udcff", "9" * 5000, "200 wrong"])
