@@ -103,6 +103,7 @@ def _load(name: str, path: Path, place: str, config: str) -> Mapping[str, "Datas
     folder = path.is_dir()
     if folder:
         _refuse_special(name, path)
+        _refuse_links(name, path)
         _check_card(name, path)
         manifest.looks_at(path)
     builder = datasets.load_dataset_builder(place, config or None)
@@ -124,6 +125,15 @@ def _refuse_special(name: str, folder: Path) -> None:
                 raise UserError(
                     f"--data {name}: {path} is not a regular file, but a pipe, a device or a link to nowhere: remove it"
                 )
+
+
+def _refuse_links(name: str, folder: Path) -> None:
+    """Refuse a folder with a link to another folder: `datasets` reads none of what is there, and says nothing."""
+    for place, folders, _ in os.walk(folder):
+        for linked in filter(Path.is_symlink, (Path(place, one) for one in folders if not one.startswith((".", "__")))):
+            raise UserError(
+                f"--data {name}: {linked} is a link to a folder, which is not followed here: put the folder itself there"
+            )
 
 
 def _check_card(name: str, folder: Path) -> None:

@@ -411,6 +411,27 @@ def test_a_card_stays_in_its_folder(card: str, tmp_path: Path) -> None:
     read_text(folder)
 
 
+def test_a_linked_folder_is_not_left_out(tmp_path: Path) -> None:
+    """As on machines with several disks. Classes that are links are read where all else are images too."""
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "data"
+    for one in (elsewhere, folder):
+        one.mkdir()
+        lines(one)
+    read_text(folder)
+    (folder / "more").symlink_to(elsewhere)
+    with pytest.raises(UserError, match=rf"{folder}/more is a link to a folder, which is not followed here: put the"):
+        read_text(folder)
+    pictures = tmp_path / "pictures"
+    write_image_folder(pictures, 20, 10)
+    linked = next(pictures.glob("train/*"))
+    linked.rename(tmp_path / "class")
+    linked.symlink_to(tmp_path / "class")
+    assert len(images.load(str(pictures), 0, flip=False)[0]) == 20
+    (pictures / "notes.txt").write_text("these are not read by the same program")
+    with pytest.raises(UserError, match=rf"{linked} is a link to a folder"):
+        images.load(str(pictures), 0, flip=False)
+
+
 def test_names_and_contents_are_not_printed_raw(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "set \x1b[2J"
     folder.mkdir()
