@@ -130,9 +130,10 @@ def _refuse_special(name: str, folder: Path) -> None:
 def _refuse_links(name: str, folder: Path) -> None:
     """Refuse a folder with a link to another folder: `datasets` reads none of what is there, and says nothing."""
     for place, folders, _ in os.walk(folder):
-        for linked in filter(Path.is_symlink, (Path(place, one) for one in folders if not one.startswith((".", "__")))):
+        paths = [Path(place, one) for one in folders if not one.startswith((".", "__"))]
+        if linked := [path for path in paths if path.is_symlink()]:
             raise UserError(
-                f"--data {name}: {linked} is a link to a folder, which is not followed here: put the folder itself there"
+                f"--data {name}: {linked[0]} is a link to a folder, which is not followed here: put that folder there"
             )
 
 

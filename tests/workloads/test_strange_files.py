@@ -419,7 +419,7 @@ def test_a_linked_folder_is_not_left_out(tmp_path: Path) -> None:
         lines(one)
     read_text(folder)
     (folder / "more").symlink_to(elsewhere)
-    with pytest.raises(UserError, match=rf"{folder}/more is a link to a folder, which is not followed here: put the"):
+    with pytest.raises(UserError, match=rf"{folder}/more is a link to a folder, which is not followed here: put that"):
         read_text(folder)
     pictures = tmp_path / "pictures"
     write_image_folder(pictures, 20, 10)
