@@ -103,7 +103,7 @@ def _load(name: str, path: Path, place: str, config: str) -> Mapping[str, "Datas
     folder = path.is_dir()
     if folder:
         _refuse_special(name, path)
-        _refuse_links(name, path)
+        _note_links(name, path)
         _check_card(name, path)
         manifest.looks_at(path)
     builder = datasets.load_dataset_builder(place, config or None)
@@ -127,14 +127,17 @@ def _refuse_special(name: str, folder: Path) -> None:
                 )
 
 
-def _refuse_links(name: str, folder: Path) -> None:
-    """Refuse a folder with a link to another folder: `datasets` reads none of what is there, and says nothing."""
+def _note_links(name: str, folder: Path) -> None:
+    """Name links to other folders: `datasets` reads none of what is there, and says nothing."""
+    linked = []
     for place, folders, _ in os.walk(folder):
         paths = [Path(place, one) for one in folders if not one.startswith((".", "__"))]
-        if linked := [path for path in paths if path.is_symlink()]:
-            raise UserError(
-                f"--data {name}: {linked[0]} is a link to a folder, which is not followed here: put that folder there"
-            )
+        linked += [str(path) for path in paths if path.is_symlink()]
+    if linked:
+        ranks.print0(
+            f"note: --data {name}: links to folders are not followed, and what is there is read only if a table names "
+            f"it: {ranks.listed(linked)}"
+        )
 
 
 def _check_card(name: str, folder: Path) -> None:
