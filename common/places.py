@@ -28,9 +28,10 @@ def local(flag: str, value: str) -> Path:
         )
     try:
         path = Path(value).expanduser()
-    except RuntimeError as error:
-        raise UserError(f"{flag} {value}: {error}") from error
-    manifest.looks_at(path)
+        manifest.looks_at(path)
+        path.exists()  # here, where it is a sentence: a name may be too long, or lie in a folder of others
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{flag} {value:.300}: {getattr(error, 'strerror', error)}") from error
     return path
 
 

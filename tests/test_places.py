@@ -223,22 +223,34 @@ URLS = (
 )
 
 
+def uses(name: str) -> dict[str, Callable[[], object]]:
+    """What each flag that names a path does with it."""
+    return {
+        "--out": lambda: places.choose(name, "run"),
+        "--resume": lambda: checkpoint.find("runs", "run", name),
+        "--init": lambda: start.begin_with(name, nn.Linear(1, 1)),
+        "--data": lambda: splits.load(name),
+        "--tokenizer": lambda: documents.load_tokenizer(name),
+    }
+
+
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("url", URLS)
 def test_url_is_no_path(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path would be made of it: a folder "s3:" on this machine. Each flag that names a path refuses it."""
     monkeypatch.chdir(tmp_path)
-    flags: dict[str, Callable[[], object]] = {
-        "--out": lambda: places.choose(url, "run"),
-        "--resume": lambda: checkpoint.find("runs", "run", url),
-        "--init": lambda: start.begin_with(url, nn.Linear(1, 1)),
-        "--data": lambda: splits.load(url),
-        "--tokenizer": lambda: documents.load_tokenizer(url),
-    }
-    for flag, use in flags.items():
+    for flag, use in uses(url).items():
         with pytest.raises(UserError, match=f"^{flag} {url} is a URL, and only files of this machine are read and"):
             use()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", ["a" * 5000, "/a" * 3000], ids=["a name", "a path"])
+def test_what_no_file_can_be_called(name: str) -> None:
+    for flag, use in uses(name).items():
+        with pytest.raises(UserError, match=f"^{flag} {name[:300]}.*: File name too long$"):
+            use()
 
 
 @pytest.mark.usefixtures("group")
