@@ -18,8 +18,8 @@ def local(flag: str, value: str) -> Path:
     """The path that a flag names.
 
     Raises:
-        UserError: it is a URL, of which a path would be made: "s3://bucket" would be a folder "s3:"; or there is no
-            such user as in ~user.
+        UserError: it is a URL, of which a path would be made: "s3://bucket" would be a folder "s3:"; or no file can
+            have such a path, or be looked at.
     """
     if re.match(r"[A-Za-z][\w+.-]+:/", value):
         raise UserError(
