@@ -46,7 +46,13 @@ class Source(NamedTuple):
 
 
 def parse(name: str) -> Source:
-    """What --data names. A path that exists is a place, whatever characters it has."""
+    """What --data names. A path that exists is a place, whatever characters it has.
+
+    Raises:
+        UserError: it names nothing, which would be the working directory.
+    """
+    if not name.partition(":")[0]:
+        raise UserError(f"--data '{name}' names no data set: give a folder, or a data set of the hub")
     if places.local("--data", name).exists():
         return Source(name)
     if named := re.fullmatch(r"(.+)@([\w.]+)", name):
