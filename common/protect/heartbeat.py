@@ -151,7 +151,7 @@ class Heartbeat:
         """A sentence about a start that stands still for half of --hang-timeout, perhaps for a file; else ""."""
         waits = self.stalled_s > self._start_timeout_s / 2 and self._timeout_s == float("inf") and not self._waits_in
         told = waits and Looked.at and self._world.rank % self._world.local_size == 0
-        sentence = f"{self.name()} has waited for {self.stalled_s:.0f} s so far, since it looked at {Looked.at}"
+        sentence = f"{self.name()} has stood still for {self.stalled_s:.0f} s so far; it looked at {Looked.at} last"
         return sentence if told else ""
 
     def slow_save(self) -> str:

@@ -65,7 +65,8 @@ def test_start_that_waits_for_a_file_names_it(tmp_path: Path) -> None:
     result = runner.spawn(read_from_a_pipe, [(str(tmp_path),)])
     assert result.ok, str(result)
     assert re.search(
-        rf"warning: rank 0 \(.*\) has waited for \d+ s so far, since it looked at {tmp_path}/pipe", result.outputs[0]
+        rf"warning: rank 0 \(.*\) has stood still for \d+ s so far; it looked at {tmp_path}/pipe last",
+        result.outputs[0],
     )
 
 
