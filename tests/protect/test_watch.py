@@ -64,10 +64,8 @@ def read_from_a_pipe(folder: str) -> None:
 def test_start_that_waits_for_a_file_names_it(tmp_path: Path) -> None:
     result = runner.spawn(read_from_a_pipe, [(str(tmp_path),)])
     assert result.ok, str(result)
-    assert re.search(
-        rf"warning: rank 0 \(.*\) has stood still for \d+ s so far; it looked at {tmp_path}/pipe last",
-        result.outputs[0],
-    )
+    said = rf"warning: rank 0 \(.*\) has stood still for \d+ s so far; it looked at {tmp_path}/pipe last"
+    assert re.search(said, result.outputs[0])
 
 
 def fail_in_turn(folder: str) -> None:
