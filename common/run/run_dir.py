@@ -267,7 +267,7 @@ def records(path: Path) -> list[dict[str, float]]:
 def _parse(file: Path) -> Iterator[tuple[int, dict[str, float], int]]:
     """The number, record and end of each line, {} for a damaged one; a last line that a kill cut off is ignored."""
     end = 0
-    if file.exists() and not file.is_file():  # a pipe or a device could be read for ever
+    if os.path.lexists(file) and not file.is_file():  # a pipe or a device could be read for ever
         raise UserError(f"{file} is not a regular file: move it away, or use another --name")
     with file.open("rb") if file.exists() else io.BytesIO() as lines:
         for number, line in enumerate(iter(lambda: lines.readline(manifest.BLOCK_BYTES), b""), 1):
