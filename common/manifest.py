@@ -117,12 +117,28 @@ def stamps(folder: Path) -> list[tuple[Any, ...]]:
     return sorted((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in found)
 
 
+class Looked:
+    """At which file or folder this process has looked last: what it may wait for, where it does not go on.
+
+    Attributes:
+        at: what `looks_at` was last called with; None before.
+    """
+
+    at: Path | None = None
+
+
+def looks_at(path: Path) -> None:
+    """Note a file or folder before the first call that a disk has to answer, as `places.local` and `size` do."""
+    Looked.at = path
+
+
 def size(path: Path) -> int:
     """Size of a regular file in bytes; opening a pipe or a device could take for ever.
 
     Raises:
         OSError: there is no such file, or it is not a regular one.
     """
+    looks_at(path)
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(0, "not a regular file", str(path))

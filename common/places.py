@@ -5,7 +5,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from common import UserError, trust
+from common import UserError, manifest, trust
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk without room or inodes, and a quota
 
@@ -14,8 +14,8 @@ def local(flag: str, value: str) -> Path:
     """The path that a flag names.
 
     Raises:
-        UserError: it is a URL, of which a path would be made: "s3://bucket" would be a folder "s3:"; or there is no
-            such user as in ~user.
+        UserError: it is a URL, of which a path would be made: "s3://bucket" would be a folder "s3:"; or no file can
+            have such a path, or be looked at.
     """
     if re.match(r"[A-Za-z][\w+.-]+:/", value):
         raise UserError(
@@ -23,9 +23,12 @@ def local(flag: str, value: str) -> Path:
             "gcsfuse or rclone, or copy it, and give the path"
         )
     try:
-        return Path(value).expanduser()
-    except RuntimeError as error:
-        raise UserError(f"{flag} {value}: {error}") from error
+        path = Path(value).expanduser()
+        manifest.looks_at(path)
+        path.exists()  # here, where it is a sentence: a name may be too long, or lie in a folder of others
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{flag} {value:.300}: {getattr(error, 'strerror', error)}") from error
+    return path
 
 
 def choose(out: str, name: str) -> Path:
@@ -40,8 +43,7 @@ def choose(out: str, name: str) -> Path:
     try:
         path = (local("--out", out) / name).resolve()
         existing = next(parent for parent in (path, *path.parents) if parent.exists())
-        trust.refuse_open(path)
-        trust.refuse_open(path.parent)
+        trust.refuse_replaceable(path)
     except (OSError, RuntimeError) as error:  # a name that is too long, or links in a circle
         raise UserError(f"--out {out}, --name {name}: {error}") from error
     try:

@@ -70,7 +70,8 @@ def print0(message: str) -> None:
 
 def listed(names: list[str], most: int = 5) -> str:
     """The first names for a line, and how many more there are: "a, b and 3 more"."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    shown = ", ".join(printable(name, 300) for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def gather(value: Any, group: Any = None) -> list[Any]:

@@ -6,7 +6,26 @@ import pwd
 import stat
 from pathlib import Path
 
-from common import UserError
+from common import UserError, manifest
+
+
+def refuse_replaceable(path: Path, own: bool = True) -> None:
+    """Refuse a folder that other users can change, or that they can move away to put another in its place.
+
+    Args:
+        path: each folder on the way to it is looked at, from the root of the file system on.
+        own: see `refuse_open`.
+    """
+    try:
+        path = path.resolve()
+    except (OSError, RuntimeError):  # a link to itself: nothing can be there
+        return
+    users = Path("/proc/self/uid_map")
+    # A container with a part of the machine's users shows one owner for all others' folders, and for those of root.
+    knows_owners = not users.exists() or users.read_text().split()[2:] == ["4294967295"]
+    for folder in reversed(path.parents):
+        refuse_open(folder, own and knows_owners)
+    refuse_open(path, own)
 
 
 def refuse_open(folder: Path, own: bool = True) -> None:
@@ -23,6 +42,7 @@ def refuse_open(folder: Path, own: bool = True) -> None:
         UserError: it is one.
         OSError: it cannot be looked at.
     """
+    manifest.looks_at(folder)
     try:
         found = folder.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -61,15 +61,21 @@ def test_full_disk_ends_no_run_that_is_there(number: int, tmp_path: Path, monkey
             places.choose(str(tmp_path), "old")
 
 
-def test_both_the_folder_and_the_one_that_holds_it_are_looked_at(tmp_path: Path) -> None:
-    """In one that others can write to, they could put another folder in its place."""
-    for folder in (tmp_path, tmp_path / "run"):
-        folder.mkdir(exist_ok=True)
+def test_each_folder_on_the_way_is_looked_at(tmp_path: Path) -> None:
+    """In one that others can write to, they could put another folder in the place of the one that it holds."""
+    run = tmp_path / "a" / "b" / "run"
+    checkpoints = run / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "a", run.parent, run):
         folder.chmod(0o777)
-        with pytest.raises(UserError, match=f"^{folder} is writable by every user, .*: chmod o-w {folder}; "):
-            places.choose(str(tmp_path), "run")
+        refusal = f"^{folder} is writable by every user, .*: chmod o-w {folder}; "
+        with pytest.raises(UserError, match=refusal):
+            places.choose(str(run.parent), "run")
+        with pytest.raises(UserError, match=refusal):
+            trust.refuse_replaceable(checkpoints, own=False)
         folder.chmod(0o755)
-    assert places.choose(str(tmp_path), "run") == tmp_path / "run"
+    assert places.choose(str(run.parent), "run") == run
+    trust.refuse_replaceable(checkpoints)
 
 
 # --- who can change it ------------------------------------------------------------------------------------
@@ -217,22 +223,34 @@ URLS = (
 )
 
 
+def uses(name: str) -> dict[str, Callable[[], object]]:
+    """What each flag that names a path does with it."""
+    return {
+        "--out": lambda: places.choose(name, "run"),
+        "--resume": lambda: start.find("runs", "run", name),
+        "--init": lambda: start.begin_with(name, nn.Linear(1, 1)),
+        "--data": lambda: splits.load(name),
+        "--tokenizer": lambda: documents.load_tokenizer(name),
+    }
+
+
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("url", URLS)
 def test_url_is_no_path(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path would be made of it: a folder "s3:" on this machine. Each flag that names a path refuses it."""
     monkeypatch.chdir(tmp_path)
-    flags: dict[str, Callable[[], object]] = {
-        "--out": lambda: places.choose(url, "run"),
-        "--resume": lambda: start.find("runs", "run", url),
-        "--init": lambda: start.begin_with(url, nn.Linear(1, 1)),
-        "--data": lambda: splits.load(url),
-        "--tokenizer": lambda: documents.load_tokenizer(url),
-    }
-    for flag, use in flags.items():
+    for flag, use in uses(url).items():
         with pytest.raises(UserError, match=f"^{flag} {url} is a URL, and only files of this machine are read and"):
             use()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("name", ["a" * 5000, "/a" * 3000], ids=["a name", "a path"])
+def test_what_no_file_can_be_called(name: str) -> None:
+    for flag, use in uses(name).items():
+        with pytest.raises(UserError, match=f"^{flag} {name[:300]}.*: File name too long$"):
+            use()
 
 
 @pytest.mark.usefixtures("group")
@@ -250,6 +268,28 @@ def test_name_stays_in_out(name: str, tmp_path: Path) -> None:
         places.choose(str(tmp_path / "runs"), name)
     for inside in ("a/b", "..y", "~", " x"):
         assert places.choose(str(tmp_path / "runs"), inside) == tmp_path / "runs" / inside
+
+
+@pytest.mark.parametrize(("users", "knows_owners"), [("0 0 4294967295", True), ("0 1000 1", False)])
+def test_folders_of_others_on_the_way(
+    *, users: str, knows_owners: bool, found: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with one user shows all folders of the machine as another user's, up to the root of its files."""
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: users if path.name == "uid_map" else read(path))
+    run = tmp_path / "a" / "run"
+    found |= {"st_uid": OTHER}
+    if knows_owners:
+        with pytest.raises(UserError, match=f"^{tmp_path} {OWNER}"):
+            trust.refuse_replaceable(run)
+    else:
+        trust.refuse_replaceable(run)
+    found |= {"st_mode": 0o777}
+    with pytest.raises(UserError, match=f"^{tmp_path} "):
+        trust.refuse_replaceable(run)
+    found |= {"st_mode": 0o755}
+    with pytest.raises(UserError, match=f"^{tmp_path} {OWNER}"):
+        trust.refuse_replaceable(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")

@@ -84,6 +84,12 @@ def test_control_characters_are_not_shown() -> None:
     assert printable("a\x1b[2J\rb\n\tc\u202ed\x9b\udcff é 字") == "a?[2J?b\n\tc?d?? é 字"
 
 
+def test_lists_have_an_end() -> None:
+    assert ranks.listed(["a", "b"]) == "a, b"
+    assert ranks.listed(["a\x1b", "b", "c"], most=1) == "a? and 2 more"
+    assert len(ranks.listed(["x" * 10**6] * 9)) < 2000
+
+
 def test_numbers_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(UserError, match=r"^RANK=first in the environment must be a whole number$"):

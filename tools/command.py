@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import tyro
 from safetensors import SafetensorError
 
-from common import UserError
+from common import UserError, printable
 
 USAGE_ERROR = 2  # as in common/run/exits.py, which needs torch
 Source = Annotated[Path, tyro.conf.Positional]
@@ -35,7 +35,7 @@ def one_process() -> Iterator[None]:
     try:
         yield
     except (UserError, OSError, SafetensorError) as error:  # the last two: a full disk
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {printable(str(error))}")
 
 
 def refuse(error: UserError) -> NoReturn:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from common import private_api
+from common.manifest import Looked
 from common.protect import diagnose
 from common.run import process_group
 from common.run.process import World
@@ -147,14 +148,11 @@ class Heartbeat:
         return _total([file for one in folders for file in files_of_rank(one, self._world.rank)])
 
     def slow_start(self) -> str:
-        """A sentence about the start, if it waits for a file on this machine for half of --hang-timeout; else ""."""
+        """A sentence about a start that stands still for half of --hang-timeout, perhaps for a file; else ""."""
         waits = self.stalled_s > self._start_timeout_s / 2 and self._timeout_s == float("inf") and not self._waits_in
-        if not waits or self._world.rank % self._world.local_size:
-            return ""
-        frames = traceback.walk_stack(sys._current_frames().get(self._main))
-        values = (value for frame, _ in frames for value in [*frame.f_locals.values()])
-        file = next((value for value in values if isinstance(value, Path)), None)  # of the innermost function
-        return f"{self.name()} has waited for {file} for {self.stalled_s:.0f} s so far" if file else ""
+        told = waits and Looked.at and self._world.rank % self._world.local_size == 0
+        sentence = f"{self.name()} has stood still for {self.stalled_s:.0f} s so far; it looked at {Looked.at} last"
+        return sentence if told else ""
 
     def slow_save(self) -> str:
         """A sentence about the save that is under way, if it takes longer than --hang-timeout; else ""."""

@@ -52,9 +52,8 @@ def entry(main: Callable[[Process], None]) -> Callable[[], None]:
             process.explain(error)
             if isinstance(error, UserError) and _is_rank0():
                 # Printed before anything else: once another rank has exited, the launcher kills this one.
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {error}", file=sys.stderr, flush=True)
                 sys.stdout.flush()
-                sys.stderr.flush()
             if process.watch:
                 process.watch.report(error)
             _end_workers()

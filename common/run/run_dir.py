@@ -44,7 +44,7 @@ def claim(path: Path, process: Process) -> None:
     def lock() -> str:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            trust.refuse_open(path)
+            trust.refuse_replaceable(path)
             file = output.append_to(path / "lock")
             if closed & ~umask & stat.S_IWGRP and not trust.is_own_group(path.stat().st_gid):
                 ranks.print0("note: the umask lets a group write, and this run does not (TRUST_OPEN_FOLDERS=group)")
@@ -258,7 +258,7 @@ def records(path: Path) -> list[dict[str, float]]:
 def _parse(file: Path) -> Iterator[tuple[int, dict[str, float], int]]:
     """The number, record and end of each line, {} for a damaged one; a last line that a kill cut off is ignored."""
     end = 0
-    if file.exists() and not file.is_file():  # a pipe or a device could be read for ever
+    if os.path.lexists(file) and not file.is_file():  # a pipe or a device could be read for ever
         raise UserError(f"{file} is not a regular file: move it away, or use another --name")
     with file.open("rb") if file.exists() else io.BytesIO() as lines:
         for number, line in enumerate(iter(lambda: lines.readline(manifest.BLOCK_BYTES), b""), 1):

@@ -78,7 +78,7 @@ def choose(where: Path, flag: str = "", own: bool = False) -> tuple[Path, dict[s
     faults: list[str] = []
     found = ranks.from_rank0(lambda: [str(one) for one in candidates(where, flag)], f"{flag}{where}")
     for path in map(Path, found):
-        ranks.from_rank0(functools.partial(_refuse_open_folder, path, own), path)
+        ranks.from_rank0(functools.partial(trust.refuse_replaceable, path, own), path)
         facts, fault = _verify(path)
         if not fault:
             if faults:
@@ -101,15 +101,6 @@ def _verify(path: Path) -> tuple[dict[str, Any], str]:
             place = f" on {host}" if host != everyone[0][0] else ""
             return {}, f"{found or 'another checkpoint of that name'}{place}"
     return facts, ""
-
-
-def _refuse_open_folder(path: Path, own: bool) -> None:
-    try:
-        path = path.resolve()
-    except (OSError, RuntimeError):  # a link to itself, which counts as damaged
-        return
-    for place in (path, *path.parents[:2]):  # the checkpoint, checkpoints/ and the run's folder
-        trust.refuse_open(place, own)  # a broken link, or one to a device, counts as damaged
 
 
 def tensors_in(path: Path) -> dict[str, torch.Tensor]:

@@ -157,6 +157,7 @@ def with_images(rows: "Dataset", root: Path) -> "Dataset":
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    manifest.looks_at(folder)
     with os.scandir(folder) as entries:
         yield from (entry for entry in entries if not entry.name.startswith(".") and entry.name not in IGNORED)
 

@@ -238,10 +238,11 @@ def _load_rows(name: str, image_size: int, skip_unreadable: bool) -> tuple[Image
     without = ""
     if unseen:
         without = f", of which {len(unseen)} {'has' if len(unseen) == 1 else 'have'} no training image"
-        without += f" ({', '.join(unseen[:3])}{', ...' * (len(unseen) > 3)})"
+        without += f" ({ranks.listed(unseen)})"
+    columns = f"{ranks.listed([repr(image)])} and {ranks.listed([repr(label)])}"
     ranks.print0(
         f"data     {name}: {len(train):,} training and {len(validation):,} validation images, {channels} x {kind}, "
-        f"{len(class_names)} classes{without}; columns {image!r} and {label!r}{held_out}"
+        f"{len(class_names)} classes{without}; columns {columns}{held_out}"
     )
     return loaded[0], dataclasses.replace(loaded[1], reported=tuple(one for one in skipped if one))
 

@@ -1,9 +1,7 @@
 """Training and validation splits of any set that `datasets` reads: a local folder, or a set of the hub."""
 
-import multiprocessing
 import os
 import re
-import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from common import UserError, manifest, places, ranks, seed
-from common.workloads import image_folder, private_api
+from common.workloads import image_folder, parsing, private_api
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -48,7 +46,13 @@ class Source(NamedTuple):
 
 
 def parse(name: str) -> Source:
-    """What --data names. A path that exists is a place, whatever characters it has."""
+    """What --data names. A path that exists is a place, whatever characters it has.
+
+    Raises:
+        UserError: it names nothing, which would be the working directory.
+    """
+    if not name.partition(":")[0]:
+        raise UserError(f"--data '{name}' names no data set: give a folder, or a data set of the hub")
     if places.local("--data", name).exists():
         return Source(name)
     if named := re.fullmatch(r"(.+)@([\w.]+)", name):
@@ -82,6 +86,7 @@ def load(name: str) -> tuple["Dataset", "Dataset | None"]:
     try:
         if folder and not config and any((path / file).is_file() for file in SAVED):
             _refuse_special(name, path)
+            _check_saved(name, path)
             saved: Any = datasets.load_from_disk(path)
             found: Mapping[str, Any] = saved if isinstance(saved, dict) else {"train": saved}
         else:
@@ -104,48 +109,16 @@ def _load(name: str, path: Path, place: str, config: str) -> Mapping[str, "Datas
     folder = path.is_dir()
     if folder:
         _refuse_special(name, path)
+        _note_links(name, path)
         _check_card(name, path)
+        manifest.looks_at(path)
     builder = datasets.load_dataset_builder(place, config or None)
-    if not Path(builder.cache_dir).exists():  # else an earlier start has parsed it
-        _parse(name, path, builder)
+    parsed = Path(builder.cache_dir).exists()  # by an earlier start
+    reason = "" if parsed else parsing.prepare(builder, path if folder else None, lambda error: _reason(error, path))
+    if reason:
+        raise UserError(f"--data {name}: this {'folder' if folder else 'set'} cannot be read ({reason})")
     builder.download_and_prepare()
     return builder.as_dataset()
-
-
-def _parse(name: str, path: Path, builder: Any) -> None:
-    """Parse a set into the cache of `datasets`, in a process of its own: some files make a parser crash.
-
-    Raises:
-        UserError: it cannot be read, or a parser has crashed.
-    """
-    import datasets
-
-    forks = multiprocessing.get_context("fork")
-    ours, theirs = forks.Pipe(duplex=False)
-
-    def parse() -> None:
-        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would print names and contents as they are
-        try:
-            builder.download_and_prepare()
-        except BaseException as error:
-            theirs.send(_reason(error, path))
-        else:
-            theirs.send("")
-
-    process = forks.Process(target=parse)
-    process.start()
-    theirs.close()
-    try:
-        reason = ours.recv()
-    except EOFError:
-        process.join()
-        number = -(process.exitcode or 0)
-        how = signal.Signals(number).name if number > 0 else f"exit code {process.exitcode}"
-        reason = f"the program that parses its files has crashed with {how}: one is damaged, or made for that"
-    process.join()
-    if reason:
-        place = "folder" if path.is_dir() else "set"
-        raise UserError(f"--data {name}: this {place} cannot be read ({reason})")
 
 
 def _refuse_special(name: str, folder: Path) -> None:
@@ -153,10 +126,24 @@ def _refuse_special(name: str, folder: Path) -> None:
     for place, _, files in os.walk(folder):
         for file in files:
             path = Path(place, file)
+            manifest.looks_at(path)
             if not file.startswith((".", "__")) and not path.is_file():
                 raise UserError(
                     f"--data {name}: {path} is not a regular file, but a pipe, a device or a link to nowhere: remove it"
                 )
+
+
+def _note_links(name: str, folder: Path) -> None:
+    """Name links to other folders: `datasets` reads none of what is there, and says nothing."""
+    linked = []
+    for place, folders, _ in os.walk(folder):
+        paths = [Path(place, one) for one in folders if not one.startswith((".", "__"))]
+        linked += [str(path) for path in paths if path.is_symlink()]
+    if linked:
+        ranks.print0(
+            f"note: --data {name}: links to folders are not followed, and what is there is read only if a table names "
+            f"it: {ranks.listed(linked)}"
+        )
 
 
 def _check_card(name: str, folder: Path) -> None:
@@ -177,12 +164,30 @@ def _check_card(name: str, folder: Path) -> None:
             asked = yaml.safe_load(head) if "configs" in head else {}
         except (yaml.YAMLError, RecursionError):
             continue  # `datasets` says what is wrong
-        for text in _texts(asked.get("configs")) if isinstance(asked, Mapping) else ():
-            path = PurePosixPath(text)
-            if "://" in text or path.is_absolute() or ".." in path.parts:
-                raise UserError(
-                    f"--data {name}: {file} asks for {text}, which is not in the folder: copy it there, and name it so"
-                )
+        if isinstance(asked, Mapping):
+            _refuse_elsewhere(name, file, asked.get("configs"))
+
+
+def _check_saved(name: str, folder: Path) -> None:
+    """Refuse a set of save_to_disk whose lists name files or splits that are not in its folder.
+
+    Raises:
+        UserError: one does.
+        ValueError: a list is no JSON.
+    """
+    for file in (folder / SAVED[0], *folder.glob(f"**/{SAVED[1]}")):
+        facts = manifest.read_json(file) if file.exists() else {}
+        if isinstance(facts, Mapping):
+            _refuse_elsewhere(name, file, [facts.get("splits"), facts.get("_data_files")])
+
+
+def _refuse_elsewhere(name: str, file: Path, asked: Any) -> None:
+    for text in _texts(asked):
+        path = PurePosixPath(text)
+        if "://" in text or path.is_absolute() or ".." in path.parts:
+            raise UserError(
+                f"--data {name}: {file} asks for {text}, which is not in the folder: copy it there, and name it so"
+            )
 
 
 def _texts(value: Any) -> Iterator[str]:

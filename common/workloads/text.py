@@ -195,8 +195,8 @@ def _load_rows(name: str, seq_len: int, vocabulary: documents.Vocabulary | None,
         rate = int(num_tokens) / max(1, int(num_bytes))
         loaded.append(Text(file.tokens, seq_len, encoder.vocab_size, rate, packed_digest, file))
     others = [repr(key) for key in train.features if key not in encoder.columns]
-    columns = f"column{'s' * (len(encoder.columns) > 1)} {', '.join(map(repr, encoder.columns))}"
-    columns += f" (not {', '.join(others)})" if others else ""
+    columns = f"column{'s' * (len(encoder.columns) > 1)} {ranks.listed([repr(key) for key in encoder.columns])}"
+    columns += f" (not {ranks.listed(others)})" if others else ""
     end = f"; each row ends with {encoder.end}" if encoder.end else ""
     if vocabulary and not encoder.end:
         lines = "; rows are lines, without an end"

@@ -19,6 +19,7 @@ LLMC_HEADER = 1024
 # Megatron's index: magic, version, type of the tokens, numbers of sequences and documents, then their sizes.
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 MEGATRON_HEADER = struct.Struct("<9sQBQQ")
+LOOKED_AT = 1000  # sequences of a file, at most, whose positions are compared with their sizes
 # Its types by code; tokens are never negative, so that the types without a sign read the same numbers.
 MEGATRON_TYPES: dict[int, type[np.unsignedinteger]] = {
     1: np.uint8,
@@ -228,7 +229,15 @@ def _read_index(path: Path) -> tuple[type[np.unsignedinteger], int]:
     sizes = np.memmap(path, np.int32, "r", MEGATRON_HEADER.size, (sequences,))
     if (least := int(sizes.min())) < 0:
         raise UserError(f"{path} has a sequence of {least} tokens")
-    return MEGATRON_TYPES[code], int(sizes.sum(dtype=np.int64))
+    # They are read as they lie, whatever the positions say: those of a thousand are compared.
+    starts = np.memmap(path, np.int64, "r", MEGATRON_HEADER.size + 4 * sequences, (sequences,))
+    some = np.unique(np.linspace(0, sequences - 1, LOOKED_AT).astype(np.int64))
+    ends = starts[some] + sizes[some].astype(np.int64) * MEGATRON_TYPES[code]().itemsize
+    total = int(sizes.sum(dtype=np.int64))
+    after = np.append(starts[some[:-1] + 1], total * MEGATRON_TYPES[code]().itemsize)
+    if starts[0] or not np.array_equal(ends, after):
+        raise UserError(f"{path} has sequences that do not lie one after the other in the .bin file: pack them again")
+    return MEGATRON_TYPES[code], total
 
 
 def _map(path: Path, dtype: type[np.unsignedinteger], offset: int, count: int) -> np.ndarray:

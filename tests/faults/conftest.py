@@ -1,15 +1,17 @@
 """The matrix: which fault cases there are, which of them a plain `pytest` runs, and the record for the table.
 
 A test of the matrix takes `case` and is marked `fault("what happens")`. It runs for every recipe with `pytest -m
-faults`; a plain `pytest` runs it for the recipe with the most world sizes, and for all if it is `core=True`.
+faults`; a plain `pytest` runs it for the recipe with the most world sizes, and for all if it is `core=True`. A row that
+is of some recipes only names them, `recipes=...`: for the others it does not apply.
 """
 
 import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +20,26 @@ from tests.harness.fault_case import FaultCase, Row
 from tests.harness.once import Once
 
 FOLDER = Path(__file__).parent
-# Of several, one with buffers: faults can spoil those as well.
-WIDEST = max(runner.RECIPES, key=lambda recipe: (len(runner.world_sizes(recipe)), runner.workload(recipe) == "resnet"))
+
+
+def widest(recipes: Sequence[str]) -> str:
+    """The recipe with the most world sizes; of several, one with buffers: faults can spoil those as well."""
+    return max(recipes, key=lambda recipe: (len(runner.world_sizes(recipe)), runner.workload(recipe) == "resnet"))
+
+
+def concerned(item: pytest.Item) -> Sequence[str]:
+    """The recipes that a row is about."""
+    about = item.get_closest_marker("fault").kwargs.get("recipes")
+    return about(item.callspec.params) if about else runner.RECIPES
+
+
+def of(workload: str) -> Callable[[Mapping[str, Any]], list[str]]:
+    """For `recipes`: those of a workload."""
+    return lambda _: [recipe for recipe in runner.RECIPES if runner.workload(recipe) == workload]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fault(name, core=False, least=1): a row of the matrix; `least` ranks it needs")
+    config.addinivalue_line("markers", "fault(name, core=False, least=1, recipes=None): a row; `least` ranks it needs")
     config.addinivalue_line("markers", "waits(fault, flag='', meanwhile=None): begun beside others, as it mostly waits")
     config.addinivalue_line("markers", "whole: a row that only the whole matrix has")
 
@@ -41,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker("faults")
         fault = item.get_closest_marker("fault")
         if fault and not everything:
-            world = fault.kwargs.get("core") or item.callspec.params["case"] == WIDEST
+            world = fault.kwargs.get("core") or item.callspec.params["case"] == widest(concerned(item))
             if not world or item.get_closest_marker("whole"):
                 deselected.append(item)
     if deselected:
@@ -78,14 +94,20 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, reference_run: Callable
     least = request.node.get_closest_marker("fault").kwargs.get("least", 1)
     if made.size < least:
         pytest.skip(f"not applicable: it needs {least} ranks, and this recipe is one process")
+    if recipe not in (about := concerned(request.node)):
+        pytest.skip(f"not applicable: it is a row of {', '.join(about)}")
     return made
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Add the row of a fault case to the file that FAULTS_RECORD names."""
+    """Add the row of a fault case to the file that FAULTS_RECORD names; a plain run has no row that does not apply."""
     report = yield
     fault = item.get_closest_marker("fault")
+    if fault and report.skipped and not fault.kwargs.get("core") and "faults" not in item.config.option.markexpr:
+        reason = str(report.longrepr[2])
+        if "not applicable" in reason:
+            report.outcome, report.longrepr = "failed", f"{reason}; so it proves nothing here: give its mark `recipes`"
     if fault and "FAULTS_RECORD" in os.environ and (call.when == "call" or (call.when == "setup" and call.excinfo)):
         _record(item, fault.args[0].format(**item.callspec.params), report)
     return report

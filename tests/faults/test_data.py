@@ -7,15 +7,11 @@ import pytest
 from common.workloads import images
 
 from tests.conftest import write_text
+from tests.faults.conftest import of
 from tests.harness import runner
 from tests.harness.fault_case import BATCH, FaultCase
 
 SAMPLES = 3 * BATCH
-
-
-def skip_unless(case: FaultCase, workload: str) -> None:
-    if runner.workload(case.recipe) != workload:
-        pytest.skip(f"not applicable: this recipe does not train a {workload}")
 
 
 def write_digits(folder: Path, scale: float, kind: type, suffix: str) -> Path:
@@ -31,10 +27,9 @@ def write_digits(folder: Path, scale: float, kind: type, suffix: str) -> Path:
     return folder
 
 
-@pytest.mark.fault("damage: images of 16 bits, which must not be clipped")
+@pytest.mark.fault("damage: images of 16 bits, which must not be clipped", recipes=of("resnet"))
 def test_16_bits(case: FaultCase) -> None:
     """The same pixels in 8 and in 16 bits are the same training."""
-    skip_unless(case, "resnet")
     curves = []
     for bits, scale, kind in ((8, 1, np.uint8), (16, 257, np.uint16)):
         folder = write_digits(case.folder / f"{bits}", scale, kind, "png")
@@ -46,19 +41,17 @@ def test_16_bits(case: FaultCase) -> None:
     assert curves[0] == curves[1]
 
 
-@pytest.mark.fault("refused: images of floats, whose range is not known")
+@pytest.mark.fault("refused: images of floats, whose range is not known", recipes=of("resnet"))
 def test_floats(case: FaultCase) -> None:
-    skip_unless(case, "resnet")
     folder = write_digits(case.folder / "floats", 1 / 255, np.float32, "tif")
     result = case.start("--data", str(folder))
     case.check_refused(result, r"error: --data: \S+\.tif has pixels of mode F .* whose range is unknown: save")
     assert not case.steps_done()
 
 
-@pytest.mark.fault("damage: packed tokens of a text have changed")
+@pytest.mark.fault("damage: packed tokens of a text have changed", recipes=of("gpt"))
 def test_changed_tokens(case: FaultCase) -> None:
     """They are packed again, and the training is the same."""
-    skip_unless(case, "gpt")
     import datasets
 
     folder = write_text(case.folder / "text", 2 * SAMPLES, BATCH)

@@ -1,10 +1,12 @@
-"""Rows of the files of others, each odd in each way, over three recipes: refused in a sentence, or trained."""
+"""Rows of the files of others and of a run, each odd in each way, over three recipes: a sentence, or the training."""
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +62,7 @@ def token_file(folder: Path) -> tuple[Path, list[str]]:
 def weights(folder: Path) -> tuple[Path, list[str]]:
     folder.mkdir()
     path = folder / "w.safetensors"
-    save_file({"fc.bias": torch.zeros(10), "norm.weight": torch.ones(8)}, path)
+    save_file({"0.weight": torch.zeros(8, 1, 3, 3), "norm.weight": torch.ones(8)}, path)  # of either small model
     return path, ["--init", str(path)]
 
 
@@ -130,27 +132,52 @@ WAYS: dict[str, Callable[[Path], None]] = {
     "an EPS under its name": lambda path: path.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%EOF\n"),
     "with a lie in its header": lie,
 }
-# What reads as a whole file all the same: half a text, and one whose content is no format's.
-TRAINS = {("a text", "truncated"), ("a text", "an EPS under its name")}
+# What is trained on all the same: half a text, one whose content is no format's, and the other pictures, with a note.
+LEFT_OUT = {("a picture", "a directory")}
+TRAINS = {*LEFT_OUT, ("a text", "truncated"), ("a text", "an EPS under its name")}
 
 
-@pytest.mark.fault("refused: {what}, {way}")
+def readers(row: Mapping[str, Any]) -> list[str]:
+    """Those of RECIPES that read such a file."""
+    return [recipe for recipe in RECIPES if runner.workload(recipe) in FILES[row["what"]]]
+
+
+@pytest.mark.fault("refused: {what}, {way}", recipes=readers)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("what", FILES)
 def test_odd_file(what: str, way: str, case: FaultCase) -> None:
     """A sentence that names the file or its folder, without a traceback, before any step; or the same training."""
-    kind = runner.workload(case.recipe)
-    if case.recipe not in RECIPES or kind not in FILES[what]:
-        pytest.skip(f"not applicable: this recipe is none of {', '.join(RECIPES)}, or reads no such file")
-    path, flags = FILES[what][kind](case.folder / "data")
+    path, flags = FILES[what][runner.workload(case.recipe)](case.folder / "data")
     WAYS[way](path)
     result = case.start(*FLAGS, *flags)
     assert "Traceback" not in str(result), str(result)
     assert "\x1b" not in str(result), str(result)
     if result.ok:
         assert way == "another user's" or (what, way) in TRAINS, str(result)
-        case.record_message(result.outputs[0], "reached ")
+        case.record_message(result.outputs[0], "note: .* hold no image" if (what, way) in LEFT_OUT else "reached ")
     else:
         assert way != "another user's", str(result)
         case.check_refused(result, r"error: .*(data|tokenizer|w\.safetensors)")
         assert not case.steps_done()
+
+
+OF_A_RUN = ("metrics.jsonl", "config.json", "train.py", "lock", "logs/rank_00001.log", "checkpoints/best")
+
+
+@pytest.mark.fault("refused: {file} of a run, {way}", recipes=lambda _: RECIPES)
+@pytest.mark.parametrize("way", ["a device", "a pipe", "a directory", "a link to itself"])
+@pytest.mark.parametrize("file", OF_A_RUN)
+def test_odd_file_of_a_run(file: str, way: str, case: FaultCase) -> None:
+    """The run continues exactly, or a sentence names the file; and nobody waits for it."""
+    case.copy_reference(until=2)
+    path = case.run_dir / file
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    WAYS[way](path)
+    result = case.start()
+    assert "Traceback" not in str(result), str(result)
+    if result.ok:
+        case.check_same_as_reference()
+        case.record_message(result.outputs[0], f"{path.name}|resuming from step 2")
+    else:
+        case.check_refused(result, rf"error: .*{re.escape(path.name)}")

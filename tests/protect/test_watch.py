@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import TextIO
 
+from common import manifest
 from common.protect import heartbeat, watch
 from common.run import exits, process_group
 from tqdm import tqdm
@@ -55,6 +56,7 @@ def read_from_a_pipe(folder: str) -> None:
         pipe.write_text("content")
 
     threading.Thread(target=answer, daemon=True).start()
+    manifest.looks_at(pipe)
     assert pipe.read_text() == "content"
     process_group.finish(watching._world.process)
 
@@ -62,7 +64,8 @@ def read_from_a_pipe(folder: str) -> None:
 def test_start_that_waits_for_a_file_names_it(tmp_path: Path) -> None:
     result = runner.spawn(read_from_a_pipe, [(str(tmp_path),)])
     assert result.ok, str(result)
-    assert re.search(rf"warning: rank 0 \(.*\) has waited for {tmp_path}/pipe for \d+ s so far", result.outputs[0])
+    said = rf"warning: rank 0 \(.*\) has stood still for \d+ s so far; it looked at {tmp_path}/pipe last"
+    assert re.search(said, result.outputs[0])
 
 
 def fail_in_turn(folder: str) -> None:

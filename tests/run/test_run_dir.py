@@ -222,6 +222,22 @@ def test_records_of_steps_done_again_are_dropped(first_step: int, kept: int, tmp
     assert run_dir.records(tmp_path) == [*LINES[:kept], {"step": 50, "train/loss": 0.25}]
 
 
+@pytest.mark.parametrize("what", ["pipe", "device", "folder", "loop"])
+def test_records_that_are_no_file(what: str, tmp_path: Path) -> None:
+    """A pipe would be waited for, and a device read for ever."""
+    path = tmp_path / "metrics.jsonl"
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "device":
+        path.symlink_to("/dev/zero")
+    elif what == "loop":
+        path.symlink_to(path.name)
+    else:
+        path.mkdir()
+    with pytest.raises(UserError, match=rf"^{path} is not a regular file: move it away, or use another --name$"):
+        run_dir.records(tmp_path)
+
+
 @pytest.mark.parametrize("tail", ["{", '{"step": 5', '{"step": 50, "train/loss": 0.25}'])
 def test_line_that_a_kill_has_cut_off_is_dropped(tail: str, tmp_path: Path) -> None:
     write_lines(tmp_path, tail)

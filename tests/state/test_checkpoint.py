@@ -447,7 +447,7 @@ def bad_sector() -> NoReturn:
 
 @pytest.mark.parametrize("resume", ["~nobody-here/x", "a" * 300])
 def test_resume_from_what_cannot_be_a_folder(resume: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^--resume {resume}(: Could not determine home| cannot be read: )"):
+    with pytest.raises(UserError, match=rf"^--resume {resume}: (Could not determine home|File name too long)"):
         states.find(tmp_path, resume)
 
 

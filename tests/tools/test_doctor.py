@@ -444,6 +444,7 @@ def test_page_shows_what_is_printed(tmp_path: Path) -> None:
     given = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host0.invalid"}
     found = [one for one in look(tmp_path, "--out", "shared", within=within, **given) if one.check != "name"]
     printed = findings.report([dataclasses.replace(one, host="node7") for one in found], False, "")
+    printed = printed.replace(str(tmp_path.resolve()), "/scratch")
     shown = PAGE.partition("## What it prints")[2].partition("```\n$ ")[2].partition("\n```")[0].partition("\n")[2]
     assert shown == printed
 

@@ -416,3 +416,36 @@ def test_flags_that_are_set() -> None:
     sends = parts(exposed=0.5)
     assert "compress" not in table.said(about(cli.parse(Args, ["--compress", "bf16"])), sends)
     assert table.said(about(NoData()), sends).endswith("only sends: a faster network")
+
+
+def trace_of(name: str) -> dict[str, Any]:
+    facts = {"rank": 0, "size": 1, "name": name, "clock_s": 0.0, "recorded": 1, "steps": [1, 1], "before_s": 1.0}
+    return {marks.FACTS: facts | {"step_s": 1.0, "flops": 0, "ideal_s": 0, "flags": {}}, "traceEvents": []}
+
+
+ODD: dict[str, bytes] = {  # of what somebody else may have put there
+    "not packed": b"{}",
+    "no trace": gzip.compress(b"[]"),
+    "100,000 brackets": gzip.compress(b"[" * 100_000),
+    "no facts": gzip.compress(json.dumps({marks.FACTS: {}, "traceEvents": []}).encode()),
+    "facts that are none": gzip.compress(json.dumps({marks.FACTS: "\x1b[2J", "traceEvents": []}).encode()),
+    "no events": gzip.compress(json.dumps(trace_of("\x1b[2J")).encode()),
+    "too large": gzip.compress(bytes(2**20 + 2)),
+}
+
+
+@pytest.mark.parametrize("what", [*ODD, "a pipe", "a folder"])
+def test_traces_of_others(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence, without a code for the terminal, and without a wait."""
+    monkeypatch.setattr(traces, "MOST_BYTES", 2**20)
+    file = tmp_path / "rank_00000.json.gz"
+    if what == "a pipe":
+        os.mkfifo(file)
+    elif what == "a folder":
+        file.mkdir()
+    else:
+        file.write_bytes(ODD[what])
+    with pytest.raises(UserError) as refused:
+        table.show(tmp_path, 0, 8, as_json=False)
+    assert str(file.parent) in str(refused.value)
+    assert str(refused.value).isprintable()

@@ -68,3 +68,10 @@ def test_splits_that_are_not_read_are_named(capsys: pytest.CaptureFixture[str]) 
         splits.choose("set", found)
         printed = capsys.readouterr().out
         assert (f"set: not read: {named}, which are neither" in printed) == bool(named), printed
+
+
+@pytest.mark.parametrize("name", ["", ":", ":config", ":@test"])
+def test_a_name_of_nothing(name: str) -> None:
+    """It would be the working directory, with all that lies below it."""
+    with pytest.raises(UserError, match=rf"^--data '{name}' names no data set"):
+        splits.load(name)

@@ -1,16 +1,20 @@
 """Files of others run nothing, hang nothing and print nothing raw: each kind of file, each way to be odd."""
 
+import contextlib
 import io
 import json
 import os
+import signal
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from common import UserError
+from common import UserError, manifest
 from common.state import start
 from common.workloads import (
     documents,
@@ -19,6 +23,7 @@ from common.workloads import (
     image_decode,
     image_folder,
     images,
+    parsing,
     pretrained,
     text,
     token_files,
@@ -26,6 +31,7 @@ from common.workloads import (
 from PIL import Image
 
 from tests.conftest import write_image_folder
+from tests.harness import runner
 
 LINES = "".join(f"the quick brown fox jumps over the lazy dog {i}\n" for i in range(60))
 TOKENS = (np.arange(4000) % 199).astype(np.uint16).tobytes()
@@ -100,10 +106,11 @@ def bins(folder: Path) -> Path:
     return folder / "train.bin"
 
 
-def index(folder: Path, sizes: tuple[int, ...] = (4000,)) -> Path:
+def index(folder: Path, sizes: tuple[int, ...] = (4000,), starts: tuple[int, ...] = (0, 0)) -> Path:
     bins(folder)
     head = struct.pack("<9sQBQQ", token_files.MEGATRON_MAGIC, 1, 8, len(sizes), 1)
-    (folder / "train.idx").write_bytes(head + np.array(sizes, np.int32).tobytes() + bytes(8 * len(sizes) + 8))
+    positions = np.array(starts[: len(sizes)], np.int64).tobytes()
+    (folder / "train.idx").write_bytes(head + np.array(sizes, np.int32).tobytes() + positions + bytes(8))
     return folder / "train.idx"
 
 
@@ -189,6 +196,38 @@ def test_what_is_no_file_is_refused(kind: str, odd: str, tmp_path: Path) -> None
     assert path.name in str(refusal.value) or "train" in str(refusal.value)
 
 
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("kind", FILES)
+def test_a_start_knows_at_what_it_looks(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first call that a disk has to answer: one that does not answer can be named."""
+    write, read = FILES[kind]
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder)
+    calls: list[tuple[str, bool]] = []
+
+    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            if args and str(args[0]).startswith(str(folder)):
+                calls.append((f"{real} of {args[0]}", str(manifest.Looked.at).startswith(str(folder))))
+            return real(*args, **more)
+
+        return call
+
+    for module, name in ((os, "stat"), (os, "scandir"), (os, "listdir"), (io, "open")):
+        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    monkeypatch.setattr(manifest.Looked, "at", None)
+    with contextlib.suppress(UserError):  # these weights are none
+        read(folder)
+    assert calls
+    assert not [call for call, known in calls if not known]
+    monkeypatch.setattr(manifest.Looked, "at", None)
+    monkeypatch.setattr(manifest, "looks_at", lambda _: None)  # the mutant
+    with contextlib.suppress(UserError):
+        read(folder)
+    assert [call for call, known in calls if not known]
+
+
 @pytest.mark.parametrize("content", ["", "7", "-5", "1000000000000", "\udcff", "9" * 5000, "200 wrong"])
 def test_a_kept_vocabulary_that_is_not_right_is_made_again(content: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
@@ -238,6 +277,12 @@ def test_sizes_that_a_token_file_cannot_have(tmp_path: Path) -> None:
     index(tmp_path, (-1, 4001))
     with pytest.raises(UserError, match=r"train\.idx has a sequence of -1 tokens"):
         read_text(tmp_path)
+    for starts in ((0, 0), (2, 4000), (0, 4002), (4000, 0)):
+        index(tmp_path, (2000, 2000), starts)
+        with pytest.raises(UserError, match=r"train\.idx has sequences that do not lie one after the other"):
+            read_text(tmp_path)
+    index(tmp_path, (2000, 2000), (0, 4000))
+    read_text(tmp_path)
     (tmp_path / "train.idx").unlink()
     (tmp_path / "train.bin").write_bytes(np.array([20240520, 1, -506], np.int32).tobytes())
     with pytest.raises(UserError, match=r"train\.bin has -506 tokens, as its header says"):
@@ -276,6 +321,75 @@ def test_a_parser_that_crashes_is_a_sentence(tmp_path: Path) -> None:
         read_text(tmp_path)
 
 
+class Busy:
+    """A builder whose files take for ever; it says in which process."""
+
+    def __init__(self, mark: Path, work: Callable[[], object]) -> None:
+        self.mark = mark
+        self.work = work
+
+    def download_and_prepare(self) -> None:
+        self.mark.with_suffix(".part").write_text(str(os.getpid()))
+        self.mark.with_suffix(".part").rename(self.mark)
+        while True:
+            self.work()
+
+
+def test_a_parser_that_never_ends_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the processor time that its bytes need, many times over; time in which it waits does not count."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    lines(folder)
+    size = (folder / "train.txt").stat().st_size
+    monkeypatch.setattr(parsing, "SLOWEST", 1)
+    assert parsing.limit_s(folder) == parsing.LEAST_S + size
+    monkeypatch.setattr(parsing, "LEAST_S", 1 - size)
+    reason = parsing.prepare(Busy(tmp_path / "mark", lambda: None), folder, str)
+    assert reason == "the program that parses its files had not ended after 1 s: one is made for that"
+
+
+def test_a_parser_ends_with_its_rank(tmp_path: Path) -> None:
+    """Also where the rank is killed: nobody would wait for what it parses."""
+    rank = os.fork()
+    if not rank:
+        parsing.prepare(Busy(tmp_path / "mark", lambda: time.sleep(1)), None, str)
+        os._exit(0)
+    parser = int(runner.wait_for(lambda: (tmp_path / "mark").exists() and (tmp_path / "mark").read_text()))
+    os.kill(rank, signal.SIGKILL)
+    os.waitpid(rank, 0)
+    runner.wait_for(lambda: not is_there(parser), f"process {parser} is still there")
+
+
+def is_there(number: int) -> bool:
+    """Whether a process is there, and has not ended."""
+    stat = Path(f"/proc/{number}/stat")
+    return stat.exists() and stat.read_text().rpartition(") ")[2][0] not in "ZX"
+
+
+LISTS: dict[str, tuple[dict[str, object], str]] = {
+    "state.json": ({"_data_files": [{"filename": "../../secret.arrow"}]}, r"\.\./\.\./secret\.arrow"),
+    "train/state.json": ({"_data_files": [{"filename": "/dev/stdin"}]}, "/dev/stdin"),
+    "validation/state.json": ({"_data_files": [{"filename": "http://127.0.0.1:9/x"}]}, "http://127"),
+    "dataset_dict.json": ({"splits": ["train", "../elsewhere"]}, r"\.\./elsewhere"),
+}
+
+
+@pytest.mark.parametrize("file", LISTS)
+def test_a_saved_set_stays_in_its_folder(file: str, tmp_path: Path) -> None:
+    """It could name a pipe, which hangs a start, or another user's data."""
+    import datasets
+
+    folder = tmp_path / "data"
+    rows = datasets.Dataset.from_dict({"text": [LINES] * 4})
+    whole = rows if file == "state.json" else datasets.DatasetDict({"train": rows, "validation": rows})
+    whole.save_to_disk(folder)
+    read_text(folder)
+    lie, quoted = LISTS[file]
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | lie))
+    with pytest.raises(UserError, match=rf"{file} asks for {quoted}.*, which is not in the folder"):
+        read_text(folder)
+
+
 CARDS = {
     "data_files: ../secret.txt": r"README\.md asks for \.\./secret\.txt, which is not in the folder",
     "data_files: /etc/passwd": r"README\.md asks for /etc/passwd, which is not",
@@ -295,6 +409,29 @@ def test_a_card_stays_in_its_folder(card: str, tmp_path: Path) -> None:
         read_text(folder)
     (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: train.txt\n---\n*fine*\n")
     read_text(folder)
+
+
+def test_a_linked_folder_that_is_left_out_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As on machines with several disks. Classes that are links are read where all else are images too."""
+    elsewhere, folder, pictures = (tmp_path / name for name in ("elsewhere", "data", "pictures"))
+    for one in (elsewhere, folder):
+        one.mkdir()
+        lines(one)
+    read_text(folder)
+    write_image_folder(pictures, 20, 10)
+    linked = next(pictures.glob("train/*"))
+    linked.rename(tmp_path / "class")
+    linked.symlink_to(tmp_path / "class")
+    assert len(images.load(str(pictures), 0, flip=False)[0]) == 20
+    assert "note:" not in capsys.readouterr().out
+    (folder / "more").symlink_to(elsewhere)
+    read_text(folder)
+    said = "links to folders are not followed, and what is there is read only if a table names it: "
+    assert f"note: --data {folder}: {said}{folder}/more" in capsys.readouterr().out
+    (pictures / "notes.txt").write_text("another program reads a folder with this")
+    with contextlib.suppress(UserError):
+        images.load(str(pictures), 0, flip=False)
+    assert f"note: --data {pictures}: {said}{linked}" in capsys.readouterr().out
 
 
 def test_names_and_contents_are_not_printed_raw(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -77,8 +77,7 @@ def alone(out: str, name: str, host: str) -> Iterator[Finding]:
     folder = existing(wanted)
     file = folder / f".doctor-{socket.gethostname()}-{os.getpid()}"
     try:
-        if folder == wanted:
-            yield from _others_may_write(folder, host)
+        yield from _others_may_write(folder, host)
         yield from _room(folder, host)
         yield from _speed(file, out, host)
         yield from _lock(file, out, host)
@@ -102,7 +101,7 @@ def existing(folder: Path) -> Path:
 
 def _others_may_write(folder: Path, host: str) -> Iterator[Finding]:
     try:
-        trust.refuse_open(folder)
+        trust.refuse_replaceable(folder)
     except UserError as refusal:
         found, _, advice = str(refusal).partition(": ")
         yield Finding(*("folder", host, None, "breaks", found), "the run is refused", advice)

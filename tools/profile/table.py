@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from common import UserError, printable
 from common.measure import verdict
 from tools.profile import timeline, traces
 
@@ -61,13 +62,18 @@ def show(path: Path, step: int, merge_ranks: int, as_json: bool) -> None:
         UserError: there is none, or its files are damaged.
     """
     folder = traces.find(path, step)
-    ranks, merged = traces.read(folder, merge_ranks)
-    found = judge(ranks)
+    try:
+        ranks, merged = traces.read(folder, merge_ranks)
+        found = judge(ranks)
+        everything = facts(ranks, found)
+        shown = lines(ranks, found)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, statistics.StatisticsError) as error:
+        raise UserError(f"{folder} has no traces that a run of this version has written ({error!r})") from error
     written = traces.write(folder, merged) if merged else ""
     if as_json:
-        print(json.dumps(facts(ranks, found), indent=1))
+        print(json.dumps(everything, indent=1))
     else:
-        print("\n".join(filter(None, [*lines(ranks, found), written, said(ranks[0].facts, found)])))
+        print("\n".join(printable(line) for line in (*shown, written, everything["verdict"]) if line))
 
 
 def judge(ranks: Sequence[traces.Trace]) -> Found:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import UserError
+from common import UserError, manifest
 from common.marks import FACTS
 from tools.profile import timeline
 
 MERGED = "merged.json.gz"
+MOST_BYTES = 2**30  # of a rank's trace, unpacked
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,13 @@ def read(folder: Path, merge_ranks: int) -> tuple[list[Trace], dict[str, Any]]:
 
 def _load(file: Path) -> dict[str, Any]:
     try:
+        manifest.size(file)  # a pipe would be waited for
         with gzip.open(file) as content:
-            trace = json.load(content)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+            text = content.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+        trace = json.loads(text)
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise UserError(
             f"{file} cannot be read ({error}): delete it, and the table will be of the other ranks"
         ) from None
