@@ -14,7 +14,7 @@ from common.protect.watch import BEAT_S, DEAD_S
 
 from tests.faults.conftest import num_ranks
 from tests.harness import inject, runner
-from tests.harness.fault_case import HANG, PROMPT, FaultCase, checkpoints, events_in, find_line
+from tests.harness.fault_case import HANG, PROMPT, STEPS, FaultCase, checkpoints, events_in, find_line
 from tests.harness.runner import wait_for
 
 DEAD = round(DEAD_S / BEAT_S)  # heartbeats that a rank compares for
@@ -205,7 +205,9 @@ def test_sleeps_in_the_data(result: runner.Result, case: FaultCase) -> None:
 def test_spins(result: runner.Result, case: FaultCase) -> None:
     """It moves, but the others wait for it in vain: twice --hang-timeout."""
     last = case.size - 1
-    finding = rf"no progress for \d[\d.]* s, though it moves \(raise --hang-timeout .*\): {who(last, 4)}: evaluation"
+    finding = (
+        rf"no progress for \d[\d.]* s, though it moves \(raise --hang-timeout .*\): {who(last, STEPS)}: evaluation"
+    )
     case.check_named(result, HANG + SPIN, finding, r"ranks \[0\] are waiting for it")
     case.resume_and_check()
 

@@ -138,7 +138,7 @@ def test_second_signal_quits_at_once(case: FaultCase) -> None:
 def test_stop_of_ranks_that_spin(case: FaultCase) -> None:
     """Nobody waits for anybody, so nothing but the request to stop makes a hang of it."""
     spins = [("evaluation", "spin", rank, 4) for rank in range(case.size)]
-    result = case.start(faults=[*spins, ("evaluation", "signal", 0, 3, "SIGTERM")])
+    result = case.start(faults=[("evaluation", "signal", 0, 4, "SIGTERM"), *spins])
     assert not result.ok
     case.record_message(result.outputs[0], r"no progress for \d[\d.]* s, though it moves \(.*: evaluation")
     assert "SIGTERM on rank 0: saving and stopping after step" in result.outputs[0]

@@ -470,10 +470,15 @@ def _grow() -> None:
 
 
 def _spin() -> None:
-    """Move without an end, as a loop that misses its exit does; yields to those who share the processor."""
-    for _ in itertools.count():
-        time.sleep(0.01)
-        sum(range(100))
+    """Move without an end, as a loop that misses its exit does, in another line at each look of the watch."""
+    while True:
+        time.sleep(0.05)
+        time.sleep(0.05)
+        time.sleep(0.05)
+        time.sleep(0.05)
+        time.sleep(0.05)
+        time.sleep(0.05)
+        time.sleep(0.05)
 
 
 def _wait_for(path: str) -> None:
