@@ -29,19 +29,16 @@ def names_in_model(init: str, found: Mapping[str, Size], wanted: Mapping[str, Si
         wanted: sizes of the model's.
     """
     plain = {name: keymap.canonical(name) for name in found}
-    best, said = _fits(plain, found, wanted), ""
-    if best:
+    if _fits(plain, found, wanted):
         return plain
-    names = plain
+    ways = []  # names, and what is said of them
     for prefix in sorted({part for name in plain.values() for part in _prefixes(name)}):
         ours = {name: one.removeprefix(prefix) for name, one in plain.items() if one.startswith(prefix)}
-        if (fits := _fits(ours, found, wanted)) > best:
-            best, names, said = fits, ours, f"without the prefix {prefix!r} of their names"
+        ways.append((ours, f"without the prefix {prefix!r} of their names"))
     for prefix in sorted({part for name in wanted for part in _prefixes(name)}):
-        ours = {name: prefix + one for name, one in plain.items()}
-        if (fits := _fits(ours, found, wanted)) > best:
-            best, names, said = fits, ours, f"with the prefix {prefix!r}, which their names lack"
-    if 2 * best < min(len(found), len(wanted)):  # a few may fit by chance
+        ways.append(({name: prefix + one for name, one in plain.items()}, f"with the prefix {prefix!r} to their names"))
+    names, said = max(ways, key=lambda way: _fits(way[0], found, wanted), default=(plain, ""))
+    if 2 * _fits(names, found, wanted) < max(1, min(len(found), len(wanted))):  # a few may fit by chance
         return plain
     ranks.print0(f"init     {init}: the tensors {said}")
     return names

@@ -144,7 +144,8 @@ def check_sums(once: metrics.Sums, many: metrics.Sums, copies: int = 2, draws: b
             counted = f"{few[key]:g} for one sample and {all_of_them[key]:g} for {copies} of the same"
             what = "samples" if key == "count" else "what the loss is a sum over, such as tokens"
             raise UserError(f'forward\'s "{key}" is {counted}: it must be the number of {what}')
-    loss, losses = few["loss"], all_of_them["loss"]
+    loss = few["loss"]
+    losses = all_of_them["loss"]
     if not all(map(math.isfinite, (loss, losses))) or not losses:
         return 0.0
     ratio = losses / loss if loss else math.inf
@@ -274,7 +275,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mine: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
-        ctx.group, ctx.first, ctx.count = group, sum(sizes[: dist.get_rank(group)]), len(mine)
+        ctx.group = group
+        ctx.first = sum(sizes[: dist.get_rank(group)])
+        ctx.count = len(mine)
         # Parts of one size, because gloo aborts where they differ, and NCCL sends anything.
         padded = mine.new_zeros(max(sizes), *mine.shape[1:])
         padded[: len(mine)] = mine

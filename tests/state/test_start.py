@@ -179,7 +179,7 @@ def test_model_around_what_the_file_has(tmp_path: Path, capsys: pytest.CaptureFi
     model = nn.ModuleDict({"backbone": make_model(7, run_seed=1), "head": nn.Linear(7, 2)})
     start.begin_with(str(tmp_path / "model.safetensors"), model)
     assert torch.equal(model["backbone"][2].weight, backbone()["2.weight"])
-    assert "with the prefix 'backbone.', which their names lack" in capsys.readouterr().out
+    assert "with the prefix 'backbone.' to their names" in capsys.readouterr().out
     save_file({"a.0.weight": torch.ones(6, 5), **renamed(backbone(), "other.0.")}, tmp_path / "few.safetensors")
     with pytest.raises(UserError, match="no tensor has the name and shape"):
         start.begin_with(
@@ -199,7 +199,7 @@ def test_what_no_file_of_weights_is(tmp_path: Path) -> None:
         ):
             start.begin_with(str(flag), make_model(7))
     (tmp_path / "dcp").mkdir()
-    dcp.save(backbone(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save(backbone(), checkpoint_id=tmp_path / "dcp")
     with pytest.raises(UserError, match=r"whose \.metadata is a pickle") as refusal:
         start.begin_with(str(tmp_path / "dcp"), make_model(7))
     (command,) = re.findall(r"python -m (\S+) dcp_to_torch", str(refusal.value))

@@ -60,7 +60,7 @@ def test_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_state_that_no_checkpoint_holds_is_refused_before_a_step() -> None:
     model = make_model()
     with pytest.raises(
-        UserError, match="LBFGS keeps lists of the directions of its last steps, which no checkpoint can"
+        UserError, match="LBFGS keeps lists of the directions of its last steps, which no checkpoint holds"
     ):
         rates.name_unheld(model, torch.optim.LBFGS(model.parameters()))
 
