@@ -140,22 +140,24 @@ def steps_to(target: float, curves: list[dict[str, float]]) -> float:
 
 
 def draw(found: dict[str, list[float]], total_mb: dict[str, float], words: str, file: Path) -> None:
-    """Draw the loss at the end against all that a machine has sent."""
-    figure, axes = plt.subplots(figsize=(8, 5.5), layout="constrained")
-    families = {"ddp_gpt": "o", "local SGD": "s", "DiLoCo": "^"}
-    for name, values in found.items():
-        (i, marker), *_ = [(i, mark) for i, (start, mark) in enumerate(families.items()) if name.startswith(start)]
+    """Draw the loss at the end against all that a machine has sent, a number for each setting, and their names."""
+    figure, axes = plt.subplots(figsize=(10, 5.5), layout="constrained")
+    # Each family has its numbers on another side: several points lie above each other.
+    families = {"ddp_gpt": ("o", (0, -14)), "local SGD": ("s", (-12, -4)), "DiLoCo": ("^", (12, -4))}
+    for number, (name, values) in enumerate(found.items(), 1):
+        i = next(i for i, start in enumerate(families) if name.startswith(start))
+        marker, side = [*families.values()][i]
+        place = (total_mb[name], statistics.mean(values))
         axes.plot([total_mb[name]] * len(values), values, "_", color=f"C{i}")
-        axes.plot(total_mb[name], statistics.mean(values), marker, color=f"C{i}")
-        axes.annotate(
-            name, (total_mb[name], statistics.mean(values)), (4, 4), textcoords="offset points", fontsize=6, rotation=30
-        )
+        axes.plot(*place, marker, color=f"C{i}", label=f"{number}  {name}")
+        axes.annotate(str(number), place, side, textcoords="offset points", fontsize=8, ha="center")
     near = NEAR * statistics.mean(found[FIRST])
     axes.axhline(near, color="grey", lw=0.8, ls=":")
     axes.set_xscale("log")
     axes.set_xlabel(f"MB that a machine has sent\n{words}", fontsize=9)
     axes.set_ylabel("validation loss, nats a byte")
     axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right center", frameon=False, fontsize=8)
     figure.savefig(file, dpi=130)
 
 

@@ -24,7 +24,8 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from common import keymap, manifest
 from common.run import process_group, run_dir
-from common.state import checkpoint, saver, state_check
+from common.run.process import Process
+from common.state import checkpoint, saver, start, state_check
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT
 from torch import nn
@@ -70,7 +71,7 @@ def processor_s() -> float:
 
 def measure(folder: str) -> None:
     """One rank's part; rank 0 leaves the tables."""
-    world = process_group.start()
+    world = process_group.start(process=Process(recipe=__file__))
     mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("dp",))
     model, state = make_state()
     check = state_check.StateCheck(model, compare=True)
@@ -80,8 +81,8 @@ def measure(folder: str) -> None:
         path = place / f"run{in_background}"
         run_dir.claim(path, world.process)
         dist.barrier()
-        found = checkpoint.Found(path, {}, None, {}, newest=0)
-        savers.append(saver.Saver(found, __file__, mesh, check, world.process, 2, in_background))
+        found = start.Found(path, {}, None, {}, newest=0)
+        savers.append(saver.Saver(found, mesh, check, world.process, 2, in_background))
     plain, background = savers
 
     def save_dcp(i: int) -> None:

@@ -1,7 +1,6 @@
-"""What --help and a wrong flag cost: `uv run python -m benchmarks.starts` fills a part of docs/measured/starts.md.
+"""What --help and a wrong flag cost: `uv run python -m benchmarks.starts` fills docs/measured/starts.md.
 
 Processor seconds of the command and of all that it starts, by turns with `import torch`, which any training needs.
-Without that page, it only prints the table.
 """
 
 import argparse
@@ -13,29 +12,35 @@ import sys
 import time
 
 from tests.harness import pages
-from tests.harness.runner import ROOT
+from tests.harness.runner import RECIPES, ROOT
 
 PAGE = ROOT / "docs" / "measured" / "starts.md"
 TURNS = 5
 REFUSED = 2
-WRONG = {"--help": ("--help",), "a wrong flag": ("--lrr", "3"), "a wrong value": ("--lr", "high")}
+WRONG = {"a wrong flag": ("--lrr", "3"), "a wrong value": ("--lr", "high")}
 TORCH = "`import torch`"
 
 
 def commands(recipe: str) -> dict[str, tuple[list[str], int]]:
-    """Each command with its exit code, by the words that stand in the table."""
-    python, script = sys.executable, f"recipes/{recipe}/train.py"
+    """Each command with its exit code, by the words that stand in the table.
+
+    Args:
+        recipe: whose wrong flags are tried, and that the launcher starts.
+    """
+    python = sys.executable
     found = {TORCH: ([python, "-c", "import torch"], 0)}
-    for start, words in {
-        f"`python {script}`": [python, script],
-        f"`launch/torchrun.sh recipes/{recipe}`": ["bash", "launch/torchrun.sh", f"recipes/{recipe}"],
-    }.items():
-        for name, flags in WRONG.items():
-            found[f"{start}, {name}"] = ([*words, *flags], 0 if name == "--help" else REFUSED)
+    for name in RECIPES:
+        found[f"{name}, --help"] = ([python, f"recipes/{name}/train.py", "--help"], 0)
+    launcher = ["bash", "launch/torchrun.sh", f"recipes/{recipe}"]
+    for what, flags in WRONG.items():
+        found[f"{recipe}, {what}"] = ([python, f"recipes/{recipe}/train.py", *flags], REFUSED)
+    found[f"launch/torchrun.sh {recipe}, --help"] = ([*launcher, "--help"], 0)
+    for what, flags in WRONG.items():
+        found[f"launch/torchrun.sh {recipe}, {what}"] = ([*launcher, *flags], REFUSED)
     for tool in sorted(path.parent.name for path in ROOT.glob("tools/*/__main__.py")):
         words = [python, "-m", f"tools.{tool}"]
-        found[f"`tools.{tool}`, --help"] = ([*words, "--help"], 0)
-        found[f"`tools.{tool}`, a wrong flag"] = ([*words, "--no-such-flag"], REFUSED)
+        found[f"tools.{tool}, --help"] = ([*words, "--help"], 0)
+        found[f"tools.{tool}, a wrong flag"] = ([*words, "--no-such-flag"], REFUSED)
     return found
 
 
@@ -53,7 +58,7 @@ def processor_s(command: list[str], code: int) -> float:
 def main() -> None:
     """Measure by turns, print, and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("recipe", nargs="?", default="ddp_gpt", help="name of the recipe (default: ddp_gpt)")
+    parser.add_argument("recipe", nargs="?", default="ddp_gpt", help="whose refusals are measured (default: ddp_gpt)")
     parser.add_argument("--turns", type=int, default=TURNS, help=f"how often each command runs (default: {TURNS})")
     args = parser.parse_args()
     began = time.monotonic()
@@ -70,13 +75,9 @@ def main() -> None:
             f"| {name} | {statistics.median(values):.2f} | {min(values):.2f} to {max(values):.2f} | {ratio:.2f} |"
         )
     own = " ".join(["uv run python -m benchmarks.starts", *sys.argv[1:]])
-    contents = {
-        "starts_measured": pages.measured(own, f"2 ranks, {args.turns} turns", began=began),
-        "starts": "\n".join(rows),
-    }
-    print(*contents.values(), sep="\n\n")
-    if PAGE.exists():
-        pages.write(PAGE, **contents)
+    measured = pages.measured(own, f"2 ranks, {args.turns} turns", began=began)
+    print(measured, *rows, sep="\n")
+    pages.write(PAGE, measured=measured, times="\n".join(rows))
 
 
 if __name__ == "__main__":

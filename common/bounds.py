@@ -20,18 +20,12 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Frees:
-    """The value of a flag that takes less memory, for the message when none is left."""
-
-    value: str
-
-
-@dataclass(frozen=True)
-class Shortens:
-    """The value of a flag that makes a part of the step shorter, for the verdict on a profile.
+class Saves:
+    """The value of a flag that makes something less: for the message without memory, and the verdict on a profile.
 
     Attributes:
-        part: "exposed" (it sends, and computes nothing), "slower" (it waits for another rank) or "idle" (of a GPU).
+        part: "memory", or of a step: "exposed" (it sends, and computes nothing), "slower" (it waits for another rank)
+            or "idle" (of a GPU).
         value: of the flag.
     """
 
@@ -43,7 +37,7 @@ MOST = 2**31 - 1  # of steps, samples and sizes: a product of two of them still 
 PositiveInt = Annotated[int, Bounds(1, MOST)]
 NonNegativeInt = Annotated[int, Bounds(0, MOST)]
 NonNegativeFloat = Annotated[float, Bounds(0)]
-Smaller = Annotated[int, Bounds(0, MOST), Frees("smaller, where 0 is the largest")]
+Smaller = Annotated[int, Bounds(0, MOST), Saves("memory", "smaller, where 0 is the largest")]
 Fraction = Annotated[float, Bounds(0, 1)]
 Timeout = Annotated[float, Bounds(1)]  # seconds
 Seed = Annotated[int, Bounds(0, 2**64 - 1)]  # the bits that common/seed.py mixes

@@ -90,17 +90,23 @@ def gather(value: Any, group: Any = None) -> list[Any]:
     return [json.loads(bytes(text[:size].numpy())) for text, size in zip(texts, sizes, strict=True)]
 
 
-def from_rank0(answer: Callable[[], Answer]) -> Answer:
-    """Call `answer` on rank 0; every rank returns its result or raises its UserError (all ranks take part).
+def from_rank0(answer: Callable[[], Answer], place: object = "a file") -> Answer:
+    """Call `answer` on rank 0; every rank returns its result or raises a UserError (all ranks take part).
 
-    The result is a JSON value; a tuple becomes a list.
+    Without a process group, of this process alone.
+
+    Args:
+        answer: returns a JSON value; a tuple becomes a list.
+        place: what it reads, to name a disk or server that does not answer.
     """
     mine: dict[str, Any] = {}
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             mine = {"answer": answer()}
         except UserError as error:
             mine = {"refusal": str(error)}
+        except (OSError, RuntimeError) as error:
+            mine = {"refusal": f"{place} cannot be read: {error}"}
     found = gather(mine)[0]
     if "refusal" in found:
         raise UserError(found["refusal"])

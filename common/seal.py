@@ -6,13 +6,8 @@ itself, under a key that only the run knows: it cannot be forged, nor moved to a
 
 import hashlib
 import hmac
-import time
-from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
-import torch.distributed as dist
-
-POLL_S = 0.05
 MAC_BYTES = 32
 Value = str | bytes
 
@@ -34,31 +29,21 @@ def unseal(key: bytes, name: str, sealed: bytes) -> bytes | None:
     return content if hmac.compare_digest(close(key, name, content), sealed) else None
 
 
-class SealedStore(dist.Store):
-    """A store whose values are sealed. Counters (`add`) are not: they decide nothing.
+class SealedStore:
+    """A store whose values are sealed. Nobody waits in it. Counters (`add`) are not sealed: they decide nothing.
 
     Attributes:
         foreign: the first name under which a value of a stranger was found; "" while there was none.
     """
 
-    timeout: timedelta  # of torch's class, which also sets it through a PrefixStore
-
-    def __init__(self, store: Any, key: bytes) -> None:  # a dist.Store, whose stubs lack bytes and the timeout
-        super().__init__()
+    def __init__(self, store: Any, key: bytes) -> None:  # a dist.Store, whose stubs lack bytes
         self._store = store
         self._key = key
-        self._seen: dict[str, bytes] = {}  # the newest sealed value that `get` has found
         self.foreign = ""
-        self.set_timeout(self._store.timeout)
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """How long `get` and `wait` wait."""
-        super().set_timeout(timeout)
-        self._store.set_timeout(timeout)
-
-    def clone(self) -> "SealedStore":
+    def clone(self) -> Self:
         """The same store over a connection of its own, for another thread."""
-        return SealedStore(self._store.clone(), self._key)
+        return type(self)(self._store.clone(), self._key)
 
     def set(self, name: str, value: Value) -> None:
         """Write a value."""
@@ -74,28 +59,6 @@ class SealedStore(dist.Store):
             return [""] * len(names)
         found = self._store.multi_get(names)
         return [(self._open(name, sealed) or b"").decode() for name, sealed in zip(names, found, strict=True)]
-
-    def get(self, name: str) -> bytes:
-        """Wait for a value; a known one is put back where a stranger has deleted or replaced it.
-
-        Raises:
-            DistStoreError: none came within the store's timeout.
-        """
-        end = time.monotonic() + self.timeout.total_seconds()
-        while True:
-            seen = self._seen.get(name)
-            if seen is None:
-                self._store.wait([name], self.timeout)
-            sealed = self._store.get(name) if seen is None else self._store.compare_set(name, b"", seen)
-            if (value := self._open(name, sealed)) is not None:
-                self._seen[name] = sealed
-                return value
-            if seen is not None:
-                self._store.compare_set(name, sealed, seen)
-            elif time.monotonic() > end:
-                raise dist.DistStoreError(f"only foreign values of {name} came in {self.timeout}")
-            else:
-                time.sleep(POLL_S)
 
     def compare_set(self, name: str, expected: Value, desired: Value) -> bytes:
         """Write a value if the present one is the expected one, "" for none; a foreign one counts as the expected one.
@@ -124,7 +87,3 @@ class SealedStore(dist.Store):
     def check(self, names: list[str]) -> bool:
         """Whether all these names have values, foreign ones included."""
         return self._store.check(names)
-
-    def wait(self, names: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all these names have values, foreign ones included."""
-        self._store.wait(names, timeout or self.timeout)

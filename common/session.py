@@ -23,8 +23,8 @@ from common import BadStateError, UserError, bounds, devices, keymap, marks, pre
 from common.measure import pace, profile, verdict  # measure
 from common.protect import health, watch  # protect
 from common.run import cli, log, process_group, run_dir, stop
-from common.run.process import Carried, Process, Rewind, World
-from common.state import best, checkpoint, doubts, saver, state_check
+from common.run.process import Process, Rewind, World
+from common.state import best, doubts, saver, start, state_check
 from common.train import flops, guard, metrics, sampler, sync_batchnorm
 from common.workloads import rates
 
@@ -81,7 +81,8 @@ def join(args: Any, recipe: str, process: Process) -> World:
     """
     devices.configure(args.matmul_precision, args.deterministic)
     process.name = args.name or process.name
-    process.frees = [flag for flag, _ in cli.noted(args, bounds.Frees)]
+    process.recipe = recipe
+    process.frees = [flag for part, flag in cli.savings(args) if part == "memory"]
     world = process_group.start(args.backend, args.dtype, process)
     ranks.check_same(flag=dataclasses.asdict(args), code=ranks.code_digests(recipe), version=ranks.versions())
     health.check(world.device)  # protect
@@ -100,10 +101,9 @@ class Session:
     def __init__(
         self,
         args: Any,
-        recipe: str,
         world: World,
         mesh: DeviceMesh,
-        found: checkpoint.Found,
+        found: start.Found,
         plan: sampler.Plan,
         model: nn.Module,
         optimizer: Optimizer | None,
@@ -113,7 +113,6 @@ class Session:
 
         Args:
             args: the recipe's flags, with those of `RunArgs`.
-            recipe: its train.py.
             world: this process.
             mesh: the ranks and their axes.
             found: the checkpoint that the run starts from, already loaded.
@@ -138,17 +137,15 @@ class Session:
         self._stops = False
         self._no_better = ""  # why --patience ends the run
         self._name = f"rank {world.rank} on {world.host}"
-        carried = world.process.carried
-        self._doubts = carried.doubts if carried else doubts.Doubts(args.on_bad_state)
-        keeps = vars(args)
-        self._best = best.Best(keeps.get("keep_best", ""), keeps.get("patience", 0), found.run_dir, plan.first_step)
+        self._doubts = world.process.doubts = world.process.doubts or doubts.Doubts(args.on_bad_state)
+        self._best = best.Best(vars(args), found.run_dir, plan.first_step)
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
         steps = plan.first_step, self._last_step
         self._profile = profile.Profile(args, *steps, world, found.run_dir)  # measure
         self._pace = pace.Pace(world.device)  # measure
         run_dir.claim(found.run_dir, world.process)
-        checkpoint.check_newest(found)
+        start.check_newest(found)
         self._stop = stop.Stop(world, args.deadline, *steps)
         process_group.set_timeout(mesh, args.hang_timeout)  # protect
         self._watch = world.process.watch  # protect
@@ -161,10 +158,10 @@ class Session:
             saved_scale = found.progress.get("loss_scale")
             self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips, dtype, saved_scale)
         self._check = state_check.StateCheck(model, compare=args.check_every > 0)
-        self._saver = saver.Saver(found, recipe, mesh, self._check, world.process, args.keep, args.async_save)
-        peaks = [group["lr"] for group in optimizer.param_groups] if optimizer else []
-        counted = sample or flops.Sample()
-        self._log = log.Run(found.run_dir, recipe, args, world, plan, dtype, counted, peaks, computes_on)
+        self._saver = saver.Saver(found, mesh, self._check, world.process, args.keep, args.async_save)
+        self._log = log.Run(found.run_dir, args, world, plan, dtype, sample or flops.Sample(), computes_on)
+        if optimizer:
+            rates.show(optimizer, vars(args).get("warmup_steps", 0), plan.max_steps)
         self._saved_s = 0.0
 
     def steps(self, dp_rank: int) -> Iterator[int]:
@@ -267,7 +264,7 @@ class Session:
 
     def log_images(self, step: int, tag: str, images: Any) -> None:
         """Show images, (N, H, W, 3) uint8, in TensorBoard; only rank 0 needs them, others may pass None."""
-        self._log.log_images(step, tag, images)
+        self._log.records.draw(step, lambda board: board.add_images(tag, images, step, dataformats="NHWC"))
 
     def save(self, step: int, more: saver.Tensors | None = None) -> None:
         """Write a checkpoint of model and optimizer, if one is due (all ranks).
@@ -315,7 +312,7 @@ class Session:
             self._profile.close()  # measure
             self._saver.wait()  # what it writes is from before
             self._log.close()
-            raise Rewind(Carried(self._doubts, self._stop)) from None
+            raise Rewind from None
 
     def finish(self) -> None:
         """Print the result and the command that continues the run, and end the process group (all ranks)."""

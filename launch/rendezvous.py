@@ -2,7 +2,7 @@
 
 torch's own rendezvous listens on all network interfaces, and each launcher unpickles whatever lies there. Here nothing
 listens on one machine. On several, the store listens at the address that leads to the others, and what is not sealed
-with RUN_KEY counts as absent (`common/seal.py`). One job per port, and an explanation of every failure.
+with RUN_KEY counts as absent (`launch/store.py`). One job per port, and an explanation of every failure.
 
 torch uses each machine's host name as its address. Other machines may not know that name, and the machine itself may
 resolve it to its loopback address, as Debian does by default.
@@ -40,6 +40,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from common import seal
 from common.run.exits import USAGE_ERROR
+from launch.store import POLL_S, WaitingStore
 
 NAME = "brigade"  # of this rendezvous, for torchrun's --rdzv-backend
 HERE = "here"  # its --rdzv-endpoint on one machine
@@ -49,7 +50,7 @@ NO_STATE = b"none"
 CUT_OFF_S = 5.0  # seconds without an answer from machine 0
 LINK_TIMEOUT = timedelta(hours=1)  # longer than the kernel's own
 met: list[str] = []  # the job whose rendezvous this machine has found
-stores: list[seal.SealedStore] = []  # where it has
+stores: list[WaitingStore] = []  # where it has
 questions: dict[int, float] = {}  # unanswered questions to machine 0: thread to start time
 
 
@@ -154,7 +155,7 @@ def make_handler(params: RendezvousParameters) -> RendezvousHandler:
             found = dist.TCPStore(host, port, is_master=False, timeout=read_timeout)
     except (OSError, ValueError, RuntimeError) as error:
         raise RendezvousConnectionError(f"no store at {params.endpoint}") from error
-    store = seal.SealedStore(found, seal.derive(os.environ["RUN_KEY"], NAME))
+    store = WaitingStore(found, seal.derive(os.environ["RUN_KEY"], NAME))
     stores.append(store)
     if hosts:  # this machine hosts the store, so its job id wins, whoever connects first
         store.compare_set(JOB, "", params.run_id)
@@ -162,7 +163,7 @@ def make_handler(params: RendezvousParameters) -> RendezvousHandler:
     while not (job := store.peek(JOB)):  # `watch` ends the wait
         if store.foreign and time.monotonic() - began > CUT_OFF_S:
             raise RendezvousClosedError
-        time.sleep(seal.POLL_S)
+        time.sleep(POLL_S)
     met.append(job)
     if job != params.run_id:
         raise RendezvousClosedError

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from common import UserError, places
-from common.state import checkpoint, start
+from common import UserError, places, trust
+from common.state import start
 from common.workloads import documents, splits
 from torch import nn
 
@@ -72,10 +72,10 @@ def test_each_folder_on_the_way_is_looked_at(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=refusal):
             places.choose(str(run.parent), "run")
         with pytest.raises(UserError, match=refusal):
-            places.refuse_replaceable(checkpoints, own=False)
+            trust.refuse_replaceable(checkpoints, own=False)
         folder.chmod(0o755)
     assert places.choose(str(run.parent), "run") == run
-    places.refuse_replaceable(checkpoints)
+    trust.refuse_replaceable(checkpoints)
 
 
 # --- who can change it ------------------------------------------------------------------------------------
@@ -127,23 +127,23 @@ CASES = [  # owner, mode, TRUST_OPEN_FOLDERS, refusal
 ]
 
 
-@pytest.mark.parametrize(("owner", "mode", "trust", "refusal"), CASES)
+@pytest.mark.parametrize(("owner", "mode", "setting", "refusal"), CASES)
 def test_folder(
     owner: int,
     mode: int,
-    trust: str,
+    setting: str,
     refusal: str,
     found: dict[str, int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found |= {"st_uid": owner, "st_mode": mode}
-    if trust:
-        monkeypatch.setenv("TRUST_OPEN_FOLDERS", trust)
+    if setting:
+        monkeypatch.setenv("TRUST_OPEN_FOLDERS", setting)
     if not refusal:
-        return places.refuse_open(tmp_path)
+        return trust.refuse_open(tmp_path)
     with pytest.raises(UserError, match=f"^{tmp_path} {refusal}"):
-        places.refuse_open(tmp_path)
+        trust.refuse_open(tmp_path)
     return None
 
 
@@ -154,17 +154,17 @@ def test_group_of_somebody_else_is_not_trusted(
     found |= {"st_uid": OTHER, "st_mode": 0o775, "st_gid": LAB + 1}
     monkeypatch.setenv("TRUST_OPEN_FOLDERS", "group")
     with pytest.raises(UserError, match="belongs to another user"):
-        places.refuse_open(tmp_path)
+        trust.refuse_open(tmp_path)
 
 
 def test_folder_that_is_only_read(found: dict[str, int], tmp_path: Path) -> None:
     """Whoever names a folder to resume from trusts its owner, and nobody else."""
     found |= {"st_uid": OTHER}
-    places.refuse_open(tmp_path, own=False)
+    trust.refuse_open(tmp_path, own=False)
     for mode, refusal in ((0o1777, EVERY), (0o775, GROUP)):
         found["st_mode"] = mode
         with pytest.raises(UserError, match=refusal):
-            places.refuse_open(tmp_path, own=False)
+            trust.refuse_open(tmp_path, own=False)
 
 
 @pytest.mark.parametrize(
@@ -184,12 +184,12 @@ def test_umask_002(
 ) -> None:  # fmt: skip
     """Where each user has a group of his own, a folder that it can write to is nobody else's."""
     monkeypatch.setattr(grp, "getgrgid", lambda number: grp.struct_group((name, "x", number, members)))
-    assert places.is_own_group(number) == is_own
+    assert trust.is_own_group(number) == is_own
     found |= {"st_gid": number, "st_mode": 0o775}
     if is_own:
-        return places.refuse_open(tmp_path)
+        return trust.refuse_open(tmp_path)
     with pytest.raises(UserError, match="writable by group"):
-        places.refuse_open(tmp_path)
+        trust.refuse_open(tmp_path)
     return None
 
 
@@ -198,7 +198,7 @@ def test_group_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyError(number)
 
     monkeypatch.setattr(grp, "getgrgid", unknown)
-    assert not places.is_own_group(ME.pw_gid)
+    assert not trust.is_own_group(ME.pw_gid)
 
 
 def test_what_is_no_folder_is_not_open(tmp_path: Path) -> None:
@@ -206,10 +206,10 @@ def test_what_is_no_folder_is_not_open(tmp_path: Path) -> None:
     file.touch()
     file.chmod(0o666)
     for place in (file, file / "below", tmp_path / "missing"):
-        places.refuse_open(place)
+        trust.refuse_open(place)
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="symbolic links"):
-        places.refuse_open(tmp_path / "loop")
+        trust.refuse_open(tmp_path / "loop")
 
 
 URLS = (
@@ -227,7 +227,7 @@ def uses(name: str) -> dict[str, Callable[[], object]]:
     """What each flag that names a path does with it."""
     return {
         "--out": lambda: places.choose(name, "run"),
-        "--resume": lambda: checkpoint.find("runs", "run", name),
+        "--resume": lambda: start.find("runs", "run", name),
         "--init": lambda: start.begin_with(name, nn.Linear(1, 1)),
         "--data": lambda: splits.load(name),
         "--tokenizer": lambda: documents.load_tokenizer(name),
@@ -281,15 +281,15 @@ def test_folders_of_others_on_the_way(
     found |= {"st_uid": OTHER}
     if knows_owners:
         with pytest.raises(UserError, match=f"^{tmp_path} {OWNER}"):
-            places.refuse_replaceable(run)
+            trust.refuse_replaceable(run)
     else:
-        places.refuse_replaceable(run)
+        trust.refuse_replaceable(run)
     found |= {"st_mode": 0o777}
     with pytest.raises(UserError, match=f"^{tmp_path} "):
-        places.refuse_replaceable(run)
+        trust.refuse_replaceable(run)
     found |= {"st_mode": 0o755}
     with pytest.raises(UserError, match=f"^{tmp_path} {OWNER}"):
-        places.refuse_replaceable(tmp_path)
+        trust.refuse_replaceable(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
@@ -297,4 +297,4 @@ def test_real_folder_of_another_user(tmp_path: Path) -> None:
     os.chown(tmp_path, OTHER, -1)
     tmp_path.chmod(0o1777)
     with pytest.raises(UserError, match=OWNER):
-        places.refuse_open(tmp_path)
+        trust.refuse_open(tmp_path)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from typing import NoReturn
 
 import pytest
 import torch.distributed as dist
@@ -36,6 +37,10 @@ def test_print0_prints_once(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 ANSWER = {"path": "\udcff/a b", "steps": [1, -(2**63)], "nothing": None, "share": 0.1, "so": True}
 
 
+def lose_the_disk() -> NoReturn:
+    raise OSError(5, "gone")
+
+
 def ask_rank_0() -> None:
     dist.init_process_group("gloo")
     rank, asked = dist.get_rank(), []
@@ -53,6 +58,8 @@ def ask_rank_0() -> None:
     with pytest.raises(UserError, match=r"^rank 0 does not like \?\[31mit$"):
         ranks.from_rank0(refusal)
     assert asked == ([0, 0] if rank == 0 else [])
+    with pytest.raises(UserError, match=r"^/runs cannot be read: \[Errno 5\] gone$"):
+        ranks.from_rank0(lose_the_disk, "/runs")
     assert ranks.from_rank0(answer) == ANSWER, "the group goes on after a refusal"
     several = dist.new_group(backend="gloo")
     for group in (None, several):
@@ -63,6 +70,13 @@ def ask_rank_0() -> None:
 def test_from_rank0_hands_on_answers_and_refusals() -> None:
     result = runner.spawn(ask_rank_0, [(), ()])
     assert result.ok, str(result)
+
+
+def test_from_rank0_without_a_group() -> None:
+    """As the tools have none: the same answers and refusals."""
+    assert ranks.from_rank0(lambda: (1, "a")) == [1, "a"]
+    with pytest.raises(UserError, match=r"^/runs cannot be read: \[Errno 5\] gone$"):
+        ranks.from_rank0(lose_the_disk, "/runs")
 
 
 def test_control_characters_are_not_shown() -> None:

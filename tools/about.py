@@ -50,7 +50,7 @@ def fields(recipe: str) -> dict[str, ast.AnnAssign]:
 
 def _fields(path: Path, name: str) -> dict[str, ast.AnnAssign]:
     """Of a dataclass in a file; an own field replaces an inherited one."""
-    tree = ast.parse(path.read_text())
+    tree = _tree(path)
     places = {alias.name: one.module for one in tree.body if isinstance(one, ast.ImportFrom) for alias in one.names}
     kind = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
     if kind is None:
@@ -61,6 +61,12 @@ def _fields(path: Path, name: str) -> dict[str, ast.AnnAssign]:
         found |= _fields(_file(f"{places[module]}.{module}") if module else path, attribute)
     own = [node for node in kind.body if isinstance(node, ast.AnnAssign)]
     return found | {node.target.id: node for node in own if isinstance(node.target, ast.Name)}
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    """Many recipes inherit flags from the same file."""
+    return ast.parse(path.read_text())
 
 
 def _file(module: str) -> Path:
@@ -87,4 +93,7 @@ def is_single(recipe: str) -> bool:
     return env.exists() and "NPROC_PER_NODE=1" in env.read_text()
 
 
-TRAINING = [recipe for recipe in RECIPES if has_flag(recipe, "--lr")]  # which train; another one simulates
+@functools.cache
+def trainings() -> list[str]:
+    """The recipes that train; another one simulates. It reads all of their sources."""
+    return [recipe for recipe in RECIPES if has_flag(recipe, "--lr")]

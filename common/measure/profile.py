@@ -161,7 +161,7 @@ class Profile:
             "clock_s": self._clock_s,
             "recorded": [{key: entry[key] for key in RECORDED} for entry in entries],
             "flags": vars(self._args),
-            "shorter": [[note.part, flag] for flag, note in cli.noted(self._args, bounds.Shortens)],
+            "shorter": [*cli.savings(self._args)],
         }
 
 

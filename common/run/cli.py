@@ -27,7 +27,6 @@ from common.run import exits
 
 Args = TypeVar("Args")
 Note = TypeVar("Note")
-Remedy = TypeVar("Remedy", bounds.Frees, bounds.Shortens)
 # These flags belong to one run, so --config does not copy them: the name would continue that other run, and the rest
 # would stop this one early.
 OF_ONE_RUN = ("name", "stop_after", "deadline")
@@ -87,16 +86,11 @@ def check_divides(flag: str, divisor: int, numbers: Mapping[str, int]) -> None:
             raise UserError(f"{flag} {divisor} must divide {name} ({number})")
 
 
-def noted(args: Any, kind: type[Remedy]) -> Iterator[tuple[str, Remedy]]:
-    """Flags with such an annotation that have another value than it names, with what they are now; and the annotation.
-
-    Args:
-        args: a recipe's flags.
-        kind: `bounds.Frees` or `bounds.Shortens`.
-    """
-    for name, note in _annotated(type(args), kind):
+def savings(args: Any) -> Iterator[tuple[str, str]]:
+    """What another value of a recipe's flag would make less, see `bounds.Saves`; and the flag, with its value now."""
+    for name, note in _annotated(type(args), bounds.Saves):
         if getattr(args, name) != note.value:
-            yield f"--{name.replace('_', '-')} {note.value} (now {getattr(args, name)})", note
+            yield note.part, f"--{name.replace('_', '-')} {note.value} (now {getattr(args, name)})"
 
 
 def _annotated(args_type: type, kind: type[Note]) -> Iterator[tuple[str, Note]]:

@@ -41,10 +41,8 @@ def entry(main: Callable[[Process], None]) -> Callable[[], None]:
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
         try:
             while True:
-                try:
+                with contextlib.suppress(Rewind):
                     return main(process)
-                except Rewind as rewind:
-                    process.carried = rewind.carried
                 process_group.finish(process, begins_again=True)
                 gc.collect()  # now that no traceback holds it: two models may not fit
                 torch.cuda.empty_cache()  # without a GPU, nothing

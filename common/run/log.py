@@ -40,6 +40,7 @@ class Run:
     """Records one run: files in its folder, lines on the terminal. Only rank 0 writes.
 
     Attributes:
+        records: its metrics.jsonl and TensorBoard's events.
         path: the run's folder, with config.json, the copied train.py, metrics.jsonl (float64, one line for
             each record), TensorBoard's events, checkpoints/ and logs/.
     """
@@ -47,26 +48,22 @@ class Run:
     def __init__(
         self,
         path: Path,
-        recipe: str,
         args: Any,
         world: World,
         plan: sampler.Plan,
         dtype: torch.dtype,
         sample: flops.Sample,
-        rates: Sequence[float],
         computes_on: Sequence[torch.device],
     ) -> None:
         """Begin, or continue after the plan's first step (all ranks), and print the setup.
 
         Args:
             path: the run's folder, claimed by `run_dir.claim`.
-            recipe: the train.py that runs.
-            args: its dataclass of flags.
+            args: the recipe's dataclass of flags.
             world: this process.
             plan: its steps and their samples.
             dtype: of the computation.
             sample: FLOPs and units of a training sample, for rates.
-            rates: the peak learning rate of each group of parameters; empty if nothing is trained.
             computes_on: the devices of this process, the world's first.
         """
         self.path = path
@@ -89,7 +86,7 @@ class Run:
         self._trained_s = 0.0  # until the latest record, and of waiting for data until then
         self._data_wait_s = 0.0
         self._first: tuple[float, float] | None = None  # these two at the first record, after the start of the workers
-        self._records = run_dir.Records(path, plan.first_step, world.rank)
+        self.records = run_dir.Records(path, plan.first_step, world.rank)
         # disable=None shows a bar on a terminal, and none in a pipe or a file.
         disable = True if world.rank else None
         total = plan.max_steps
@@ -101,18 +98,15 @@ class Run:
         world.process.output.spare = log
         try:
             (path / STOPPED).unlink(missing_ok=True)
-            for change in run_dir.write_config(path, recipe, args, world, mfu_is_of):
+            for change in run_dir.write_config(path, world.process.recipe, args, world, mfu_is_of):
                 ranks.print0(change)
-            self._records.open()
+            self.records.open()
         except OSError as error:
             ranks.print0(f"warning: not all files of this start were written to {path}: {error}")
         details = "".join(f", {number:,} {unit} each" for unit, number in sample.units.items())
         details += f"; {str(dtype).removeprefix('torch.')}"
         setup = [str(world), f"{plan}{details if plan.first_step < plan.max_steps else ''}"]
         setup += devices.notes(world.device, bool(vars(args).get("compile")))
-        if rates:
-            peak = " to ".join(f"{rate:.4g}" for rate in sorted({min(rates), max(rates)}))
-            setup.append(f"peak learning rate {peak}{_after(args, plan.max_steps)}")
         if world.device.type == "cuda" and mfu_is_of:
             setup.append(f"MFU is of {mfu_is_of}")
         ranks.print0("\n".join(setup))
@@ -157,10 +151,6 @@ class Run:
     def log_validation(self, step: int, means: Mapping[str, float]) -> None:
         """Record an evaluation's global means."""
         self._show(step, self._record(step, "val", means))
-
-    def log_images(self, step: int, tag: str, images: Any) -> None:
-        """Show images, (N, H, W, 3) uint8, in TensorBoard (rank 0)."""
-        self._records.draw(step, lambda board: board.add_images(tag, images, step, dataformats="NHWC"))
 
     def pause(self, something_is_due: bool) -> None:
         """Exclude the time until `unpause` from the rate of training.
@@ -228,11 +218,11 @@ class Run:
     def close(self) -> None:
         """Close the progress bar and the records."""
         self._bar.close()
-        self._records.close()
+        self.records.close()
 
     def _record(self, step: int, group: str, values: Mapping[str, float]) -> dict[str, float]:
         tagged = {key if "/" in key else f"{group}/{key}": value for key, value in values.items()}
-        self._records.write(step, tagged)
+        self.records.write(step, tagged)
         return tagged
 
     def _show(self, step: int, values: Mapping[str, float], tail: str = "") -> None:
@@ -243,14 +233,6 @@ class Run:
             ranks.print0(f"step {step:>{len(str(self._plan.max_steps))}}/{self._plan.max_steps}  {text}")
         else:
             self._bar.set_postfix_str(text)
-
-
-def _after(args: Any, max_steps: int) -> str:
-    """What the warm-up is of the whole; nothing for a recipe without this flag."""
-    steps = vars(args).get("warmup_steps", 0)
-    if steps < max_steps:
-        return f"; --warmup-steps {steps:,} of {max_steps:,} steps" if steps else ""
-    return f"; --warmup-steps {steps:,} is not below the training's {max_steps:,} steps"
 
 
 def memory_gib(device: torch.device) -> float:

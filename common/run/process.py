@@ -14,25 +14,8 @@ from common import devices, ranks, seal
 from common.run.output import Output
 
 
-@dataclass(frozen=True)
-class Carried:
-    """What a run that goes back hands to the one that begins again.
-
-    Attributes:
-        doubts: its `doubts.Doubts`.
-        stop: its `stop.Stop`, because a request to stop must outlive it.
-    """
-
-    doubts: Any
-    stop: Any
-
-
 class Rewind(Exception):  # noqa: N818 (a request, not an error)
     """All ranks begin again from the newest checkpoint: raised by all of them after the same collective."""
-
-    def __init__(self, carried: Carried) -> None:
-        super().__init__()
-        self.carried = carried
 
 
 @dataclass(eq=False)
@@ -41,11 +24,13 @@ class Process:
 
     Attributes:
         name: of the run: --name, or date and time of this start.
+        recipe: the train.py that runs, from `session.join` on.
         output: its streams.
         world: its place among the ranks, from `process_group.start` to `finish`.
         met: where the ranks have met: their store, this rank, their number, and RUN_KEY.
         starts: how often the ranks have begun again.
-        carried: from the run that has gone back; None in the first one.
+        doubts: of the run, about steps that it may compute again; None before its first session.
+        stop: the newest session's, because a request to stop must outlive a run that goes back; None before the first.
         watch: names the rank that fails; None if nobody watches.
         frees: flags that free activations, most first, with what they are now.
         owners: references to the model and its optimizer that do not keep them alive, once both are there.
@@ -54,11 +39,13 @@ class Process:
     """
 
     name: str = field(default_factory=lambda: datetime.now().strftime("%Y%m%d-%H%M%S"))
+    recipe: str = ""
     output: Output = field(default_factory=Output)
     world: "World | None" = None
     met: tuple[dist.Store, int, int, str] | None = None
     starts: int = 0
-    carried: Carried | None = None
+    doubts: Any = None
+    stop: Any = None
     watch: Any = None
     frees: list[str] = field(default_factory=list)
     owners: tuple[Callable[[], Any], ...] = ()

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 import torch.distributed as dist
 
-from common import UserError, manifest, places, ranks
+from common import UserError, manifest, places, ranks, trust
 from common.run import output
 from common.run.process import Process, World
 
@@ -44,9 +44,9 @@ def claim(path: Path, process: Process) -> None:
     def lock() -> str:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            places.refuse_replaceable(path)
+            trust.refuse_replaceable(path)
             file = output.append_to(path / "lock")
-            if closed & ~umask & stat.S_IWGRP and not places.is_own_group(path.stat().st_gid):
+            if closed & ~umask & stat.S_IWGRP and not trust.is_own_group(path.stat().st_gid):
                 ranks.print0("note: the umask lets a group write, and this run does not (TRUST_OPEN_FOLDERS=group)")
         except OSError as error:
             raise UserError(f"--out {path.parent}: {error}") from error
@@ -163,26 +163,6 @@ def _launcher(world_size: int) -> str:
     return f"torchrun {several}--nproc-per-node={local_size}"
 
 
-def open_records(path: Path, first_step: int) -> TextIO:
-    """Open metrics.jsonl to append to, cut off after the steps that a resumed run does not repeat (rank 0).
-
-    A cut needs no room on the disk. Damaged lines stay where they are, with a warning.
-
-    Raises:
-        OSError: the disk is full, or does not answer.
-    """
-    file = path / "metrics.jsonl"
-    size = 0
-    for number, record, end in _parse(file):
-        if record.get("step", math.inf) <= first_step:
-            size = end
-        elif not record:
-            ranks.print0(f"warning: line {number} of {file} is damaged, and is left out of the curves")
-    found = output.append_to(file)
-    found.truncate(size)
-    return found
-
-
 class Records:
     """metrics.jsonl and TensorBoard's events of a run. A full disk ends no training: later calls try again."""
 
@@ -196,17 +176,34 @@ class Records:
         self._purges = True
 
     def open(self) -> TextIO:
-        """Drop what an earlier start has recorded of later steps, also if nothing follows (rank 0)."""
-        self._lines = self._lines or open_records(self._path, self._first_step)
+        """Open metrics.jsonl to append to, cut off after the steps that a resumed run does not repeat (rank 0).
+
+        A cut needs no room on the disk. Damaged lines stay where they are, with a warning.
+
+        Raises:
+            OSError: the disk is full, or does not answer.
+        """
+        if not self._lines:
+            file = self._path / "metrics.jsonl"
+            size = 0
+            for number, record, end in _parse(file):
+                if record.get("step", math.inf) <= self._first_step:
+                    size = end
+                elif not record:
+                    ranks.print0(f"warning: line {number} of {file} is damaged, and is left out of the curves")
+            self._lines = output.append_to(file)
+            self._lines.truncate(size)
         return self._lines
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Record numbers by their tags."""
         if self._rank != 0:
             return
+        # Null stands for a number that is not finite, for which JSON has no word.
+        finite = {tag: value if math.isfinite(value) else None for tag, value in values.items()}
         try:
             lines = self.open()
-            lines.write(record_line({"step": step, **values}))
+            lines.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
             lines.flush()
         except OSError as error:
             ranks.print0(f"warning: step {step} was not recorded in {self._path}: {error}")
@@ -251,12 +248,6 @@ def _show_unless_events(failure: threading.ExceptHookArgs) -> None:
     """Report a thread's error, unless it is TensorBoard's: its next call raises that one again."""
     if not type(failure.thread).__module__.startswith("tensorboard"):
         threading.__excepthook__(failure)
-
-
-def record_line(values: Mapping[str, float]) -> str:
-    """A line of metrics.jsonl; null stands for a number that is not finite, for which JSON has no word."""
-    finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
-    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def records(path: Path) -> list[dict[str, float]]:

@@ -69,14 +69,12 @@ class Stop:
         self._first_step = self._done = self._target = first_step
         self._agreed = threading.Event()
         self._signalled_at = float("inf")
-        self._earlier = ""
         # Python writes a signal's number to this socket at once, whichever thread receives the signal.
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
-        if world.process.carried:  # a request to stop outlives a rewind
-            before = world.process.carried.stop
+        before = world.process.stop
+        if before:  # a request to stop outlives a rewind
             self._deadline = before._deadline
-            self._earlier = before.reason
             self._signals = before._signals
             self._wakeup = before._wakeup
             self._signalled_at = before._signalled_at
@@ -87,6 +85,9 @@ class Stop:
         # torchrun's own process. Without torchrun, the parent is a shell, which may end while the training runs.
         self._launcher = world.parent if "TORCHELASTIC_RUN_ID" in os.environ else 0
         self._store = world.store.clone()  # the main thread may be waiting in the store itself
+        if before and before.reason:
+            self._store.set("stop/reason", before.reason)
+        world.process.stop = self
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stop", daemon=True)
         self._thread.start()
@@ -116,9 +117,7 @@ class Stop:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         while not self._closing.is_set():
             try:
-                reason = self._earlier or self._look()
-                self._earlier = ""
-                if reason and not self.reason:
+                if (reason := self._look()) and not self.reason:
                     self._agree(reason)
             except dist.DistError:
                 return  # the store is unreachable; `watch` reports it

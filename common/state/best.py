@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from common import UserError, ranks
 from common.run import run_dir
@@ -16,21 +17,22 @@ class Best:
         step: of the evaluation with the best metric of --keep-best, whose checkpoint is to be kept; -1 for none.
     """
 
-    def __init__(self, keep_best: str, patience: int, path: Path, last_step: int) -> None:
+    def __init__(self, flags: Mapping[str, Any], path: Path, last_step: int) -> None:
         """Read what the run has recorded (all ranks).
 
         Args:
-            keep_best: a metric of the evaluations; "" to keep no checkpoint for it.
-            patience: evaluations without a better metric (without --keep-best, the loss) that end the run; 0 for none.
+            flags: the recipe's. "keep_best": a metric of the evaluations; "" to keep no checkpoint for it. "patience":
+                evaluations without a better metric (without "keep_best", the loss) that end the run; 0 for none. A
+                recipe that trains nothing has neither.
             path: the run's folder.
             last_step: the step that it continues after.
         """
         self.step = -1
-        self._keep_best = keep_best
-        self._patience = patience
-        self._tag = f"val/{keep_best or 'loss'}"
+        self._keep_best = flags.get("keep_best", "")
+        self._patience = flags.get("patience", 0)
+        self._tag = f"val/{self._keep_best or 'loss'}"
         self._evaluations = ranks.from_rank0(
-            lambda: [one for one in run_dir.records(path) if self._tag in one and one["step"] <= last_step]
+            lambda: [one for one in run_dir.records(path) if self._tag in one and one["step"] <= last_step], path
         )
 
     def add(self, step: int, means: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""Find an undamaged checkpoint and load it on any number of ranks; `saver` writes them.
+"""Choose an undamaged checkpoint and load it on any number of ranks; `saver` writes them.
 
 A checkpoint is a folder `step_00001000/` with a MANIFEST.json, which lists the size and SHA-256 of each file, and
 safetensors files, to which each rank wrote its share of the tensors under canonical names (see `keymap`). Nothing is
@@ -9,8 +9,6 @@ number saved.
 import functools
 import re
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import UserError, keymap, manifest, places, ranks
-from common.ranks import Answer
+from common import UserError, keymap, manifest, ranks, trust
 
 BEST = "best"  # the file that names the best checkpoint, if a run keeps it
 
@@ -47,80 +44,9 @@ def step_of(path: Path) -> int:
     return int(path.name[5:])
 
 
-@dataclass(frozen=True)
-class Found:
-    """The checkpoint that a run starts from, if any.
-
-    Attributes:
-        run_dir: the run's own folder.
-        fingerprint: the facts of this run that give a position in the data its meaning, such as the seed.
-        path: the checkpoint to load; None for a new run.
-        progress: its manifest, with "step" and "samples"; empty for a new run.
-        newest: the newest committed step of the run's own folder at that time, damaged or not; -1 for none.
-    """
-
-    run_dir: Path
-    fingerprint: dict[str, Any]
-    path: Path | None
-    progress: dict[str, Any]
-    newest: int = -1
-
-
-def find(out: str, name: str, resume: str, model: nn.Module | None = None, **fingerprint: Any) -> Found:
-    """Choose the run's folder, and the checkpoint to start from; every rank gets the same ones (all ranks take part).
-
-    1. A run that has checkpoints continues from its newest undamaged one, even if `resume` is given, so that the same
-       command can be run again.
-    2. Otherwise it starts from `resume`: a run's folder or one checkpoint.
-    3. Without `resume`, it starts from scratch.
-
-    Args:
-        out: folder that holds the runs.
-        name: of this run.
-        resume: the flag; "" for none.
-        model: the plain model, with or without weights, which the checkpoint must fit.
-        **fingerprint: facts that give a position in the data its meaning, such as the seed. They must be the same on
-            all ranks; rank 0 prints a note if the checkpoint was written with others.
-
-    Raises:
-        UserError: the folder cannot be used, all checkpoints are damaged or cannot be read, `resume` names no
-            checkpoint, the checkpoint is of another model, or the fingerprint differs between ranks.
-    """
-    run_dir = Path(ranks.from_rank0(lambda: str(places.choose(out, name))))
-    ranks.check_same(data=fingerprint, version=ranks.versions())  # now with those of the data's packages
-    newest = _newest(run_dir)
-    if newest < 0 and not resume:
-        return Found(run_dir, fingerprint, None, {})
-    mine = newest >= 0
-    path, progress = choose(run_dir, own=True) if mine else choose(places.local("--resume", resume), "--resume ")
-    ranks.print0(f"resuming from step {progress['step']} of {path}")
-    for key, value in fingerprint.items():
-        if progress.get(key, value) != value:
-            ranks.print0(
-                f"note: the checkpoint was written with {key} {progress[key]!s:.80}, this run has {key} {value}"
-            )
-    if model is not None:
-        check_fits(path, model)
-    return Found(run_dir, fingerprint, path, progress, newest)
-
-
-def check_newest(found: Found) -> None:
-    """Look again, now that no other job can save in the run's folder (all ranks).
-
-    Raises:
-        UserError: another job has saved there since `find`: this one would overwrite what that one has recorded.
-    """
-    newest = _newest(found.run_dir)
-    if newest != found.newest:
-        raise UserError(
-            f"--name {found.run_dir.name}: another job has saved step {newest} in {found.run_dir} while this one was "
-            "starting: start this one again, and it resumes from there"
-        )
-
-
-def _newest(run_dir: Path) -> int:
-    """The newest committed step, -1 for none (all ranks)."""
-    return _from_rank0(run_dir, lambda: max(map(step_of, committed(run_dir)), default=-1))
+def newest(run_dir: Path) -> int:
+    """The newest committed step of a run, damaged or not; -1 for none (all ranks)."""
+    return ranks.from_rank0(lambda: max(map(step_of, committed(run_dir)), default=-1), run_dir)
 
 
 def candidates(where: Path, flag: str = "") -> list[Path]:
@@ -150,8 +76,9 @@ def choose(where: Path, flag: str = "", own: bool = False) -> tuple[Path, dict[s
         UserError: there is no checkpoint, all are damaged, or other users can write to one.
     """
     faults: list[str] = []
-    for path in map(Path, _from_rank0(f"{flag}{where}", lambda: [str(one) for one in candidates(where, flag)])):
-        _from_rank0(path, functools.partial(places.refuse_replaceable, path, own))
+    found = ranks.from_rank0(lambda: [str(one) for one in candidates(where, flag)], f"{flag}{where}")
+    for path in map(Path, found):
+        ranks.from_rank0(functools.partial(trust.refuse_replaceable, path, own), path)
         facts, fault = _verify(path)
         if not fault:
             if faults:
@@ -166,27 +93,14 @@ def choose(where: Path, flag: str = "", own: bool = False) -> tuple[Path, dict[s
 
 def _verify(path: Path) -> tuple[dict[str, Any], str]:
     """`manifest.verify` with the files divided over the ranks: one rank would take an hour for a large model."""
-    if not dist.is_initialized():
-        return manifest.verify(path)
-    facts, fault = manifest.verify(path, dist.get_rank(), dist.get_world_size())
+    part, num_parts = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    facts, fault = manifest.verify(path, part, num_parts)
     everyone = ranks.gather((socket.gethostname(), fault, [facts.get("step"), facts.get("samples")]))
     for host, found, position in everyone:
         if found or position != everyone[0][2]:
             place = f" on {host}" if host != everyone[0][0] else ""
             return {}, f"{found or 'another checkpoint of that name'}{place}"
     return facts, ""
-
-
-def _from_rank0(place: object, read: Callable[[], Answer]) -> Answer:
-    """What rank 0 reads at a place, if there is a process group; a disk or server that does not answer is named."""
-
-    def answer() -> Answer:
-        try:
-            return read()
-        except (OSError, RuntimeError) as error:
-            raise UserError(f"{place} cannot be read: {error}") from error
-
-    return ranks.from_rank0(answer) if dist.is_initialized() else answer()
 
 
 def tensors_in(path: Path) -> dict[str, torch.Tensor]:
@@ -228,7 +142,7 @@ def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Fill this rank's tensors in place from a checkpoint of any number of ranks (all ranks take part).
 
     Args:
-        path: a checkpoint that `find` returned.
+        path: a checkpoint that `choose` returned.
         tensors: the tensors to fill, by canonical name; a rank may hold only some of them.
 
     Raises:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from common import BadStateError, UserError, manifest, ranks
 from common.run.process import Process
 from common.run.process_group import SAVING
-from common.state import checkpoint, replicas, retention, shards
+from common.state import checkpoint, replicas, retention, shards, start
 from common.state.state_check import StateCheck
 
 Tensors = dict[str, torch.Tensor]
@@ -42,21 +42,13 @@ class Saver:
     """Writes the checkpoints of one run, in the background if asked to."""
 
     def __init__(
-        self,
-        found: checkpoint.Found,
-        recipe: str,
-        mesh: DeviceMesh,
-        check: StateCheck,
-        process: Process,
-        keep: int,
-        in_background: bool,
+        self, found: start.Found, mesh: DeviceMesh, check: StateCheck, process: Process, keep: int, in_background: bool
     ) -> None:
         """Create a process group for saving: background saves must not mix with training collectives (all ranks).
 
         Args:
             found: the run's folder, its fingerprint, and whether it has a checkpoint already. A first one has to
                 succeed: perhaps none ever can.
-            recipe: the train.py that runs.
             mesh: the ranks and their axes.
             check: looks at what is written before it is committed.
             process: this one, with which the saves end.
@@ -67,7 +59,7 @@ class Saver:
         self._retention = retention.Retention(keep, self._together)
         self._group = _new_group()
         self._facts = found.fingerprint | {
-            "recipe": Path(recipe).resolve().parent.name,
+            "recipe": Path(process.recipe).resolve().parent.name,
             "world": dist.get_world_size(),
             "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
             "versions": ranks.versions(),

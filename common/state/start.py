@@ -1,32 +1,102 @@
-"""What a training starts from: the checkpoint that it continues, weights of another model, or nothing."""
+"""What a run starts from: its folder and the checkpoint that it continues, weights of another model, or nothing."""
 
 import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from common import UserError, keymap, manifest, ranks
+from common import UserError, keymap, manifest, places, ranks
 from common.state import checkpoint
 from common.workloads import pretrained
 
 
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint that a run starts from, if any.
+
+    Attributes:
+        run_dir: the run's own folder.
+        fingerprint: the facts of this run that give a position in the data its meaning, such as the seed.
+        path: the checkpoint to load; None for a new run.
+        progress: its manifest, with "step" and "samples"; empty for a new run.
+        newest: the newest committed step of the run's own folder at that time, damaged or not; -1 for none.
+    """
+
+    run_dir: Path
+    fingerprint: dict[str, Any]
+    path: Path | None
+    progress: dict[str, Any]
+    newest: int = -1
+
+
+def find(out: str, name: str, resume: str, model: nn.Module | None = None, **fingerprint: Any) -> Found:
+    """Choose the run's folder, and the checkpoint to start from; every rank gets the same ones (all ranks take part).
+
+    1. A run that has checkpoints continues from its newest undamaged one, even if `resume` is given, so that the same
+       command can be run again.
+    2. Otherwise it starts from `resume`: a run's folder or one checkpoint.
+    3. Without `resume`, it starts from scratch.
+
+    Args:
+        out: folder that holds the runs.
+        name: of this run.
+        resume: the flag; "" for none.
+        model: the plain model, with or without weights, which the checkpoint must fit.
+        **fingerprint: facts that give a position in the data its meaning, such as the seed. They must be the same on
+            all ranks; rank 0 prints a note if the checkpoint was written with others.
+
+    Raises:
+        UserError: the folder cannot be used, all checkpoints are damaged or cannot be read, `resume` names no
+            checkpoint, the checkpoint is of another model, or the fingerprint differs between ranks.
+    """
+    run_dir = Path(ranks.from_rank0(lambda: str(places.choose(out, name))))
+    ranks.check_same(data=fingerprint, version=ranks.versions())  # now with those of the data's packages
+    newest = checkpoint.newest(run_dir)
+    if newest >= 0:
+        path, progress = checkpoint.choose(run_dir, own=True)
+    elif resume:
+        path, progress = checkpoint.choose(places.local("--resume", resume), "--resume ")
+    else:
+        return Found(run_dir, fingerprint, None, {})
+    ranks.print0(f"resuming from step {progress['step']} of {path}")
+    for key, value in fingerprint.items():
+        if progress.get(key, value) != value:
+            ranks.print0(
+                f"note: the checkpoint was written with {key} {progress[key]!s:.80}, this run has {key} {value}"
+            )
+    if model is not None:
+        checkpoint.check_fits(path, model)
+    return Found(run_dir, fingerprint, path, progress, newest)
+
+
+def check_newest(found: Found) -> None:
+    """Look again, now that no other job can save in the run's folder (all ranks).
+
+    Raises:
+        UserError: another job has saved there since `find`: this one would overwrite what that one has recorded.
+    """
+    newest = checkpoint.newest(found.run_dir)
+    if newest != found.newest:
+        raise UserError(
+            f"--name {found.run_dir.name}: another job has saved step {newest} in {found.run_dir} while this one was "
+            "starting: start this one again, and it resumes from there"
+        )
+
+
 def restore(
-    path: Path | None,
-    init: str,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    more: dict[str, torch.Tensor] | None = None,
+    path: Path | None, init: str, model: nn.Module, optimizer: Optimizer, more: keymap.Tensors | None = None
 ) -> None:
     """Fill model and optimizer from a checkpoint of any number of ranks; or, in a new run, the model from `init`.
 
     All ranks take part.
 
     Args:
-        path: a checkpoint that `checkpoint.find` returned; None for a new run.
+        path: a checkpoint that `find` returned; None for a new run.
         init: weights to begin with; see `begin_with`. "" for none.
         model: the model under its strategy.
         optimizer: the optimizer of its parameters.
@@ -48,7 +118,7 @@ def restore(
             if f"{keymap.OPTIMIZER}{keymap.canonical(name)}" not in with_state:
                 optimizer.state.pop(parameter, None)
     tensors = keymap.tensors(model, optimizer)
-    checkpoint.load(path, tensors | (more or {}))
+    checkpoint.load(path, {**tensors, **(more or {})})
     keymap.set_numbers(model, optimizer, tensors)
     if not keymap.has_strategy(model):
         return

@@ -8,7 +8,7 @@ number, the samples consumed, and it means the same on any number of ranks.
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -299,9 +299,8 @@ def evaluation_requests(plan: Plan, num_samples: int, dp_rank: int) -> Iterator[
             "make_data gives a stream to validate on, which may never end: give the same samples for each evaluation, "
             "such as dataset.MapStyle([*itertools.islice(stream, 1000)], args.seed)"
         )
-    bounds = list(micro_batches(0, num_samples, plan.division, dp_rank))
-    for i, (first, end) in enumerate(bounds):
-        yield Request(np.zeros(end - first, int), np.arange(first, end), num_samples, i == len(bounds) - 1)
+    whole = replace(plan.division, global_batch_size=num_samples)
+    return training_requests(Plan(0, 0, 0, 1, 0, num_samples, whole), dp_rank)  # one step of a stream
 
 
 def divide_batch(global_batch_size: int, micro_batch_size: int, dp_size: int) -> Division:

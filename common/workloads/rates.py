@@ -115,3 +115,19 @@ def name_unheld(model: nn.Module, optimizer: Optimizer) -> None:
             f"warning: the optimizer holds {len(foreign)} tensors that are no parameters of the model: no checkpoint "
             "holds them; make them parameters of a module in make_model, and the optimizer after parallelize"
         )
+
+
+def show(optimizer: Optimizer, warmup_steps: int, max_steps: int) -> None:
+    """Print the peak rates of an optimizer's groups, and what the warm-up is of the whole training.
+
+    Args:
+        optimizer: before its first step.
+        warmup_steps: 0 for a recipe without a warm-up.
+        max_steps: of the training.
+    """
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    shown = " to ".join(f"{peak:.4g}" for peak in sorted({min(peaks), max(peaks)}))
+    warmup = f"; --warmup-steps {warmup_steps:,} of {max_steps:,} steps" if warmup_steps else ""
+    if warmup_steps >= max_steps:
+        warmup = f"; --warmup-steps {warmup_steps:,} is not below the training's {max_steps:,} steps"
+    ranks.print0(f"peak learning rate {shown}{warmup}")

@@ -46,7 +46,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from common import UserError, bounds, manifest, precision, ranks, seed, session
 from common.run import cli, exits
 from common.run.process import Process, World
-from common.state import checkpoint
+from common.state import checkpoint, start
 from common.train import metrics, sampler
 from common.workloads import cellfree
 
@@ -405,7 +405,7 @@ def draw_cdf(path: Path, users: np.ndarray) -> None:
     figure.savefig(path, dpi=120)
 
 
-def restore(found: checkpoint.Found, results: Results) -> None:
+def restore(found: start.Found, results: Results) -> None:
     """Fill in the drops of a checkpoint, which may be of a run with more or fewer drops (all ranks)."""
     if found.path is None:
         return
@@ -437,12 +437,12 @@ def main(process: Process) -> None:
     sizes = sizes_of(args)
     division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, mesh["users"].size())
     results = Results(args.max_steps, sizes.users).to(world.device)
-    found = checkpoint.find(
+    found = start.find(
         args.out, process.name, args.resume, seed=args.seed, network=list(sizes), blocks=args.global_batch_size
     )
     restore(found, results)
     plan = sampler.make_plan(division, 0, run_seed=args.seed, max_steps=args.max_steps, progress=found.progress)
-    run = session.Session(args, __file__, world, mesh, found, plan, results, optimizer=None)
+    run = session.Session(args, world, mesh, found, plan, results, optimizer=None)
     every = results.spectral_efficiency
     for step in run.steps(mesh.get_local_rank("users")):
         every[step - 1] = simulate(args, plan, mesh, world.device, step)

@@ -43,7 +43,7 @@ from torch.optim import Optimizer
 from common import UserError, bounds, keymap, precision, session
 from common.run import cli, exits
 from common.run.process import Process, World
-from common.state import checkpoint, start
+from common.state import start
 from common.train import data, flops, guard, initial, metrics, sampler, schedule, twins
 from common.workloads import gpt, rates, text
 
@@ -79,7 +79,7 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     num_layers: bounds.PositiveInt = 4  # transformer blocks
     num_heads: bounds.PositiveInt = 4  # query heads
     width: bounds.PositiveInt = 192  # width of the residual stream
-    recompute: Annotated[gpt.Recompute, bounds.Frees("full")] = "none"  # what the backward pass computes again
+    recompute: Annotated[gpt.Recompute, bounds.Saves("memory", "full")] = "none"  # what backward passes compute again
     # strategy
     replicas: bounds.NonNegativeInt = 0  # groups of ranks that train apart, such as machines; 0 for each rank by itself
     inner_steps: bounds.PositiveInt = 20  # optimizer steps of each replica between two outer steps
@@ -397,7 +397,7 @@ def main(process: Process) -> None:
     train, validation = make_data(args)
     model = make_model(args, train)
     # Refuses a checkpoint of another model before this one takes memory. Optional: seed and data, which are compared.
-    found = checkpoint.find(args.out, process.name, args.resume, model, seed=args.seed, data=train.digest())
+    found = start.find(args.out, process.name, args.resume, model, seed=args.seed, data=train.digest())
     plan = sampler.make_plan(
         division, len(train), run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
     )
@@ -413,7 +413,7 @@ def main(process: Process) -> None:
         model.compile()
     batches = data.training(train, plan, dp_rank, args.workers, world.device)
     # Claims the run's folder, and takes over signals before the first loader worker is forked.
-    run = session.Session(args, __file__, world, mesh, found, plan, model, optimizer, sample)
+    run = session.Session(args, world, mesh, found, plan, model, optimizer, sample)
     for step in run.steps(dp_rank):
         lr = schedule.scale_rates(optimizer, lr_factor(args, step, plan.max_steps))
         sums, grad_norm = train_step(args, model, optimizer, run.finite, batches, dp_size)

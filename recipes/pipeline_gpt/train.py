@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from common import UserError, bounds, precision, private_api, session
 from common.run import cli, exits
 from common.run.process import Process, World
-from common.state import checkpoint, start
+from common.state import start
 from common.train import data, flops, guard, initial, metrics, sampler, schedule, twins
 from common.workloads import gpt, rates, text
 
@@ -62,7 +62,7 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     text_columns: str = ""  # columns to read, such as "title,body"; "" for the one with the most text
     # batch and rate
     global_batch_size: bounds.PositiveInt = 32  # sequences per optimizer step, over all ranks
-    micro_batch_size: Annotated[bounds.Smaller, bounds.Shortens("slower", "smaller")] = (
+    micro_batch_size: Annotated[bounds.Smaller, bounds.Saves("slower", "smaller")] = (
         4  # most sequences of a rank's forward pass; 0 for one micro-batch per step
     )
     lr: bounds.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
@@ -75,7 +75,7 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     num_layers: bounds.PositiveInt = 4  # transformer blocks
     num_heads: bounds.PositiveInt = 4  # query heads
     width: bounds.PositiveInt = 192  # width of the residual stream
-    recompute: Annotated[gpt.Recompute, bounds.Frees("full")] = "none"  # what the backward pass computes again
+    recompute: Annotated[gpt.Recompute, bounds.Saves("memory", "full")] = "none"  # what backward passes compute again
     # strategy
     pp: bounds.PositiveInt = 2  # ranks of each pipeline
     schedule: Literal["1F1B", "DualPipeV", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"] = (
@@ -351,7 +351,7 @@ def main(process: Process) -> None:
     train, validation = make_data(args)
     model = make_model(args, train)
     # Refuses a checkpoint of another model before this one takes memory. Optional: seed and data, which are compared.
-    found = checkpoint.find(args.out, process.name, args.resume, model, seed=args.seed, data=train.digest())
+    found = start.find(args.out, process.name, args.resume, model, seed=args.seed, data=train.digest())
     plan = sampler.make_plan(
         division, len(train), run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
     )
@@ -367,7 +367,7 @@ def main(process: Process) -> None:
         model.compile()
     batches = data.training(train, plan, dp_rank, args.workers, world.device)
     # Claims the run's folder, and takes over signals before the first loader worker is forked.
-    run = session.Session(args, __file__, world, mesh, found, plan, model, optimizer, sample)
+    run = session.Session(args, world, mesh, found, plan, model, optimizer, sample)
     for step in run.steps(dp_rank):
         lr = schedule.scale_rates(optimizer, lr_factor(args, step, plan.max_steps))
         sums, grad_norm = train_step(args, model, optimizer, run.finite, batches, dp_size)

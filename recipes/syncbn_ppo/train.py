@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 from common import bounds, precision, seed, session
 from common.run import cli, exits
 from common.run.process import Process, World
-from common.state import checkpoint, start
+from common.state import start
 from common.train import guard, initial, metrics, sampler, schedule, sync_batchnorm
 from common.workloads import actor_critic, environments
 
@@ -278,7 +278,7 @@ def main(process: Process) -> None:
     filmed = make_filmed(args)
     model = make_model(args, envs)
     # Refuses a checkpoint of another model or environment before playing.
-    found = checkpoint.find(args.out, process.name, args.resume, model, seed=args.seed, env=args.env)
+    found = start.find(args.out, process.name, args.resume, model, seed=args.seed, env=args.env)
     plan = sampler.make_plan(division, 0, run_seed=args.seed, max_steps=args.max_steps, progress=found.progress)
     model = parallelize(args, model, mesh, world.device)
     if args.compile:
@@ -287,7 +287,7 @@ def main(process: Process) -> None:
     state = envs.tensors()
     start.restore(found.path, args.init, model, optimizer, state)
     envs.restore(state)
-    run = session.Session(args, __file__, world, mesh, found, plan, model, optimizer)
+    run = session.Session(args, world, mesh, found, plan, model, optimizer)
     for step in run.steps(dp_rank):
         lr = schedule.scale_rates(optimizer, lr_factor(args, step, plan.max_steps))
         sums, grad_norm = train_step(args, model, optimizer, run.finite, envs, step)

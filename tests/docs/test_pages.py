@@ -216,6 +216,29 @@ def test_broken_links_are_found() -> None:
 
 
 @functools.cache
+def ragged_rows(text: str) -> list[str]:
+    """Rows of tables that have more or fewer cells than the row above them: what they show stands under other heads."""
+    found = []
+    above = 0
+    for line in re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).splitlines():
+        cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else 0
+        if cells and above and cells != above:
+            found.append(line)
+        above = cells
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_have_as_many_cells_in_each_row(page: Path) -> None:
+    assert ragged_rows(page.read_text()) == []
+
+
+def test_ragged_rows_are_found() -> None:
+    table = "| a | b |\n|---|---|\n| 1 | 2 |\n| 3 |\n\n| c |\n|---|\n| `x \\| y` |\n"
+    assert ragged_rows(table) == ["| 3 |"]
+    assert ragged_rows(f"```\n{table}```\n") == []
+
+
 def flags_of(recipe: str) -> set[str]:
     """The flags of a recipe and of its bases, without their dashes; those of a truth value also with no-."""
     (args,) = [

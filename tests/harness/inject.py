@@ -64,10 +64,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import BadStateError, keymap, manifest, places, ranks, seal, session
+from common import BadStateError, keymap, manifest, ranks, seal, session, trust
 from common.protect import health, heartbeat, peers, watch
 from common.run import output, process_group, run_dir, stop
-from common.state import checkpoint, replicas, saver, shards, state_check
+from common.state import replicas, saver, shards, start, state_check
 from common.state.private_api import files_of_rank
 from common.train import data, flops, guard, sampler, sync_batchnorm
 from common.workloads import resnet, text
@@ -680,11 +680,11 @@ def _print_directly() -> None:
 
 
 def _trust_open_folders() -> None:
-    _replace(places, "refuse_open", lambda *_: None)
+    _replace(trust, "refuse_open", lambda *_: None)
 
 
 def _look_once() -> None:
-    _replace(checkpoint, "check_newest", lambda _: None)
+    _replace(start, "check_newest", lambda _: None)
 
 
 def _keep_events() -> None:

@@ -29,10 +29,11 @@ from typing import Any
 from common import devices
 from common.run import stop
 from common.train import flops
-from tools.about import RECIPES, ROOT, TRAINING, choices, has_flag, is_single, source, workload
+from tools.about import RECIPES, ROOT, choices, has_flag, is_single, source, trainings, workload
 
 # As launch/torchrun.sh has it: a rank whose store ends may print a stack of C++, or not, as the threads happen to run.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+TRAINING = trainings()
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.harness.preload"])
 SIZES = ("--num-layers", "--mlp-width")  # of the model, that a layout may choose

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from common.run.process import Process
-from common.state import checkpoint, saver, state_check
+from common.state import checkpoint, saver, start, state_check
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -63,8 +63,8 @@ def loaded(path: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 def make_saver(run_dir: Path, keep: int = 9, in_background: bool = False, has_one: bool = True) -> saver.Saver:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
     check = state_check.StateCheck(torch.nn.Module(), compare=True)
-    found = checkpoint.Found(run_dir, {"seed": 3}, None, {}, newest=0 if has_one else -1)
-    return saver.Saver(found, str(RECIPE), mesh, check, Process(), keep, in_background)
+    found = start.Found(run_dir, {"seed": 3}, None, {}, newest=0 if has_one else -1)
+    return saver.Saver(found, mesh, check, Process(recipe=str(RECIPE)), keep, in_background)
 
 
 def save(run_dir: Path, step: int, keep: int = 9) -> Path:
@@ -78,9 +78,9 @@ def steps(run_dir: Path) -> list[int]:
     return sorted(int(name.removeprefix("step_")) for name in names)
 
 
-def find(run_dir: Path, resume: str = "", model: torch.nn.Module | None = None, **facts: Any) -> checkpoint.Found:
-    """`checkpoint.find` for the run in a folder."""
-    return checkpoint.find(str(run_dir.parent), run_dir.name, resume, model, **facts)
+def find(run_dir: Path, resume: str = "", model: torch.nn.Module | None = None, **facts: Any) -> start.Found:
+    """`start.find` for the run in a folder."""
+    return start.find(str(run_dir.parent), run_dir.name, resume, model, **facts)
 
 
 def find_step(run_dir: Path, resume: str = "") -> int:

@@ -82,7 +82,7 @@ def fail_in_turn(folder: str) -> None:
     assert frame
     beats = watching._peers.num_beats
     runner.wait_for(lambda: watching._peers.num_beats >= beats + 2)
-    sys.stderr.write(f"beat: {watching._peers.store.get('watch/0').decode()}\n")
+    sys.stderr.write(f"beat: {watching._peers.store.peek('watch/0')}\n")
     process_group.finish(watching._world.process)
 
 

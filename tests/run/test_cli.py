@@ -479,18 +479,18 @@ def test_help_without_a_source_has_no_groups(base: str, capsys: pytest.CaptureFi
 class Noted:
     """Train a test that has flags to advise."""
 
-    recompute: Annotated[str, bounds.Frees("full")] = "none"  # what is computed twice
+    recompute: Annotated[str, bounds.Saves("memory", "full")] = "none"  # what is computed twice
     lr: float = 0.1  # rate
-    compress: Annotated[str, bounds.Shortens("exposed", "bf16")] = "none"  # what is sent
+    compress: Annotated[str, bounds.Saves("exposed", "bf16")] = "none"  # what is sent
     micro_batch_size: bounds.Smaller = 0  # samples
-    keep: Annotated[float, bounds.Fraction, bounds.Frees("0.5")] | None = None  # inside another type
+    keep: Annotated[float, bounds.Fraction, bounds.Saves("memory", "0.5")] | None = None  # inside another type
 
 
 def test_flags_that_free_memory_in_their_order() -> None:
     """And none that frees it already."""
 
     def advised(*flags: str) -> list[str]:
-        return [flag for flag, _ in cli.noted(cli.parse(Noted, list(flags)), bounds.Frees)]
+        return [flag for part, flag in cli.savings(cli.parse(Noted, list(flags))) if part == "memory"]
 
     smaller = "--micro-batch-size smaller, where 0 is the largest (now {})"
     assert advised() == ["--recompute full (now none)", smaller.format(0), "--keep 0.5 (now None)"]
@@ -498,9 +498,9 @@ def test_flags_that_free_memory_in_their_order() -> None:
 
 
 def test_flags_that_shorten_a_part() -> None:
-    ((flag, note),) = cli.noted(Noted(), bounds.Shortens)
-    assert (flag, note.part) == ("--compress bf16 (now none)", "exposed")
-    assert list(cli.noted(Noted(compress="bf16"), bounds.Shortens)) == []
+    others = [one for one in cli.savings(Noted()) if one[0] != "memory"]
+    assert others == [("exposed", "--compress bf16 (now none)")]
+    assert {part for part, _ in cli.savings(Noted(compress="bf16"))} == {"memory"}
 
 
 # --- config.json of before the flags of every run stood once ---

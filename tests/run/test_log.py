@@ -35,7 +35,9 @@ def one_teraflop(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_world(rank: int, size: int) -> process.World:
-    return process.World(rank, size, size, "host", torch.device("cpu"), "gloo", dist.HashStore())
+    return process.World(
+        rank, size, size, "host", torch.device("cpu"), "gloo", dist.HashStore(), process.Process(recipe=__file__)
+    )
 
 
 def make_run(
@@ -52,7 +54,7 @@ def make_run(
     division = sampler.Division(8, 8, 4)
     plan = sampler.Plan(99, 0, first_step, max_steps, first_step * 8, max_steps * 8, division)
     devices = [torch.device("cpu")] * num_devices
-    return log.Run(path, __file__, args or Args(lr), make_world(rank, 4), plan, torch.float32, sample, [lr], devices)
+    return log.Run(path, args or Args(lr), make_world(rank, 4), plan, torch.float32, sample, devices)
 
 
 def means(loss: float) -> dict[str, float]:
@@ -108,7 +110,7 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     assert math.isnan(runner.records(tmp_path, "train/grad_norm")[10])
     assert metrics.best(run_dir.records(tmp_path))["val/loss"] == (0.5, 15)
     run.finish()
-    run_dir.open_records(tmp_path, 10).close()
+    run_dir.Records(tmp_path, 10, 0).open().close()
     again = [json.loads(line, parse_constant=refuse) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert again == [line for line in lines if line["step"] <= 10]
 
@@ -294,7 +296,7 @@ def test_full_disk_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixtur
     """What could not be recorded is told, and what comes once there is room is recorded."""
     run = make_run(tmp_path)
     record(run, 5, 0.5)
-    records = run._records
+    records = run.records
     with records._lines as good, Path("/dev/full").open("a") as full:
         records._lines = full
         capsys.readouterr()

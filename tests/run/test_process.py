@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common.run import exits, process_group, run_dir
-from common.run.process import Carried, Process, Rewind
+from common.run.process import Process, Rewind
 
 from tests.harness import runner
 from tests.test_session import begin
@@ -56,8 +56,7 @@ def go_back(folder: str, keeps: str, flags: dict[str, Any]) -> None:
     assert (second.starts, second.name) == (1, "run")
     assert second.world is second.watch is None
     assert not dist.is_initialized()
-    assert second.carried
-    assert not second.carried.stop._thread.is_alive()
+    assert not second.stop._thread.is_alive()
     assert keeps or [file.closed for file in second.locks] == [False]
 
 
@@ -98,8 +97,9 @@ def begin_again(folder: str) -> None:
         run_dir.claim(Path(folder), process)
         process.background.callback(print, f"ends start {process.starts}", flush=True)
         if process.starts < 2:
-            raise Rewind(Carried(process.starts, process.starts))
-        assert process.carried == Carried(1, 1), "what the last one has handed on"
+            process.doubts = process.starts
+            raise Rewind
+        assert process.doubts == 1, "what the last one has left"
         process_group.finish(process)
 
     main()

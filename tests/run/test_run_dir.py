@@ -217,7 +217,7 @@ def write_lines(path: Path, tail: str = "") -> None:
 @pytest.mark.parametrize(("first_step", "kept"), [(0, 0), (9, 0), (10, 2), (29, 3), (30, 4), (40, 5), (99, 5)])
 def test_records_of_steps_done_again_are_dropped(first_step: int, kept: int, tmp_path: Path) -> None:
     write_lines(tmp_path)
-    with run_dir.open_records(tmp_path, first_step) as file:
+    with run_dir.Records(tmp_path, first_step, 0).open() as file:
         file.write('{"step": 50, "train/loss": 0.25}\n')
     assert run_dir.records(tmp_path) == [*LINES[:kept], {"step": 50, "train/loss": 0.25}]
 
@@ -242,13 +242,13 @@ def test_records_that_are_no_file(what: str, tmp_path: Path) -> None:
 def test_line_that_a_kill_has_cut_off_is_dropped(tail: str, tmp_path: Path) -> None:
     write_lines(tmp_path, tail)
     assert run_dir.records(tmp_path) == LINES
-    with run_dir.open_records(tmp_path, 60) as file:
+    with run_dir.Records(tmp_path, 60, 0).open() as file:
         file.write('{"step": 61}\n')
     assert run_dir.records(tmp_path) == [*LINES, {"step": 61}]
 
 
 def test_new_runs_start_with_no_records(tmp_path: Path) -> None:
-    run_dir.open_records(tmp_path, 0).close()
+    run_dir.Records(tmp_path, 0, 0).open().close()
     assert run_dir.records(tmp_path) == []
 
 

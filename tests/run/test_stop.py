@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from common import ranks
 from common.run import process_group, stop
-from common.run.process import Carried, Process
+from common.run.process import Process
 
 from tests.harness import fake_ranks, runner
 from tests.harness.clock import Clock
@@ -168,7 +168,6 @@ def go_back(signalled: bool, again: bool) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         runner.wait_for(lambda: first.reason)
     process_group.finish(here, begins_again=True)
-    here.carried = Carried(None, first)
     second = stop.Stop(process_group.start(process=here), 60, 4, 10_000)
     assert second._deadline == first._deadline, "which is not so many minutes from now"
     if signalled:

@@ -36,7 +36,7 @@ def best_metric(best: Best) -> str:
     ],
 )
 def test_best_so_far(metric: str, values: list[float], steps: list[int], tmp_path: Path) -> None:
-    found, said = go_through(Best(metric, 0, tmp_path, 0), values)
+    found, said = go_through(Best({"keep_best": metric}, tmp_path, 0), values)
     assert found == steps
     assert not any(said), "nobody has asked for --patience"
 
@@ -53,7 +53,7 @@ def test_best_so_far(metric: str, values: list[float], steps: list[int], tmp_pat
     ],
 )
 def test_patience(keep_best: str, patience: int, values: list[float], ends: dict[int, str], tmp_path: Path) -> None:
-    steps, said = go_through(Best(keep_best, patience, tmp_path, 0), values)
+    steps, said = go_through(Best({"keep_best": keep_best, "patience": patience}, tmp_path, 0), values)
     assert {step: text for step, text in enumerate(said, 1) if text} == {
         step: f"--patience {patience}: {text}" for step, text in ends.items()
     }
@@ -62,7 +62,7 @@ def test_patience(keep_best: str, patience: int, values: list[float], ends: dict
 
 def test_nothing_is_asked(tmp_path: Path) -> None:
     """Then an evaluation may lack a loss, as that of a reward does."""
-    best = Best("", 0, tmp_path, 0)
+    best = Best({}, tmp_path, 0)
     assert [best.add(step, {"return": 1.0}) for step in (1, 2, 3)] == [""] * 3
     assert best.step == -1
 
@@ -76,11 +76,11 @@ def test_nothing_is_asked(tmp_path: Path) -> None:
 )
 def test_metric_that_no_evaluation_gives(keep_best: str, patience: int, told: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"^{told}$"):
-        Best(keep_best, patience, tmp_path, 0).add(1, {"x": 1.0, "loss": 2.0})
+        Best({"keep_best": keep_best, "patience": patience}, tmp_path, 0).add(1, {"x": 1.0, "loss": 2.0})
     with pytest.raises(
         UserError, match=r"^--patience 3: an evaluation gives return; name one of them with --keep-best$"
     ):
-        Best("", 3, tmp_path, 0).add(1, {"return": 1.0})
+        Best({"patience": 3}, tmp_path, 0).add(1, {"return": 1.0})
 
 
 LINES = [
@@ -96,7 +96,7 @@ LINES = [
 def test_evaluations_of_before_a_resume(mutant: bool, tmp_path: Path) -> None:
     if not mutant:
         (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in LINES))
-    best = Best("loss", 3, tmp_path, 6)
+    best = Best({"keep_best": "loss", "patience": 3}, tmp_path, 6)
     assert best.step == -1, "that of before is kept already"
     said = best.add(8, {"loss": 0.6})
     assert (best.step, said) == (

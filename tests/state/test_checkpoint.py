@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from common import UserError, manifest
-from common.state import checkpoint
+from common.state import checkpoint, start
 
 from tests.harness import runner, states
 from tests.harness.damage import flip_bit, rewrite_manifest
@@ -283,7 +283,7 @@ def test_copy_under_another_number_is_not_the_newest(tmp_path: Path, capsys: pyt
 
 
 def test_find_takes_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert states.find(tmp_path, "", seed=3) == checkpoint.Found(tmp_path, {"seed": 3}, None, {})
+    assert states.find(tmp_path, "", seed=3) == start.Found(tmp_path, {"seed": 3}, None, {})
     for step in (9, 100, 20):
         save(tmp_path, step)
     assert find_step(tmp_path) == 100
@@ -527,10 +527,10 @@ def test_job_that_saves_meanwhile_is_noticed(tmp_path: Path) -> None:
     """Between the look for a checkpoint and the claim of the folder; also a first one."""
     for step in (5, 10):
         found = states.find(tmp_path)
-        checkpoint.check_newest(found)
+        start.check_newest(found)
         save(tmp_path, step)
         with pytest.raises(UserError, match=f"another job has saved step {step} in .*: start this one again"):
-            checkpoint.check_newest(found)
+            start.check_newest(found)
 
 
 def test_find_refuses_another_model(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from common import BadStateError, UserError, manifest, ranks
 from common.run import process_group
 from common.run.process import Process
-from common.state import checkpoint, saver, shards, state_check
+from common.state import checkpoint, saver, shards, start, state_check
 from torch.distributed.checkpoint import staging
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -52,8 +52,8 @@ def save_own_and_common(run_dir: str) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "part"))
     for step, in_background in ((1, False), (2, True)):
         check = state_check.StateCheck(torch.nn.Module(), compare=True)
-        found = checkpoint.Found(Path(run_dir), {}, None, {}, newest=0)
-        saving = saver.Saver(found, str(RECIPE), mesh, check, Process(), 9, in_background)
+        found = start.Found(Path(run_dir), {}, None, {}, newest=0)
+        saving = saver.Saver(found, mesh, check, Process(recipe=str(RECIPE)), 9, in_background)
         saving.save(step, state, samples=step, last=False)
         saving.drain()
     dist.destroy_process_group()
@@ -83,8 +83,8 @@ def save_replicas(run_dir: str, compare: bool) -> None:
     statistic = {"running_mean": torch.full((9,), float(dist.get_rank()))}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     check = state_check.StateCheck(torch.nn.Module(), compare=compare)
-    found = checkpoint.Found(Path(run_dir), {}, None, {}, newest=0)
-    saver.Saver(found, str(RECIPE), mesh, check, Process(), 9, False).save(1, REPLICA | statistic, 1, True)
+    found = start.Found(Path(run_dir), {}, None, {}, newest=0)
+    saver.Saver(found, mesh, check, Process(recipe=str(RECIPE)), 9, False).save(1, REPLICA | statistic, 1, True)
     dist.destroy_process_group()
 
 
@@ -444,8 +444,8 @@ def test_rank_that_fails_fails_all_and_leaves_the_older_ones(tmp_path: Path) -> 
     of_rank_0, of_rank_1 = (json.loads(file.read_text()) for file in told)
     assert of_rank_0 == of_rank_1, "all ranks know the same"
     for (what, broken_rank), *pair in zip(CASES, of_rank_0[::2], of_rank_0[1::2], strict=True):
-        for text, start in zip(pair, ("no checkpoint of step 2: ", "the last checkpoint was not saved: "), strict=True):
-            assert text.startswith(start), (what, text)
+        for text, head in zip(pair, ("no checkpoint of step 2: ", "the last checkpoint was not saved: "), strict=True):
+            assert text.startswith(head), (what, text)
             assert ("File too large" if what == "limit" else "No space left") in text, (what, text)
             if what not in ("write", "limit"):
                 assert f"rank {broken_rank} on " in text, (what, text)

@@ -500,7 +500,7 @@ def test_ranks_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(now=0.0)
     monkeypatch.setattr(group, "time", clock)
     came = group.collect(store, "facts", "mine", 0, 4, 0.5)
-    assert clock.now == pytest.approx(0.5, abs=seal.POLL_S)
+    assert clock.now == pytest.approx(0.5, abs=group.POLL_S)
     assert {rank: value for rank, (value, _) in came.items()} == {0: "mine", 2: "here"}
     found = train.absent([1, 3], {"host": "h", "rank": 0, "processes": 2}, 0.5)
     assert found.found == "ranks 1, 3 (of machines 0, 1) have not come in 0.5 s"

@@ -371,7 +371,7 @@ class Args:
 
     workers: bounds.NonNegativeInt = 2  # loader processes
     global_batch_size: bounds.PositiveInt = 8  # samples of a step
-    compress: Annotated[str, bounds.Shortens("exposed", "bf16")] = "none"  # what is sent
+    compress: Annotated[str, bounds.Saves("exposed", "bf16")] = "none"  # what is sent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,7 +387,7 @@ def parts(slowest_s: float = 0.0, **seconds: float) -> table.Found:
 
 def about(args: Any) -> dict[str, Any]:
     """What a run writes about its flags."""
-    return {"flags": vars(args), "shorter": [[note.part, flag] for flag, note in cli.noted(args, bounds.Shortens)]}
+    return {"flags": vars(args), "shorter": [*cli.savings(args)]}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.prove import page
 
 from tests.harness import mutants, runner
 
@@ -21,9 +22,9 @@ def prove(folder: Path, size: int, *flags: str, root: Path = runner.ROOT) -> tup
     environ = kept | {"NPROC_PER_NODE": str(size), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "tools.prove", "--out", str(folder), *flags]
     done = subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True, timeout=840, check=False)
-    page = folder / "prove.json"
-    assert page.exists(), done.stdout + done.stderr
-    return done.returncode, json.loads(page.read_text()), done.stdout
+    file = folder / "prove.json"
+    assert file.exists(), done.stdout + done.stderr
+    return done.returncode, json.loads(file.read_text()), done.stdout
 
 
 def failed(found: dict[str, Any]) -> list[str]:
@@ -39,10 +40,26 @@ def test_short(tmp_path: Path) -> None:
     assert {row["proof"] for row in found["proofs"]} == {"equal", "moves", "kill", "stop", "rates", "collectives"}
     assert {one["layout"] for one in found["figures"]["rates"]} == {"fsdp_gpt"}
     assert all(one["bytes_per_s"] > 0 for one in found["figures"]["collectives"])
-    page = (tmp_path / "prove.md").read_text()
-    assert "0 failed" in page
-    assert "| ranks | 2 on 1 machine |" in page
+    text = (tmp_path / "prove.md").read_text()
+    assert "0 failed" in text
+    assert "| ranks | 2 on 1 machine |" in text
     assert not list(tmp_path.glob("*/runs")), "checkpoints of a run that nobody asked to keep"
+
+
+def test_figures_stand_under_their_heads(tmp_path: Path) -> None:
+    """Images have no tokens a second."""
+    rates = [
+        {"layout": "ddp_gpt", "perf/samples_per_s": 1.0, "perf/tokens_per_s": 2.0, "perf/mfu": 0.5},
+        {"layout": "ddp_resnet", "perf/samples_per_s": 3.0, "perf/mfu": 0.25},
+    ]
+    page.write(tmp_path, [], {"rates": rates}, {})
+    lines = (tmp_path / "prove.md").read_text().splitlines()
+    assert lines[-4:] == [
+        "| layout | samples_per_s | tokens_per_s | mfu |",
+        "|---|---|---|---|",
+        "| ddp_gpt | 1 | 2 | 0.5 |",
+        "| ddp_resnet | 3 |  | 0.25 |",
+    ]
 
 
 def test_time_that_is_over_is_no_success(tmp_path: Path) -> None:

@@ -183,3 +183,17 @@ def test_recipe_names_what_it_does_not_train(
 
 
 GROUPS = "[one for one in rates.groups(model, args.rates, lr, args.weight_decay) if one['weight_decay']]"
+
+
+@pytest.mark.parametrize(
+    ("spec", "steps", "line"),
+    [
+        ("", 0, "peak learning rate 0.1"),
+        ("fc=10,stem=0.5", 5, "peak learning rate 0.05 to 1; --warmup-steps 5 of 2,000 steps"),
+        ("", 2000, "peak learning rate 0.1; --warmup-steps 2,000 is not below the training's 2,000 steps"),
+    ],
+)
+def test_peaks_are_shown(spec: str, steps: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    optimizer = torch.optim.SGD(rates.groups(make_model(), spec, 0.1, 0.0), lr=0.1)
+    rates.show(optimizer, steps, 2000)
+    assert capsys.readouterr().out == f"{line}\n"

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from common import UserError, places
+from common import UserError, trust
 from tools.doctor import findings
 from tools.doctor.findings import Asked, Finding
 
@@ -101,7 +101,7 @@ def existing(folder: Path) -> Path:
 
 def _others_may_write(folder: Path, host: str) -> Iterator[Finding]:
     try:
-        places.refuse_replaceable(folder)
+        trust.refuse_replaceable(folder)
     except UserError as refusal:
         found, _, advice = str(refusal).partition(": ")
         yield Finding(*("folder", host, None, "breaks", found), "the run is refused", advice)

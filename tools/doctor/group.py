@@ -6,7 +6,6 @@ import select
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ MOST_BYTES = 2**25
 PROBE_S = 0.2
 AGAIN = 2  # how often a slow pair is measured again before it is accused
 MOST_ROUNDS = 15  # in which each rank is measured with another one; beyond 16 machines, not every pair is
+POLL_S = 0.05
 SLOW = 0.5  # of the median of all pairs
 
 
@@ -47,7 +47,7 @@ def collect(
         for other in set(range(size)) - found.keys():
             if text := store.peek(f"{name}/{other}"):
                 found[other] = json.loads(text), time.time()
-        time.sleep(seal.POLL_S)
+        time.sleep(POLL_S)
     return found
 
 
@@ -57,8 +57,12 @@ def wait_for(store: seal.SealedStore, name: str, limit_s: float) -> str:
     Raises:
         DistStoreError: nothing, in this time.
     """
-    store.set_timeout(timedelta(seconds=limit_s))
-    return store.get(name).decode()
+    end = time.monotonic() + limit_s
+    while not (text := store.peek(name)):
+        if time.monotonic() > end:
+            raise dist.DistStoreError(f"nothing under {name} came in {limit_s:g} s")
+        time.sleep(POLL_S)
+    return text
 
 
 # --- comparisons --------------------------------------------------------------------------------------------------

@@ -28,6 +28,6 @@ def check(args: Args) -> None:
     Raises:
         UserError: names them, and those that there are.
     """
-    for flag, given, known in (("recipes", args.recipes, about.TRAINING), ("proofs", args.proofs, PROOFS)):
+    for flag, given, known in (("recipes", args.recipes, about.trainings()), ("proofs", args.proofs, PROOFS)):
         if unknown := [name for name in given if name not in known]:
             raise UserError(f"--{flag} {' '.join(unknown)}: there is no such; there are {', '.join(known)}")

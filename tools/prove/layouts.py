@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.about import ROOT, TRAINING, choices, has_flag, is_single, workload
+from tools.about import ROOT, choices, has_flag, is_single, trainings, workload
 
 TWO_GROUPS = "4 ranks, or a larger even number, for several such groups"
 SAMPLES = 8  # of a step, for each rank
@@ -48,7 +48,7 @@ class Layout:
 
 def reference(kind: str) -> Layout:
     """What all layouts of a workload are compared with: DistributedDataParallel of one process, which sends nothing."""
-    several = [recipe for recipe in TRAINING if workload(recipe) == kind and not is_single(recipe)]
+    several = [recipe for recipe in trainings() if workload(recipe) == kind and not is_single(recipe)]
     return Layout(f"ddp_{kind}" if f"ddp_{kind}" in several else several[0], alone=True)
 
 

@@ -68,8 +68,9 @@ def write(out: Path, rows: list[Row], figures: dict[str, list[dict[str, Any]]], 
     for name, found in figures.items():
         if found:
             lines += [f"## Figures: {name}", ""]
-            head = [UNITS.get(key, key.removeprefix("perf/")) for key in found[0]]
-            lines += table(head, [[shown(key, value) for key, value in one.items()] for one in found])
+            keys = [*{key: None for one in found for key in one}]  # no tokens/s of images
+            head = [UNITS.get(key, key.removeprefix("perf/")) for key in keys]
+            lines += table(head, [[shown(key, one.get(key, "")) for key in keys] for one in found])
     out.mkdir(parents=True, exist_ok=True)
     content = {"machine": where, "proofs": [dataclasses.asdict(row) for row in rows], "figures": figures}
     (out / "prove.json").write_text(json.dumps(content, indent=1))

@@ -47,7 +47,7 @@ def main(process: Process) -> None:
         ranks.print0(f"{time.monotonic() - began:5.0f} s  {job.name}")
         return world.run(dataclasses.replace(job, timeout_s=args.timeout), run_key, visible)
 
-    asked = proofs.Asked(args.recipes or tuple(about.TRAINING), args.proofs, place.size, gpus, folder)
+    asked = proofs.Asked(args.recipes or tuple(about.trainings()), args.proofs, place.size, gpus, folder)
     rows, figures = proofs.all_of(asked, run)
     shutil.rmtree(folder / "runs", ignore_errors=True) if place.rank == 0 and not args.keep else None
     where = page.machine(place.size, folder)
