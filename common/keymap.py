@@ -8,7 +8,7 @@ import collections
 import copy
 import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -109,13 +109,8 @@ def _state(
         for key, value in state.items():
             if value is None:
                 continue
-            tensor = torch.tensor(value, dtype=NUMBERS[type(value)]) if type(value) in NUMBERS else value
             full = f"{OPTIMIZER}{canonical(name)}.{key}"
-            if not isinstance(tensor, torch.Tensor):
-                raise UserError(
-                    f"{type(optimizer).__name__} keeps a {type(value).__name__} in {full}, which no "
-                    "checkpoint can hold: use an optimizer whose state is tensors and numbers"
-                )
+            tensor = _as_tensor(optimizer, full, value)
             if split and tensor.ndim and not hasattr(tensor, "placements"):
                 raise UserError(
                     f"{type(optimizer).__name__} keeps {full} as a plain tensor, although each rank has "
@@ -125,6 +120,21 @@ def _state(
     for i, group in enumerate(optimizer.param_groups):
         for key in sorted(_counters(optimizer)):
             yield f"{OPTIMIZER}groups.{i}.{key}", group, key, torch.tensor(group[key], dtype=NUMBERS[type(group[key])])
+
+
+def _as_tensor(optimizer: torch.optim.Optimizer, name: str, value: Any) -> torch.Tensor:
+    """A value of an optimizer's state as a checkpoint holds it.
+
+    Raises:
+        UserError: it is neither a tensor nor a number.
+    """
+    tensor = torch.tensor(value, dtype=NUMBERS[type(value)]) if type(value) in NUMBERS else value
+    if isinstance(tensor, torch.Tensor):
+        return tensor
+    raise UserError(
+        f"{type(optimizer).__name__} keeps a {type(value).__name__} in {name}, which no "
+        "checkpoint can hold: use an optimizer whose state is tensors and numbers"
+    )
 
 
 def _counters(optimizer: torch.optim.Optimizer) -> set[str]:
@@ -139,6 +149,8 @@ def _counters(optimizer: torch.optim.Optimizer) -> set[str]:
         try:
             _counters_of[optimizer], lost = _find_counters(optimizer)
             why = f"a step of {name} changes"
+        except UserError:
+            raise
         except Exception as error:  # its step may need more than a small matrix
             _counters_of[optimizer] = set()
             places = (*optimizer.param_groups, vars(optimizer))
@@ -168,10 +180,14 @@ def _find_counters(optimizer: torch.optim.Optimizer) -> tuple[set[str], set[str]
     weights = [nn.Parameter(torch.zeros(2, 2, device=device)) for _ in optimizer.param_groups]
     groups = [{**group, "params": [weight]} for group, weight in zip(optimizer.param_groups, weights, strict=True)]
     probe.param_groups = [{**group} for group in groups]
+    sparse = isinstance(optimizer, torch.optim.SparseAdam)  # which takes no others
     for _ in range(2):
         for weight in weights:
-            weight.grad = torch.ones_like(weight)
+            weight.grad = torch.ones_like(weight).to_sparse() if sparse else torch.ones_like(weight)
         probe.step()
+    for key, value in [pair for weight in weights for pair in probe.state[weight].items()]:
+        if value is not None:
+            _as_tensor(optimizer, f"the state of a parameter, {key!r}", value)
     others = {f"state[{key!r}]" for key in probe.state if not isinstance(key, torch.Tensor)}
     counters = set[str]().union(*map(_changed, groups, probe.param_groups))
     return counters, _changed(vars(optimizer), vars(probe)) | others
@@ -182,10 +198,14 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
     return {key for key, value in after.items() if type(value) in NUMBERS and value != before.get(key)}
 
 
-def create_state(optimizer: torch.optim.Optimizer) -> None:
+def create_state(optimizer: torch.optim.Optimizer, sparse: Collection[nn.Parameter] = ()) -> None:
     """Create the state that the first step would create, as zeros: torch's fused optimizers start from these.
 
     Of another optimizer, it is for a load to fill.
+
+    Args:
+        optimizer: without state.
+        sparse: parameters whose gradients are sparse; see `sparse_parameters`.
     """
     if optimizer.state:
         return
@@ -195,6 +215,8 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
+                if any(parameter is one for one in sparse):
+                    parameter.grad = parameter.grad.to_sparse()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     for group, before in zip(optimizer.param_groups, groups, strict=True):
@@ -203,6 +225,11 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
+
+
+def sparse_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Weights of embeddings with `sparse=True`."""
+    return [module.weight for module in model.modules() if getattr(module, "sparse", False) is True]  # type: ignore[misc]
 
 
 def part_of(whole: torch.Tensor, like: Any) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from common import BadStateError, UserError, bounds, devices, keymap, marks, precision, ranks, seed
+from common import BadStateError, bounds, devices, keymap, marks, precision, ranks, seed
 from common.measure import pace, profile, verdict  # measure
 from common.protect import health, watch  # protect
 from common.run import cli, log, process_group, run_dir, stop
@@ -63,6 +63,7 @@ class TrainArgs(RunArgs):
     init: str = ""  # start from weights that fit: a checkpoint, folder, .safetensors, .pth, torchvision:NAME
     keep_best: str = ""  # also keep the checkpoint that is best in this metric, such as loss; "" for none
     patience: bounds.NonNegativeInt = 0  # stop after so many evaluations without a better keep_best (or loss); 0: never
+    inexact: bool = False  # accept random numbers that a resumed run cannot repeat
     max_skips: bounds.NonNegativeInt = 3  # updates in a row that may be skipped because a gradient is not finite
     dtype: str = "auto"  # auto (bfloat16 if the hardware computes in it), float32, bfloat16, float16 or float64
     compile: bool = False  # torch.compile the model
@@ -275,15 +276,14 @@ class Session:
                 "extra.average.conv1.weight"; give them to `start.restore` as well.
 
         Raises:
-            UserError: a name of `more` has none of the prefixes that `keymap.NO_WEIGHTS` lists: nothing could load it.
+            UserError: a name of `more` has none of the prefixes that `keymap.NO_WEIGHTS` lists, so nothing could load
+                it; or it has other numbers on another rank.
             BadStateError: the state must not be kept; see `state_check.StateCheck`.
         """
         self._watch.note("")  # protect
         if not self.saves(step):
             return
-        for name in more or {}:
-            if not name.startswith(keymap.NO_WEIGHTS):
-                raise UserError(f"run.save got {name!r}, which is no part of the model: call it {f'extra.{name}'!r}")
+        state_check.check_own(more or {})
         began = time.perf_counter()
         with self._rewinds(), record_function(marks.BESIDE):
             self._report_skips()  # first: a checkpoint must not hide what has led to it

@@ -13,6 +13,8 @@ import os
 import signal
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -25,11 +27,14 @@ from torch.distributed.run import parse_args, run
 
 from common.run import output
 from common.run.exits import PEER_FAILED, USAGE_ERROR
-from common.run.stop import taken_over
+from common.run.stop import SAME_SIGNAL_S, taken_over
 from launch import forkserver, private_api, rendezvous
 
 BEFORE = " before the training began: there was nothing to save"
+KILL_S = 5.0  # for a rank to end after a repeated request
 requests: list[int] = []  # signals that were forwarded
+asked: list[float] = []  # when
+killed: list[int] = []  # ranks that did not answer
 started: list[SubprocessContext] = []  # this machine's ranks, one entry for each start
 
 
@@ -42,6 +47,8 @@ def main() -> None:
     signals = taken_over()
 
     def start_and_forward(ranks: SubprocessContext) -> None:
+        if requests:  # ranks that were asked to stop, and failed, are not started again
+            raise SignalException(f"stopped by {signal.Signals(requests[0]).name}", signal.Signals(requests[0]))
         if server := forkserver.server:
             server.wait_until_ready()
         started.append(ranks)
@@ -75,7 +82,9 @@ def supervise(args: argparse.Namespace) -> int:
     try:
         run(args)
         return 128 + requests[0] if requests else 0
-    except SignalException as stopped:  # there was no rank to forward it to
+    except SignalException as stopped:  # there was no rank to forward it to, or it came while they were started
+        for ranks in started:
+            end(ranks)
         return 128 + stopped.sigval
     except (RendezvousError, DistError) as error:
         return rendezvous.explain(error, args)
@@ -89,6 +98,8 @@ def explain(error: ChildFailedError) -> int:
     rank0 = error.failures.get(0)
     if peers and not (rank0 and traceback_of(rank0.error_file)):  # else rank 0 has printed their finding
         print(traceback_of(min(peers.items())[1].error_file), file=sys.stderr)
+    if killed:  # who has said so
+        return 128 + requests[0]
     causes = {rank: failure for rank, failure in error.failures.items() if rank not in peers}
     if not causes:
         return 1
@@ -136,7 +147,30 @@ def forward(ranks: PContext, number: int, _frame: FrameType | None) -> None:
             reached += 1
     if not reached:
         raise SignalException(f"stopped by {signal.Signals(number).name}", signal.Signals(number))
+    if requests and time.monotonic() - asked[0] > SAME_SIGNAL_S:  # which ends a rank at once, if it can answer
+        killer = threading.Timer(KILL_S, kill, [ranks, number])
+        killer.daemon = True
+        killer.start()
     requests.append(number)
+    asked.append(time.monotonic())
+
+
+def kill(ranks: PContext, number: int) -> None:
+    """Kill this machine's ranks that a repeated request has not ended: frozen, or locked inside a function of C."""
+    for rank, pid in end(ranks).items():
+        killed.append(rank)
+        name = signal.Signals(number).name
+        print(f"\nrank {rank} (pid {pid}) did not answer {name}, sent twice: killed", file=sys.stderr)
+
+
+def end(ranks: PContext) -> dict[int, int]:
+    """Kill this machine's ranks that still run, with their loader workers; returns them, with their process ids."""
+    found = {}
+    for rank, pid in ranks.pids().items():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+            found[rank] = pid
+    return found
 
 
 def suspend(ranks: PContext) -> None:

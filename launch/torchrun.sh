@@ -205,6 +205,7 @@ fi
 # A copied recipe has its own common/ beside train.py, which Python finds first.
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1
+export PYTHONBREAKPOINT=${PYTHONBREAKPOINT-launch.debugger.explain} # a rank has no terminal to read from
 # Each start of the ranks gets its own store. The launcher's store, which they would share otherwise, still has the
 # addresses of dead ranks after a restart, and gloo would try to connect to those.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

@@ -148,7 +148,7 @@ def test_what_main_marks(recipe: str) -> None:
     """Each recipe that reads samples has the three marks that docs/adapt.md lists; the rest of main stands alone."""
     text, gone = without_optional(runner.source(recipe))
     assert ast.parse(text)
-    wanted = ["flops.count_sample", "check_sums", "data="] if recipe in runner.SUPERVISED else []
+    wanted = ["flops.count_sample", "step_loss.check", "data="] if recipe in runner.SUPERVISED else []
     for part in wanted:
         assert sum(part in one for one in gone) == 1, gone
         main = runner.sections(runner.source(recipe))[5]

@@ -295,6 +295,75 @@ def test_state_that_no_checkpoint_can_hold_is_refused() -> None:
         keymap.optimizer_tensors(model, optimizer)
 
 
+class History(torch.optim.SGD):
+    """Keeps a list, from its first step on."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("history", []).append(1.0)
+        super().step()
+
+
+def test_state_of_the_first_step_is_refused_before_it() -> None:
+    model = make_model()
+    with pytest.raises(UserError, match="History keeps a list in the state of a parameter, 'history'"):
+        keymap.optimizer_tensors(model, History(model.parameters(), lr=0.1))
+
+
+class Both(torch.optim.Optimizer):
+    """One optimizer for sparse gradients and one for the others, as a script that has two is ported."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        for part in parts:
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["SparseAdam", "beside Adam"])
+def test_sparse_gradients(both: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """The state for a load to fill is made of gradients as the parameter has them."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+        sparse = torch.optim.SparseAdam(model[0].parameters(), lr=0.1)
+        if not both:
+            model[1].requires_grad_(False)
+            return model, sparse
+        return model, Both([sparse, torch.optim.Adam(model[1].parameters(), lr=0.1)])
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        for i in range(number):
+            model(torch.tensor([i, 4])).square().sum().backward()
+            optimizer.step()
+            model.zero_grad()
+
+    first, before = make()
+    second, after = make()
+    keymap.optimizer_tensors(first, before)
+    if not both:
+        assert capsys.readouterr().out == "", "it can be tried out"
+    steps(first, before, 2)
+    saved = {name: one.clone() for name, one in keymap.tensors(first, before).items()}
+    keymap.create_state(after, keymap.sparse_parameters(second))
+    tensors = keymap.tensors(second, after)
+    assert tensors.keys() == saved.keys()
+    for name, tensor in tensors.items():
+        tensor.copy_(saved[name])
+    keymap.set_numbers(second, after, tensors)
+    for model, optimizer in ((first, before), (second, after)):
+        steps(model, optimizer, 3)
+    wanted, found = keymap.tensors(first, before), keymap.tensors(second, after)
+    assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+
+
 def test_tied_weights_are_saved_once() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(4, 3), "norm": nn.LayerNorm(3), "head": nn.Linear(3, 4, bias=False)})
     model["head"].weight = model["embed"].weight

@@ -1,6 +1,7 @@
 """From stacks and heartbeats to the name of the culprit: pure functions."""
 
 import linecache
+import math
 import re
 import traceback
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from common.run.process_group import NCCL_ADVICE, SAVING
 # stack names the phase. Recipes may name their functions freely, so these are functions that recipes call.
 PHASES = (("save", "common/state/saver.py", ""), ("data", "common/train/data.py", "__next__"), *private_api.FRAMES)
 Beat = dict[str, Any]
+SPINS = 2  # times --hang-timeout for a rank that moves
 
 
 def phase_and_stack(frames: Iterable[tuple[FrameType, int]], noted: str = "") -> tuple[str, str]:
@@ -64,15 +66,29 @@ def accuse_dead(beats: list[Beat], dead: set[int]) -> str:
     return "".join(f"dead or frozen; last heartbeat of {describe(beat)}" for beat in beats if beat["rank"] in dead)
 
 
+def has_spun(beat: Beat, most_s: float = math.inf) -> bool:
+    """Whether a rank has been in one phase of one step for so long that it will not end, though it may move."""
+    return beat["spun_s"] >= min(beat["spins_s"], most_s)
+
+
+def no_progress(beat: Beat) -> str:
+    """That a rank does not get anywhere, and where it is."""
+    how = f"for {beat['limit_s']:g} s"
+    if beat["stalled_s"] < beat["limit_s"] / 2:
+        moves = ", though it moves" if beat["stalled_s"] < beat["spun_s"] / 2 else ""
+        how = f"for {beat['spun_s']:g} s{moves} (raise --hang-timeout if it needs longer)"
+    return f"no progress {how}: {describe(beat)}"
+
+
 def accuse_stalled(beats: list[Beat]) -> str:
     """Name the rank that the others wait for; "" while that rank still makes progress, or has time for its phase."""
     not_waiting = [beat for beat in beats if not beat["waits_in"]]
-    if any(beat["stalled_s"] < beat["limit_s"] / 2 for beat in not_waiting or beats):
+    if any(beat["stalled_s"] < beat["limit_s"] / 2 and not has_spun(beat) for beat in not_waiting or beats):
         return ""
     waiting = [beat["rank"] for beat in beats if beat["waits_in"]]
     if not_waiting:
         tail = f"ranks {waiting} are waiting for it\n" if waiting else ""
-        return "".join(f"no progress for {beat['limit_s']:g} s: {describe(beat)}" for beat in not_waiting) + tail
+        return "".join(map(no_progress, not_waiting)) + tail
     limit_s = max(beat["limit_s"] for beat in beats)
     never = all("nccl" in beat["waits_in"] and ", number 1 of " in beat["waits_in"] for beat in beats)
     shown = "".join(map(describe, beats)) + never * f"it is the first collective: {NCCL_ADVICE}"

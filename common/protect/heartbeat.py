@@ -32,6 +32,7 @@ class Heartbeat:
         step: the step that this rank is in.
         noted: the phase of training, where the run itself has noted it; "" where the stack tells it.
         stalled_s: seconds since the main thread last moved.
+        spun_s: seconds since it last got anywhere: to another step, phase or batch, or on in what it writes.
         saving_s: seconds since the main thread entered a save; 0 outside of one.
     """
 
@@ -45,6 +46,7 @@ class Heartbeat:
         self._first_step = 0
         self._timeout_s = float("inf")
         self._position: object = None
+        self._reached: object = None
         self._waits_in: str | None = None
         self._written = 0
         self._looked_at = 0  # the step of the latest look
@@ -53,6 +55,7 @@ class Heartbeat:
         self.step = 0
         self.noted = ""
         self.stalled_s = 0.0
+        self.spun_s = 0.0
         self.saving_s = 0.0
 
     def begin(self, path: Path, first_step: int, hang_timeout_s: float) -> None:
@@ -94,9 +97,12 @@ class Heartbeat:
         self._looked_at = self.step
         if phase == "save":  # with --async-save, the main thread waits for the thread that writes
             place += [_place(frames.get(one.ident or 0)) for one in threading.enumerate() if one.name == phase]
-            if not self._waits_in and self.stalled_s > self._timeout_s / 4:
+            if not self._waits_in and max(self.stalled_s, self.spun_s) > self._timeout_s / 4:
                 self._written = self._bytes_written()
-        position = (self.step, data.Loader.batches_read, place, self._written)
+        reached = (self.step, data.Loader.batches_read, phase, self._written)
+        self.spun_s = self.spun_s + BEAT_S if reached == self._reached else 0.0
+        self._reached = reached
+        position = (*reached, place)
         if position != self._position:
             self._position = position
             self.stalled_s = 0.0
@@ -106,6 +112,7 @@ class Heartbeat:
             self._waits_in = diagnose.waits_in(record, stack, phase)
         beat: diagnose.Beat = {"rank": self._world.rank, "name": self.name(), "phase": phase, "stack": stack}
         beat |= {"waits_in": self._waits_in or "", "stalled_s": self.stalled_s, "limit_s": self.limit_s(phase)}
+        beat |= {"spun_s": self.spun_s, "spins_s": max(beat["limit_s"], diagnose.SPINS * self._timeout_s)}
         return beat | {"time": time.time(), "pid": os.getpid(), "processes": self._processes}
 
     def has_died(self, beat: diagnose.Beat) -> bool:

@@ -27,10 +27,12 @@ class Peers:
         self._next_beat = ""  # the next rank's heartbeat, and for how many of this rank's own it has stayed the same
         self._next_same = 0
 
-    def publish(self) -> None:
-        """Renew this rank's heartbeat."""
-        self.store.set(f"watch/{self._rank}", json.dumps(self._heart.look()))
+    def publish(self) -> diagnose.Beat:
+        """Renew this rank's heartbeat, and return it."""
+        beat = self._heart.look()
+        self.store.set(f"watch/{self._rank}", json.dumps(beat))
         self.num_beats += 1
+        return beat
 
     def finding(self) -> str:
         """Which rank is to blame; "" while nobody has published that."""
@@ -87,5 +89,6 @@ class Peers:
                 break
             time.sleep(BEAT_S)
         unknown = {"phase": "its start", "stack": "", "waits_in": "", "stalled_s": 0.0, "limit_s": 0.0}
+        unknown |= {"spun_s": 0.0, "spins_s": 0.0}
         beats = [json.loads(beat) if beat else unknown | {"rank": r, "name": f"rank {r}"} for r, beat in enumerate(now)]
         return beats, dead

@@ -7,7 +7,8 @@ The order of events:
    sees that a process of its own machine has ended. Each rank holds a connection to the next one, so that the end of a
    process is noticed though nobody waits for it. It also looks at the next one's heartbeat: NCCL reports no end of a
    process, and a machine without power closes nothing.
-3. It accuses the ranks whose heartbeat has stopped, or else the one that waits for no other rank.
+3. It accuses the ranks whose heartbeat has stopped, or else the one that waits for no other rank: it stands still, or
+   moves in one phase of one step for much longer. A rank that moves so also ends where it was asked to stop.
 4. It publishes this finding in the store. The first finding counts; later ones are dropped.
 5. Every other rank reads the finding, prints it and exits with PEER_FAILED. A rank that raised exits with its own
    error. Rank 0 exits last, and names those that have died as well.
@@ -18,6 +19,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -35,7 +37,7 @@ from common import UserError, bounds, printable, private_api, ranks
 from common.protect import diagnose
 from common.protect.heartbeat import BEAT_S, DEAD_S, Heartbeat
 from common.protect.peers import Peers
-from common.run import exits
+from common.run import exits, process_group, stop
 from common.run.process import World
 
 DECIDERS = 8  # the first ranks to compare heartbeats: a thousand ranks must not all read a thousand heartbeats
@@ -175,7 +177,10 @@ class Watch:
         warned = slow = False
         while True:
             try:
-                self._peers.publish()
+                beat = self._peers.publish()
+                spins = diagnose.has_spun(beat, diagnose.SPINS * process_group.TIMEOUT_S)
+                if spins and self._is_to_stop():  # which has a limit too
+                    self._peers.publish_finding(diagnose.no_progress(beat))
                 if self._heart.stalled_s > self._heart.limit_s() + patience_s:
                     self._peers.accuse(stalled=True)
                 elif not self._reported and not self._farewell.any() and self._peers.next_is_silent():
@@ -196,6 +201,10 @@ class Watch:
                 self._exit(self._store_lost(error))
             if self._closing.wait(BEAT_S):
                 return
+
+    def _is_to_stop(self) -> bool:
+        """Whether the ranks have been asked to stop; before the training, signals wait for it to begin."""
+        return bool(self._peers.store.peek(stop.REASON) or signal.sigpending() & {*exits.HELD_BACK})
 
     def _tick(self) -> None:
         """Keep the clocks that need no store: of a store that does not answer, and of an interpreter that is locked."""

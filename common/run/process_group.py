@@ -224,9 +224,10 @@ def _check_devices(world: World) -> None:
 def set_timeout(mesh: DeviceMesh, hang_timeout_s: float) -> None:
     """Give the collectives of the training more time than `watch` gives a rank (all ranks).
 
-    The groups of a mesh's axes begin with torch's own timeout of 10 or 30 minutes.
+    The groups of a mesh's axes begin with torch's own timeout of 10 or 30 minutes. `watch` gives a rank that moves
+    twice its time.
     """
-    timeout = timedelta(seconds=min(max(hang_timeout_s, TIMEOUT_S) + MARGIN_S, MOST_TIMEOUT_S))
+    timeout = timedelta(seconds=min(max(2 * hang_timeout_s, TIMEOUT_S) + MARGIN_S, MOST_TIMEOUT_S))
     for group in (None, *mesh.get_all_groups()):
         private_api.set_timeout(timeout, group)
 

@@ -25,6 +25,7 @@ POLL_RANK_S = 1e-4  # for each rank that there is
 AT_ONCE = 512  # answers of ranks that rank 0 reads in one request
 # torchrun forwards a signal that the terminal or Slurm also sends to the ranks: within this time it counts as one.
 SAME_SIGNAL_S = 2.0
+REASON = "stop/reason"  # in the store: why to stop, once somebody has asked
 END_MARGIN_S = 120.0  # for the current step and the save, before Slurm ends the job
 
 
@@ -142,14 +143,14 @@ class Stop:
                 ranks.print0(f"{reason}, before its first step: it exits")
                 os._exit(1)
             return reason
-        return printable(self._store.peek("stop/reason"))
+        return printable(self._store.peek(REASON))
 
     def _agree(self, reason: str) -> None:
         """Publish this rank's latest step, and set the step to stop after, which rank 0 finds from those of all."""
         with self._lock:  # from here on, `after` waits, so no rank can pass the target
             self.reason = reason
             done = self._done
-        self._store.set("stop/reason", reason)
+        self._store.set(REASON, reason)
         self._store.set(f"stop/done/{self._rank}", str(done))
         names = [f"stop/done/{rank}" for rank in range(self._size)] if self._rank == 0 else ["stop/target"]
         found = [int(number) for number in self._wait_for(names)]

@@ -129,13 +129,13 @@ def check_fits(path: Path, model: nn.Module) -> None:
         UserError: the checkpoint is of another model; lists the first differences.
     """
     saved = {name: one for name, one in tensors_in(path).items() if not name.startswith(keymap.NO_WEIGHTS)}
-    _refuse_differences(f"checkpoint {path} does not fit this model", keymap.model_tensors(model), saved)
+    _refuse_differences(path, "this model", keymap.model_tensors(model), saved)
 
 
-def _refuse_differences(what: str, wanted: keymap.Tensors, found: keymap.Tensors) -> None:
+def _refuse_differences(path: Path, what: str, wanted: keymap.Tensors, found: keymap.Tensors) -> None:
     if differences := keymap.differences(wanted, found):
-        advice = "use the flags that it was trained with, or another checkpoint"
-        raise UserError("\n  ".join([f"{what} ({advice}):", *differences]))
+        advice = f"use the flags that it was trained with, or begin a new run with what fits: --init {path} --name NEW"
+        raise UserError("\n  ".join([f"checkpoint {path} does not fit {what} ({advice}):", *differences]))
 
 
 def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -156,7 +156,7 @@ def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         ranks.print0(f"{path} has weights but no optimizer state: the optimizer starts fresh")
         tensors = weights
     asked = {name: one for name, one in saved.items() if name in tensors}
-    _refuse_differences(f"checkpoint {path} does not fit this model or optimizer", tensors, asked)
+    _refuse_differences(path, "this model or optimizer", tensors, asked)
     try:
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
     except dcp.CheckpointException as error:  # a BaseException, which `except Exception` and @record miss

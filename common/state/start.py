@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from common import UserError, keymap, manifest, places, ranks
 from common.state import checkpoint
-from common.workloads import pretrained
+from common.workloads import fitting, pretrained
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def restore(
         return
     if init:
         ranks.print0(f"note: --init {init} is not used, because the run continues from {path}")
-    keymap.create_state(optimizer)
+    keymap.create_state(optimizer, keymap.sparse_parameters(model))
     if not optimizer.defaults.get("fused"):  # then it has no state of a parameter that no gradient has reached
         with_state = {name.rpartition(".")[0] for name in checkpoint.tensors_in(path)}
         for name, parameter in model.named_parameters():
@@ -143,55 +143,35 @@ def begin_with(init: str, model: nn.Module) -> None:
 
     Args:
         init: a run's folder, a checkpoint, a .safetensors file or a folder of them, as Hugging Face has it, a .pth, .pt
-            or .bin file that torch.save has written, or "torchvision:NAME" for torchvision's weights of a model.
+            or .bin file that torch.save has written, FILE:KEY for one of several dicts in it, or "torchvision:NAME" for
+            torchvision's weights of a model.
         model: the model under its strategy. A part of it may have a method `names_in(config)`, which returns the
             model's names of the tensors of a Hugging Face folder by theirs, and refuses one of another kind.
 
     Raises:
-        UserError: there are no such weights, or none that fits.
+        UserError: there are no such weights, or none that fits, or they are packed or not finite.
     """
     with contextlib.ExitStack() as stack:
         saved, load = _open(init, model, stack)
         tensors = keymap.model_tensors(model)
         # Over all ranks: a stage of a pipeline has a part of the model.
         wanted: dict[str, list[int | str]] = {}
-        for part in ranks.gather({name: pretrained.size_of(tensor) for name, tensor in tensors.items()}):
+        for part in ranks.gather({name: fitting.size_of(tensor) for name, tensor in tensors.items()}):
             wanted |= part
-        missing = [name for name, size in wanted.items() if saved.get(name) != tuple(size)]
-        if len(missing) == len(wanted):
-            raise UserError(
-                f"--init {init}: no tensor has the name and shape of one of the model's, such as "
-                f"{missing[0]} {tuple(wanted[missing[0]])}; the file has {next(iter(saved.items()), 'nothing')}"
-            )
-        load({name: tensor for name, tensor in tensors.items() if name not in missing})
-    left = [f"{name} {tuple(wanted[name])} (there: {saved.get(name, 'none')})" for name in missing]
-    frozen = {keymap.canonical(name) for name, one in model.named_parameters() if not one.requires_grad}
-    stuck = sorted(frozen.union(*ranks.gather(sorted(frozen))) & set(missing))
-    unused = [name for name in saved if name not in wanted and not name.startswith(keymap.NO_WEIGHTS)]
-    ranks.print0(
-        f"init     {len(wanted) - len(missing)} of {len(wanted)} tensors from {init}{_listed('random', left)}"
-        f"{_listed('not used', unused)}"
-    )
-    if stuck:
-        ranks.print0(
-            f"warning: {ranks.listed(stuck)}: random and frozen: train it, "
-            f"as by --rates {stuck[0].partition('.')[0]}=1, or start from weights that have it"
-        )
-
-
-def _listed(what: str, lines: list[str]) -> str:
-    """The end of a sentence that lists some of the lines, if there are any."""
-    return f"; {what}: {ranks.listed(lines)}" if lines else ""
+        theirs = fitting.fit(init, saved, {name: tuple(size) for name, size in wanted.items()})
+        filled = {name: tensor for name, tensor in tensors.items() if name in theirs}
+        load({theirs[name]: tensor for name, tensor in filled.items()})
+    fitting.check_filled(init, model, filled, wanted.keys() - theirs.keys())
 
 
 def _open(
     init: str, model: nn.Module, stack: contextlib.ExitStack
-) -> tuple[dict[str, tuple[int | str, ...]], Callable[[keymap.Tensors], None]]:
+) -> tuple[dict[str, fitting.Size], Callable[[keymap.Tensors], None]]:
     """The sizes of the weights by the model's names, and a function that fills tensors by name (all ranks)."""
     if pretrained.is_one_file(init):
         weights = pretrained.read(init)
-        sizes = {name: pretrained.size_of(one) for name, one in weights.items()}
-        return sizes, functools.partial(pretrained.fill, weights)
+        sizes = {name: fitting.size_of(one) for name, one in weights.items()}
+        return sizes, functools.partial(fitting.fill, weights)
     path = pretrained.folder_of(init, stack)
     if (path / manifest.NAME).exists() or (path / "checkpoints").exists():
         path, _ = checkpoint.choose(path, "--init ")
@@ -201,4 +181,4 @@ def _open(
     def load(tensors: keymap.Tensors) -> None:
         checkpoint.load(path, {theirs.get(name, name): tensor for name, tensor in tensors.items()})
 
-    return {names.get(name, name): pretrained.size_of(one) for name, one in checkpoint.tensors_in(path).items()}, load
+    return {names.get(name, name): fitting.size_of(one) for name, one in checkpoint.tensors_in(path).items()}, load

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import BadStateError, keymap, ranks
+from common import BadStateError, UserError, keymap, ranks
 from common.state import replicas
 from common.train import sync_batchnorm
 
@@ -94,6 +94,28 @@ class StateCheck:
             where = f"replicas differ at step {step}: {key} on rank {different} differs from {others}"
             why = "A device or its memory may be faulty: exclude it if this happens again"
             raise BadStateError(f"{where}. {why}. {NOT_SAVED}", step)
+
+
+def check_own(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check that an adopter's own tensors can be loaded, and are the same on all ranks that have them (all ranks).
+
+    Raises:
+        UserError: a name has none of the prefixes of `keymap.NO_WEIGHTS`; or one rank's tensor would be saved for all.
+    """
+    for name in tensors:
+        if not name.startswith(keymap.NO_WEIGHTS):
+            raise UserError(f"run.save got {name!r}, which is no part of the model: call it {f'extra.{name}'!r}")
+    hashes = replicas.hashes_of({name: one for name, one in tensors.items() if one.layout == torch.strided})
+    everyone = ranks.gather(replicas.suspects(hashes))
+    for key in sorted({key for found in everyone for key in found}):
+        holders = {rank: found[key] for rank, found in enumerate(everyone) if key in found}
+        if different := [rank for rank, value in holders.items() if value != holders[min(holders)]]:
+            name = key.partition(" ")[0]
+            raise UserError(
+                f"run.save got {name!r} with other numbers on rank {different[0]} than on rank {min(holders)}, and a "
+                f"checkpoint has one tensor of a name: gather it first, or let each rank call it by its own number, as "
+                f"in f'{name}.{{world.rank}}'"
+            )
 
 
 def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common import BadStateError, keymap, private_api, ranks
-from common.train import sampler
+from common.train import metrics, sampler
 
 FIRST_SCALE = 2.0**16  # of float16's loss
 GROWTH_STEPS = 2000  # after so many steps without a skip, the scale doubles
@@ -71,12 +71,19 @@ class FiniteGuard:
         self._since_report: dict[int, torch.Tensor] = {}  # by step: whether its update was skipped, and to what end
         self._in_a_row = 0
 
-    def unscale_gradients(self) -> None:
-        """Divide the gradients by the loss scale, before anything looks at them."""
-        if isinstance(self.loss_scale, torch.Tensor):
+    def unscale_gradients(self, sums: metrics.Sums) -> None:
+        """Divide the gradients by the loss scale, before anything looks at them.
+
+        Where forward returns "weight", the loss becomes the mean over the weight of the whole step: one all-reduce of
+        two numbers, and a division of each gradient (all ranks).
+        """
+        divisor = self.loss_scale
+        if "weight" in sums:  # the gradients are divided by the samples so far
+            divisor = divisor * metrics.weight_per_sample(sums)
+        if isinstance(divisor, torch.Tensor):
             for parameter in self._model.parameters():
                 if parameter.grad is not None:
-                    parameter.grad.div_(self.loss_scale)
+                    parameter.grad.div_(divisor)
 
     def scale_state(self) -> list[float]:
         """What a checkpoint saves of the loss scale; empty for other types than float16."""

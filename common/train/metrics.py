@@ -37,14 +37,23 @@ def means(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     nothing to either, so the means are right under every strategy.
 
     Args:
-        sums: scalar tensors of this rank; "count" is the number of items.
+        sums: scalar tensors of this rank; "count" is the number of samples; "weight", where it is there, is that of
+            the tokens, pixels or boxes that all other sums are over.
 
     Returns:
-        The mean of each sum except "count".
+        The mean of each sum except "count" and "weight"; NaN if there is nothing to divide by.
     """
     found = totals(sums)
     count = found.pop("count")
-    return {key: total / count for key, total in found.items()}
+    divisor = found.pop("weight", count)
+    return {key: total / divisor if divisor else math.nan for key, total in found.items()}
+
+
+def weight_per_sample(sums: Sums) -> torch.Tensor:
+    """Mean "weight" of the samples of a step, (), over all ranks, which take part; 1 if all weights are 0."""
+    both = torch.stack([sums["weight"].double(), sums["count"].double()])
+    dist.all_reduce(both)
+    return torch.where(both[0] == 0, 1.0, both[0] / both[1])
 
 
 def totals(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:

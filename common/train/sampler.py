@@ -228,17 +228,17 @@ def check_min_samples(plan: Plan, least: int, num_devices: int = 1) -> None:
         UserError: a micro-batch, of any step or of the last one, gives a device fewer.
     """
     division = plan.division
-    fewest = _fewest(division.global_batch_size, division, num_devices)
+    least_there = fewest(division.global_batch_size, division, num_devices)
     device = "a rank" if num_devices == 1 else f"one of {num_devices} GPUs"
-    if fewest < least:
+    if least_there < least:
         multiple = f", to a multiple of {num_devices}" if num_devices > 1 else ""
         raise UserError(
-            f"--global-batch-size {division.global_batch_size} gives {device} only {fewest} "
+            f"--global-batch-size {division.global_batch_size} gives {device} only {least_there} "
             f"of the {least} samples that this model needs per micro-batch: raise --global-batch-size or "
             f"--micro-batch-size{multiple}"
         )
     rest = (plan.end - plan.start) % division.global_batch_size
-    if rest and _fewest(rest, division, num_devices) < least:
+    if rest and fewest(rest, division, num_devices) < least:
         last = plan.max_steps - 1
         advice = f"use --max-steps {last} to drop that step" if last else "lower --global-batch-size"
         who = f"{device} (of {division.dp_size})" if num_devices == 1 else device
@@ -248,7 +248,7 @@ def check_min_samples(plan: Plan, least: int, num_devices: int = 1) -> None:
         )
 
 
-def _fewest(samples: int, division: Division, num_devices: int) -> int:
+def fewest(samples: int, division: Division, num_devices: int = 1) -> int:
     """Samples that a device gets at least, of the micro-batches that `micro_batches` cuts `samples` into."""
     number = ceil_div(samples, division.global_micro_batch_size)
     of_rank = (samples // number // division.dp_size, ceil_div(ceil_div(samples, number), division.dp_size))

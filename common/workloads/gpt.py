@@ -6,9 +6,10 @@ Every part is optional, so that a strategy can divide the layers over ranks: the
 computes the parts it has.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import checkpoint
 
-from common import UserError
+from common import UserError, seed
 from common.workloads import gpt_names, private_api
 from common.workloads.gpt_shape import Shape, ShapeArgs, parse_scaling  # noqa: F401 (recipes take both from here)
 
@@ -162,6 +163,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(shape) for i in range(shape.num_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(shape.width, shape.norm_eps)
         self.head = None if shape.tied else nn.Linear(shape.width, shape.vocab_size, bias=False)
+        self.part: int | None = None  # which one this is, where ranks hold other layers or tokens of the same samples
 
     def forward(
         self, x: torch.Tensor, targets: torch.Tensor | None = None, positions: torch.Tensor | None = None
@@ -171,6 +173,12 @@ class GPT(nn.Module):
         A part without the embedding takes the residual stream (B, T, C); a part without the last norm returns it.
         `positions`, (T,), are those of the tokens in their sequences; None for 0 to T - 1.
         """
+        if self.part is None or not self.training:
+            return self._compute(x, targets, positions)
+        with draws_of(self.part):
+            return self._compute(x, targets, positions)
+
+    def _compute(self, x: torch.Tensor, targets: torch.Tensor | None, positions: torch.Tensor | None) -> torch.Tensor:
         length = x.shape[1]  # of the whole sequences; after the embedding, a rank may have a part of each
         if not x.is_floating_point():
             assert self.embed is not None
@@ -215,6 +223,21 @@ class GPT(nn.Module):
         return torch.empty(size).normal_(0, std, generator=generator)
 
 
+@contextlib.contextmanager
+def draws_of(part: int) -> Iterator[None]:
+    """Let each part of a divided model draw random numbers of its own, such as dropout's masks.
+
+    Ranks that share samples are seeded alike: what is drawn around the model is the same on all of them, before and
+    after. Each call draws other numbers.
+    """
+    bits = seed.mix_ints(int(torch.randint(2**62, ())), part)
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        torch.default_generator.manual_seed(bits)
+        if torch.cuda.is_available():
+            torch.cuda.manual_seed(bits)
+        yield
+
+
 def recompute(model: Any, what: Recompute) -> None:
     """Let each block keep less for its backward pass, which computes the rest again.
 
@@ -233,10 +256,8 @@ def recompute(model: Any, what: Recompute) -> None:
     selective = functools.partial(checkpoint.create_selective_checkpoint_contexts, _what_to_keep)
     how: dict[str, Any] = {"context_fn": selective} if what == "selective" else {}
     for block in model.blocks.values():
-        # No layer draws random numbers, so their state need not be kept.
-        block.forward = functools.partial(
-            checkpoint.checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **how
-        )
+        # No layer here draws random numbers; dropout that somebody adds has to draw the same ones again.
+        block.forward = functools.partial(checkpoint.checkpoint, block.forward, use_reentrant=False, **how)
 
 
 def _what_to_keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> checkpoint.CheckpointPolicy:
@@ -251,6 +272,8 @@ def sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
     Some sequences at a time, and again in the backward pass: of all logits at once, float32 and its softmax would take
     several times the memory of the logits, which for a large vocabulary is more than that of all blocks.
     """
+    if not len(logits):  # a rank's part may be empty; torch would never end to flatten a DTensor without rows
+        return logits.sum((1, 2))
     size = max(1, FLOAT_LOGITS // max(1, logits.shape[1:].numel()))
     if len(logits) <= size:
         return _sequence_losses(logits, targets)

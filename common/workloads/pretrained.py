@@ -1,24 +1,39 @@
 """Pretrained weights: those of torch.save and torchvision, and the names in a folder of Hugging Face.
 
-`state/start.py` fits them into a model.
+`fitting` finds what of them fits a model, and `state/start.py` fills it.
 """
 
+import argparse
 import contextlib
+import pathlib
+import re
 import tempfile
+import types
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import filelock
+import numpy as np
 import safetensors
 import torch
 from torch import nn
 
 from common import UserError, keymap, manifest, places, ranks
+from common.workloads import fitting
 
 TORCHVISION = "torchvision:"
-FILES = {".bin", ".pt", ".pth"}
+FILES = {".bin", ".ckpt", ".pt", ".pth", ".tar"}
+# Where training scripts put the weights; the first that is there is taken, unless the flag names another.
+USUAL = ("state_dict", "model", "model_state_dict", "model_state", "net", "network", "params", "weights", "module")
+OF_TRAINING = re.compile("optim|lr_sched|sched|scaler|rng|state$|args|config|hyper", re.IGNORECASE)
+UNSUPPORTED = re.compile(r"GLOBAL (\S+) was not")  # in torch's refusal, whose first line names neither class nor way
+POINTER = b"version https://git-lfs"
+# What scripts save beside the weights, and what makes it: no code of theirs.
+HARMLESS: list[Any] = [argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath, np.dtype, np.ndarray]
+HARMLESS += [one.__reduce__()[0] for one in (np.float64(0), np.zeros(0))]  # functions of NumPy
+HARMLESS += {type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"}
 WAIT_S = 600.0  # for another process that fetches the same weights
 
 
@@ -26,34 +41,83 @@ def read(init: str) -> dict[str, torch.Tensor]:
     """The tensors by canonical name. No code of a file is run, and of a large one, only the used part is read.
 
     Args:
-        init: the flag: a file, or "torchvision:NAME".
+        init: the flag: a file, FILE:KEY for one of several dicts in it, or "torchvision:NAME".
 
     Raises:
         UserError: the weights cannot be read, or are no state dict.
     """
+    path, key = _file_and_key(init)
     try:
         if init.startswith(TORCHVISION):
             found: Any = _torchvision(init.removeprefix(TORCHVISION))
         else:
-            path = Path(init).expanduser()
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            _refuse_pointer(init, path)
+            with torch.serialization.safe_globals(HARMLESS):
+                found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except UserError:
+        raise
     except Exception as error:  # of pickle, of the network, of torchvision's registry
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"--init {init} cannot be read: {reason}") from error
-    for key in ("state_dict", "model"):  # what training scripts wrap it in
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            if others := [repr(other) for other in found if other != key]:
-                ranks.print0(f"init     {init}: the weights are {key!r}; not read: {ranks.listed(others)}")
-            found = found[key]
+        text = str(error).strip() or type(error).__name__
+        if foreign := UNSUPPORTED.search(text):
+            raise UserError(
+                f"--init {init} holds an object of {foreign[1]} beside the weights, and to read it could run code: "
+                "save the weights alone where they were made, as by torch.save(model.state_dict(), FILE)"
+            ) from error
+        reason = text.partition("WeightsUnpickler error: ")[2] or text
+        raise UserError(f"--init {init} cannot be read: {reason.splitlines()[0]}") from error
     if not isinstance(found, Mapping):
         raise UserError(f"--init {init} holds a {type(found).__name__}, and not a state dict")
-    return {keymap.canonical(name): one for name, one in found.items() if isinstance(one, torch.Tensor)}
+    choices = dict(_state_dicts(found))
+    if key and key not in choices:
+        raise UserError(f"--init {init}: the file has no dict of tensors {key!r}, but {_keys(choices)}")
+    if not choices:
+        raise UserError(f"--init {init} holds no dict of tensors by name, but {ranks.listed([*map(str, found)])}")
+    order = [*(name for name in USUAL if name in choices), *choices]
+    chosen = key or ("" if "" in choices else order[0])
+    others = [name for name in choices if name != chosen]
+    rest = [repr(str(name)) for name in found if name != chosen.partition(".")[0]] if chosen else [*map(repr, others)]
+    if chosen or rest:
+        parts = [f"the weights are {chosen!r}"] * bool(chosen) + [f"not read: {ranks.listed(rest)}"] * bool(rest)
+        way = f" (--init {path}:{others[0]} reads that)" if others else ""
+        ranks.print0(f"init     {init}: {'; '.join(parts)}{way}")
+    tensors = choices[chosen]
+    return {keymap.canonical(name): one for name, one in tensors.items() if isinstance(one, torch.Tensor)}
+
+
+def _keys(choices: Mapping[str, object]) -> str:
+    return ranks.listed([repr(name) for name in choices if name], 20) or "none"
+
+
+def _state_dicts(found: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each dict of tensors by name in what a training script has saved, by its place: "" or "model.state_dict"."""
+    if any(isinstance(one, torch.Tensor) for name, one in found.items() if isinstance(name, str)):
+        yield place, found
+    for name, one in found.items():
+        if isinstance(one, Mapping) and isinstance(name, str) and not OF_TRAINING.match(name):
+            yield from _state_dicts(one, f"{place}.{name}" if place else name)
+
+
+def _file_and_key(init: str) -> tuple[Path, str]:
+    """The file that the flag names, and the place in it after a colon, or ""."""
+    path = places.local("--init", init)
+    name, colon, key = init.rpartition(":")
+    if not colon or path.exists() or Path(name).suffix not in FILES:
+        return path, ""
+    return Path(name).expanduser(), key
 
 
 def is_one_file(init: str) -> bool:
     """Whether `read` reads it."""
-    path = places.local("--init", init)
+    path, _ = _file_and_key(init)
     return init.startswith(TORCHVISION) or (path.suffix in FILES and path.is_file())
+
+
+def _refuse_pointer(init: str, path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            raise UserError(
+                f"--init {init}: {path.name} is a pointer of Git LFS, not the weights: `git lfs pull` there"
+            )
 
 
 def folder_of(init: str, stack: contextlib.ExitStack) -> Path:
@@ -63,6 +127,15 @@ def folder_of(init: str, stack: contextlib.ExitStack) -> Path:
         UserError: there is no such folder or file.
     """
     path = Path(init).expanduser()
+    for file in path.glob("*.safetensors") if path.is_dir() else [path]:
+        if file.is_file():  # opening a pipe would wait
+            _refuse_pointer(init, file)
+    if path.is_dir() and (path / ".metadata").is_file():
+        raise UserError(
+            f"--init {init} is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle, and to read "
+            "it could run code. If you trust it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
+            f"{path} weights.pt, and then --init weights.pt"
+        )
     if path.suffix == ".safetensors" and path.is_file():  # as a folder, of which each rank reads its own part
         try:
             with safetensors.safe_open(path, "pt"):
@@ -90,24 +163,16 @@ def _torchvision(name: str) -> Any:
         return weights.get_state_dict(check_hash=True)
 
 
-def size_of(tensor: torch.Tensor) -> tuple[int | str, ...]:
-    """The shape of a tensor of floats, and of another one also its type: the same bits would be other numbers."""
-    return (*tensor.shape, *([] if tensor.is_floating_point() else [str(tensor.dtype)]))
-
-
-def fill(weights: keymap.Tensors, tensors: keymap.Tensors) -> None:
-    """Copy whole tensors, each of which this rank may hold a part of."""
-    for name, tensor in tensors.items():
-        tensor.copy_(keymap.part_of(weights[name], tensor))
-
-
 def names_in(init: str, folder: Path, model: nn.Module) -> dict[str, str]:
     """The model's names of the tensors of a Hugging Face folder, by theirs; {} for a folder with the model's own."""
     part: Any = next((part for part in model.modules() if callable(getattr(part, "names_in", None))), None)
-    if part is None or not (folder / "config.json").exists():
+    if not (folder / "config.json").exists():
         return {}
     try:
-        return part.names_in(manifest.read_json(folder / "config.json"))
+        config = manifest.read_json(folder / "config.json")
+        if declared := config.get("quantization_config"):
+            raise UserError(f"its config.json declares {declared.get('quant_method', declared)}: {fitting.QUANTISED}")
+        return part.names_in(config) if part is not None else {}
     except UserError as error:
         raise UserError(f"--init {init}: {error}") from error
     except (OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:

@@ -4,11 +4,12 @@ import math
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from common import UserError, keymap, ranks
 
 ALL = "all"
+EVAL = "eval"  # in the place of a factor: 0, and in eval mode, so that BatchNorm keeps its statistics
 
 
 def parse(rates: str) -> dict[str, float]:
@@ -21,7 +22,7 @@ def parse(rates: str) -> dict[str, float]:
     for one in rates.split(",") if rates else []:
         part, _, number = one.partition("=")
         try:
-            found[part] = float(number)
+            found[part] = 0.0 if number == EVAL else float(number)
         except ValueError:
             found[part] = math.nan
         if not (part and 0 <= found[part] < math.inf):
@@ -37,6 +38,9 @@ def factor(name: str, factors: dict[str, float]) -> float:
 
 def freeze(model: nn.Module, rates: str) -> nn.Module:
     """Freeze the parameters whose factor is 0, before a strategy looks at them; returns the model.
+
+    Parts with "eval" for a factor are put into eval mode as well, and stay there: without dropout, and with the
+    statistics that their BatchNorms have.
 
     Args:
         model: the plain model, with or without weights.
@@ -56,11 +60,16 @@ def freeze(model: nn.Module, rates: str) -> nn.Module:
         raise UserError(f"--rates {rates!r} freezes the whole model: one factor must be above 0")
     for name in frozen:
         named[name].requires_grad_(False)
+    rest = {ALL: 0.0} | {part: float(f"{part}={EVAL}" in rates.split(",")) for part in factors}
+    for name, module in model.named_modules():
+        if name and factor(name, rest):
+            module.training = False  # without its parts, which may have factors of their own
     if factors:
-        still = any(name.endswith("running_mean") and factor(name, factors) == 0 for name, _ in model.named_buffers())
+        averages = [name for name, _ in model.named_buffers() if name.endswith("running_mean")]
+        still = any(factor(name, factors) == 0 and not factor(name, rest) for name in averages)
         ranks.print0(
             f"rates    {rates}: {len(frozen)} of {len(named)} tensors are frozen"
-            f"{'; averages of their BatchNorms still follow the data' if still else ''}"
+            f"{'; averages of their BatchNorms still follow the data (=eval for =0 keeps them)' if still else ''}"
         )
     return model
 
@@ -94,7 +103,15 @@ def name_unheld(model: nn.Module, optimizer: Optimizer) -> None:
     Args:
         model: the model under its strategy.
         optimizer: of its parameters.
+
+    Raises:
+        UserError: the optimizer's first step would make a state that no checkpoint can hold.
     """
+    if isinstance(optimizer, LBFGS):
+        raise UserError(
+            f"{type(optimizer).__name__} keeps lists of the directions of its last steps, which no checkpoint holds: "
+            "use an optimizer whose state is tensors and numbers"
+        )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     named = {keymap.canonical(name): one for name, one in model.named_parameters() if one.requires_grad}
     mine = {name: (one.numel(), id(one) in held) for name, one in named.items()}

@@ -40,8 +40,8 @@ from common import bounds, precision, seed, session
 from common.run import cli, exits
 from common.run.process import Process, World
 from common.state import start
-from common.train import data, flops, guard, initial, metrics, sampler, schedule, sync_batchnorm, twins
-from common.workloads import images, rates, resnet
+from common.train import data, flops, guard, initial, metrics, sampler, schedule, sync_batchnorm
+from common.workloads import images, rates, resnet, step_loss
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ def train_step(
     """One optimizer step; returns this rank's sums and the global gradient norm, ()."""
     # The loss scale is 1 except for float16.
     sums = forward_backward(args, model, batches.step(), dp_size * finite.loss_scale)
-    finite.unscale_gradients()
+    finite.unscale_gradients(sums)
     grad_norm = clip_gradients(args, model)
     finite.skip_if_not_finite(grad_norm)
     optimizer.step()
@@ -204,9 +204,12 @@ def train_step(
 @torch.no_grad()
 def evaluate(args: Args, model: Any, batches: data.Loader) -> metrics.Sums:
     """This rank's sums over its part of the validation split."""
+    resting = [module for module in model.modules() if not module.training]
     model.eval()
     sums = forward_only(args, model, batches)
     model.train()
+    for module in resting:  # make_model has put them into eval mode, such as a frozen teacher
+        module.training = False
     return sums
 
 
@@ -230,18 +233,18 @@ def main(process: Process) -> None:
         division, len(train), run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
     )
     # Optional: without it, the log shows neither MFU nor tokens per second.
-    sample = flops.count_sample(lambda plain, batch: forward(args, plain, batch)["loss"], model, train)
+    counted = flops.count_sample(lambda plain, batch: forward(args, plain, batch)["loss"], model, train)
     model = parallelize(args, model, mesh, world.device)
     # After parallelize, which may replace the parameters.
     optimizer = make_optimizer(args, model)
     # Optional: stops if forward returns a mean. It runs before restore and compile, which it would disturb.
-    twins.check_sums(lambda batches: evaluate(args, model, batches), train, plan, world.device)
+    step_loss.check(args, model, evaluate, train, validation, plan, dp_rank, world.device)
     start.restore(found.path, args.init, model, optimizer)
     if args.compile:
         model.compile()
     batches = data.training(train, plan, dp_rank, args.workers, world.device)
     # Claims the run's folder, and takes over signals before the first loader worker is forked.
-    run = session.Session(args, world, mesh, found, plan, model, optimizer, sample)
+    run = session.Session(args, world, mesh, found, plan, model, optimizer, counted)
     for step in run.steps(dp_rank):
         lr = schedule.scale_rates(optimizer, lr_factor(args, step, plan.max_steps))
         sums, grad_norm = train_step(args, model, optimizer, run.finite, batches, dp_size)

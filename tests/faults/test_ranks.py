@@ -18,6 +18,7 @@ from tests.harness.fault_case import HANG, PROMPT, FaultCase, checkpoints, event
 from tests.harness.runner import wait_for
 
 DEAD = round(DEAD_S / BEAT_S)  # heartbeats that a rank compares for
+SPIN = 16  # more, for a rank that moves
 PHASES = {
     "data": "reading",
     "backward": "backward",
@@ -196,6 +197,16 @@ def test_sleeps_in_the_data(result: runner.Result, case: FaultCase) -> None:
     if case.size > 1:
         case.check_named(result, HANG, r"ranks \[0\] are waiting for it")
     case.record_message(result.outputs[0], finding)
+    case.resume_and_check()
+
+
+@pytest.mark.fault("rank: spins, in an evaluation", least=2)
+@pytest.mark.waits(("evaluation", "spin", -1, 4))
+def test_spins(result: runner.Result, case: FaultCase) -> None:
+    """It moves, but the others wait for it in vain: twice --hang-timeout."""
+    last = case.size - 1
+    finding = rf"no progress for \d[\d.]* s, though it moves \(raise --hang-timeout .*\): {who(last, 4)}: evaluation"
+    case.check_named(result, HANG + SPIN, finding, r"ranks \[0\] are waiting for it")
     case.resume_and_check()
 
 

@@ -134,6 +134,17 @@ def test_second_signal_quits_at_once(case: FaultCase) -> None:
     case.resume_and_check()
 
 
+@pytest.mark.fault("stop: SIGTERM to ranks that spin in an evaluation, all of them")
+def test_stop_of_ranks_that_spin(case: FaultCase) -> None:
+    """Nobody waits for anybody, so nothing but the request to stop makes a hang of it."""
+    spins = [("evaluation", "spin", rank, 4) for rank in range(case.size)]
+    result = case.start(faults=[*spins, ("evaluation", "signal", 0, 3, "SIGTERM")])
+    assert not result.ok
+    case.record_message(result.outputs[0], r"no progress for \d[\d.]* s, though it moves \(.*: evaluation")
+    assert "SIGTERM on rank 0: saving and stopping after step" in result.outputs[0]
+    case.resume_and_check()
+
+
 def signal_launcher(case: FaultCase, number: signal.Signals, *flags: str) -> tuple[int, str]:
     """Run by the launcher, which gets a signal at the end of step 2; returns its exit code and all output."""
 

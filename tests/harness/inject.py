@@ -469,6 +469,13 @@ def _grow() -> None:
             parameter.mul_(100)
 
 
+def _spin() -> None:
+    """Move without an end, as a loop that misses its exit does; yields to those who share the processor."""
+    for _ in itertools.count():
+        time.sleep(0.01)
+        sum(range(100))
+
+
 def _wait_for(path: str) -> None:
     end = time.monotonic() + WAIT_S
     while not Path(path).exists() and time.monotonic() < end:
@@ -569,6 +576,7 @@ ACTIONS: dict[str, Callable[..., None]] = {
     "ignore": lambda name: signal.signal(signal.Signals[name], signal.SIG_IGN),
     "raise": _raise,
     "sleep": lambda: time.sleep(1000),
+    "spin": _spin,
     "let the save end": _let_save_end,
     "sleep a little": lambda: time.sleep(0.5),
     "exit": lambda: sys.exit(0),

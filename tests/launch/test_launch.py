@@ -11,11 +11,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from common.run import stop
 from torch.distributed.run import parse_args
 
 from tests.harness import mutants, runner
@@ -717,3 +719,40 @@ def test_task_of_an_array_continues_alone(array: list[str], tmp_path: Path) -> N
         "x",
         str(runner.ROOT / DDP),
     ]
+
+
+DEAF = """
+import signal, time
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+time.sleep(3)  # until the launcher forwards signals
+print("deaf", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_rank_that_does_not_answer_is_killed_by_the_second_request(tmp_path: Path) -> None:
+    """Frozen, locked in a function of C, or still starting: a user's last word counts, whatever a rank does."""
+    (tmp_path / "train.py").write_text(DEAF)
+    variables = {"NPROC_PER_NODE": "1", "MAX_RESTARTS": "3"}  # which are for failures
+    process = popen(["bash", "launch/torchrun.sh", tmp_path], runner.ROOT, variables)
+    assert process.stdout
+    assert "deaf" in process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.5 * stop.SAME_SIGNAL_S)  # what comes sooner is the same request
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    result = wait(process)
+    assert result.returncode == 128 + signal.SIGTERM
+    assert "did not answer SIGTERM, sent twice: killed" in result.stderr
+    assert "deaf" not in result.stdout, "it was started again"
+
+
+def test_breakpoint_says_where_it_works(tmp_path: Path) -> None:
+    """Not in a rank, which has no terminal."""
+    text = "from common.run import exits\n\n@exits.entry\ndef main(process):\n    breakpoint()\n\nmain()\n"
+    (tmp_path / "train.py").write_text(text)
+    result = launch(tmp_path, NPROC_PER_NODE="2")
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.count("error: breakpoint() reads from a terminal") == 1, result.stderr
+    assert f"python {tmp_path}/train.py with the same flags" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -74,7 +74,7 @@ def test_no_rank_outlives_a_killed_launcher(when: str, small_digits: Path, tmp_p
         path = mutants.mutate("ddp_resnet", tmp_path, {})
         path.write_text(f"{sleep}while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\n{path.read_text()}")
     else:
-        step = "finite.unscale_gradients()"
+        step = "finite.unscale_gradients(sums)"
         path = mutants.mutate(
             "ddp_resnet", tmp_path, {"train_step": {step: f"{sleep}time.sleep({2 * runner.HANG_S})\n{step}"}}
         )

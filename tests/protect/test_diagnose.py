@@ -248,6 +248,8 @@ def beat(
     name = f"rank {rank} (host h, pid {100 + rank}, step 7)"
     return {"rank": rank, "name": name, "phase": phase, "stack": f"  stack of {rank}\n", "waits_in": waits_in} | {
         "stalled_s": stalled_s,
+        "spun_s": stalled_s,
+        "spins_s": 2 * limit_s,
         "limit_s": limit_s,
     }
 
@@ -282,6 +284,26 @@ def test_rank_that_makes_progress_accuses_nobody(stalled_s: float) -> None:
     """It is slow, and the others wait for it with reason; a rank that waits makes no progress by definition."""
     assert diagnose.accuse_stalled([beat(0, SUM), beat(1, stalled_s=stalled_s), beat(2, phase="data")]) == ""
     assert diagnose.accuse_stalled([beat(0, SUM), beat(1, SUM, stalled_s), beat(2, phase="data")])
+
+
+@pytest.mark.parametrize("spun_s", [30.0, 39.9, 40.0, 600.0])
+def test_rank_that_moves_without_end_is_accused_at_twice_its_limit(spun_s: float) -> None:
+    spins = beat(1, phase="evaluation", stalled_s=0.25) | {"spun_s": spun_s}
+    found = diagnose.accuse_stalled([beat(0, SUM), spins])
+    assert bool(found) == (spun_s >= 40)
+    if found:
+        assert found.startswith(
+            f"no progress for {spun_s:g} s, though it moves (raise --hang-timeout if it needs longer): rank 1 ("
+        )
+        assert found.endswith("ranks [0] are waiting for it\n")
+    assert not diagnose.accuse_stalled([beat(0, SUM), spins, beat(2, phase="data", stalled_s=1.0)]), "2 gets on"
+
+
+def test_stop_has_a_limit_also_before_the_training() -> None:
+    """Which has none otherwise."""
+    start = beat(0, stalled_s=0.0, limit_s=float("inf"))
+    assert not diagnose.has_spun(start | {"spun_s": 1e9})
+    assert [diagnose.has_spun(start | {"spun_s": spun_s}, 600.0) for spun_s in (599.0, 600.0)] == [False, True]
 
 
 def test_save_has_its_own_limit() -> None:

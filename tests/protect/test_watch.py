@@ -11,6 +11,7 @@ from typing import TextIO
 from common import manifest
 from common.protect import heartbeat, watch
 from common.run import exits, process_group
+from common.train import data
 from tqdm import tqdm
 
 from tests.harness import runner
@@ -101,6 +102,39 @@ def test_phase_that_was_noted(tmp_path: Path) -> None:
     assert '"phase": "the main loop"' in beat, str(result)
 
 
+def look_while_it_moves() -> None:
+    """This thread looks at the main one from elsewhere, which is in another line each time."""
+    world = process_group.start()
+    heart = heartbeat.Heartbeat(world, float("inf"))
+    seen: list[tuple[float, float]] = []
+
+    def look() -> None:
+        thread = threading.Thread(target=lambda: seen.append((heart.look()["stalled_s"], heart.spun_s)))
+        thread.start()
+        thread.join()
+
+    for place in ("", "x", "xx"):
+        exec(f"{place} = 1\nlook()" if place else "look()", {"look": look})  # another place in the code
+    assert seen == [(0.0, 0.0), (0.0, heartbeat.BEAT_S), (0.0, 2 * heartbeat.BEAT_S)]
+    for get_on in (
+        lambda: setattr(heart, "step", 1),
+        lambda: setattr(heart, "noted", "evaluation"),
+        lambda: setattr(data.Loader, "batches_read", data.Loader.batches_read + 1),
+    ):
+        get_on()
+        look()
+        assert seen[-1][1] == 0.0
+        look()
+        assert seen[-1][1] == heartbeat.BEAT_S
+    process_group.finish(world.process)
+
+
+def test_moving_without_getting_on() -> None:
+    """A step, a phase or a batch is progress; another line is none."""
+    result = runner.spawn(look_while_it_moves, [()])
+    assert result.ok, str(result)
+
+
 def look_at_processes() -> None:
     world = process_group.start()
     heart = heartbeat.Heartbeat(world, float("inf"))
@@ -122,4 +156,25 @@ def look_at_processes() -> None:
 
 def test_end_of_a_process_is_seen_on_its_own_machine() -> None:
     result = runner.spawn(look_at_processes, [()])
+    assert result.ok, str(result)
+
+
+def look_at_limits() -> None:
+    world = process_group.start()
+    heart = heartbeat.Heartbeat(world, float("inf"))
+    found = []
+    for step in (0, 1, 2):
+        if step:
+            heart.begin(Path(), 0, 12.0)
+            heart.step = step
+        thread = threading.Thread(target=lambda: found.append(heart.look()["spins_s"]))
+        thread.start()
+        thread.join()
+    assert found == [float("inf"), process_group.TIMEOUT_S, 24.0]
+    process_group.finish(world.process)
+
+
+def test_limits_of_a_rank_that_moves() -> None:
+    """None before the training, patience in the first step, then twice --hang-timeout."""
+    result = runner.spawn(look_at_limits, [()])
     assert result.ok, str(result)

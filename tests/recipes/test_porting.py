@@ -45,6 +45,7 @@ FLAGS = {
     "bert": ("--global-batch-size", "8"),
     "lora": TEXT,
     "gan": ("--global-batch-size", "8", "--lr", "1e-3"),
+    "contrastive": ("--global-batch-size", "8", "--lr", "1e-3"),
     "detection": ("--global-batch-size", "8", "--lr", "0.01"),
     "llama": (*TEXT, "--tied"),
     "optimizer": TEXT,
@@ -225,7 +226,7 @@ def losses_of_plain_loop(path: Path, flags: list[str]) -> list[float]:
                 indices = sampler.permutation(len(train), args.seed, epoch)[first : first + args.global_batch_size]
             batch = data.Batch(*train.read(np.full_like(indices, epoch), indices), args.global_batch_size, True)
             sums = port["forward"](args, model, batch)
-            loss = sums["loss"] / sums["count"]
+            loss = sums["loss"] / sums.get("weight", sums["count"])
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm or float("inf"))
             optimizer.step()
@@ -233,6 +234,20 @@ def losses_of_plain_loop(path: Path, flags: list[str]) -> list[float]:
             optimizer.zero_grad()
             losses.append(loss.item())
     return losses
+
+
+def test_average_begins_with_other_weights(small_digits: Path, tmp_path: Path) -> None:
+    """Of --init, and not with those that it replaces: without a rate, the average stays what the weights are."""
+    path = port("average", "ddp_resnet", tmp_path)
+    flags = [*flags_for("average", "ddp_resnet"), "--data", str(small_digits), "--max-steps", "1"]
+    train(path, 1, tmp_path / "first", *flags)
+    train(path, 2, tmp_path / "second", *flags, "--lr", "0", "--init", str(tmp_path / "first"))
+    files = (tmp_path / "second" / "checkpoints" / "step_00000001").glob("*.safetensors")
+    saved = {name: one for file in files for name, one in load_file(file).items()}
+    averages = {name: one for name, one in saved.items() if name.startswith("extra.average.")}
+    assert averages
+    for name, one in averages.items():
+        torch.testing.assert_close(one, saved[name.removeprefix("extra.average.")], rtol=1e-6, atol=1e-7)
 
 
 def test_mutant_that_returns_a_mean(tmp_path: Path) -> None:
@@ -245,7 +260,7 @@ def test_mutant_that_returns_a_mean(tmp_path: Path) -> None:
 
 
 def test_model_that_counts_its_forward_passes_resumes_exactly(tmp_path: Path) -> None:
-    """The check at the start is a forward pass as well: it must not count in what is resumed."""
+    """The looks of the start are forward passes as well: they do not count."""
     path = port("curves", "ddp_resnet", tmp_path)
     text = path.read_text().replace("        super().__init__()\n", COUNTS, 1)
     path.write_text(
@@ -255,9 +270,9 @@ def test_model_that_counts_its_forward_passes_resumes_exactly(tmp_path: Path) ->
     train(path, 2, tmp_path / "whole", *flags)
     for stop in ("2", "0"):
         train(path, 2, tmp_path / "parts", *flags, "--stop-after", stop, "--eval-every", "100")
-    check, steps, evaluation = 2, 2, 3  # passes of the check, of two steps, and of an evaluation, as at each stop
-    assert calls_in(tmp_path / "whole", 2) == check + steps
-    assert calls_in(tmp_path / "parts", 4) == check + 2 * (steps + evaluation)
+    steps, evaluation = 2, 3  # passes of two steps, and of an evaluation, as at each stop
+    assert calls_in(tmp_path / "whole", 2) == steps
+    assert calls_in(tmp_path / "parts", 4) == 2 * (steps + evaluation)
 
 
 COUNTS = """        super().__init__()

@@ -20,6 +20,7 @@ from common.run.process import Process
 from common.state import checkpoint, saver, shards, start, state_check
 from torch.distributed.checkpoint import staging
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.harness import runner
 from tests.harness.states import RECIPE, check_equal, damage, find_step, loaded, make_saver, make_state, save, steps
@@ -100,6 +101,31 @@ def test_ranks_share_the_writing_of_what_they_all_hold(compare: bool, tmp_path: 
     assert (len(sizes) == 2 and min(sizes) > 0.4 * sum(sizes)) == compare
     zeros = {name: torch.zeros_like(tensor) for name, tensor in REPLICA.items()} | {"running_mean": torch.ones(9)}
     check_equal(loaded(folder, zeros), REPLICA | {"running_mean": torch.zeros(9)})
+
+
+def save_own(word: str) -> None:
+    """An adopter's tensors: equal ones, parts of one that is split, and names of a rank pass; others do not."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    split = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    mine = torch.full((3,), float(rank))
+    state_check.check_own({"extra.same": torch.ones(3), "extra.split": split, f"extra.h.{rank}": mine})
+    state_check.check_own({"extra.of_one": mine} if rank else {})
+    with pytest.raises(UserError, match=word):
+        state_check.check_own({"extra.same": torch.ones(3), "extra.h": mine})
+    with pytest.raises(
+        UserError, match=r"run\.save got 'average', which is no part of the model: call it 'extra\.average'"
+    ):
+        state_check.check_own({"average": mine})
+    dist.destroy_process_group()
+
+
+def test_own_state_that_differs_over_ranks_is_refused() -> None:
+    """One rank's would be saved for all, and the resume would be another training."""
+    word = r"run\.save got 'extra\.h' with other numbers on rank 1 than on rank 0.*f'extra\.h\.\{world\.rank\}'"
+    result = runner.spawn(save_own, [(word,)] * 2)
+    assert result.ok, str(result)
 
 
 # --- what stays ---

@@ -1,6 +1,8 @@
 """--init begins with the weights that fit, from whatever holds them, under every strategy; the rest stays random."""
 
+import argparse
 import itertools
+import re
 import tempfile
 import time
 from collections.abc import Mapping
@@ -8,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torchvision
 from common import UserError, keymap
 from common.state import checkpoint, start
 from common.workloads import pretrained
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint import format_utils
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -64,6 +69,149 @@ def test_what_fits_is_loaded(
     assert "init     7 of 9 tensors from" in printed
     assert ("the weights are 'state_dict'; not read: 'epoch'\n" in printed) == (kind == "pth of DDP")
     assert "random: 2.weight (3, 6) (there: (7, 6)), 2.bias (3,) (there: (7,)); not used: other.weight" in printed
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def renamed(tensors: Tensors, prefix: str) -> Tensors:
+    return {prefix + name: one.clone() for name, one in tensors.items()}
+
+
+def others(tensors: Tensors) -> Tensors:
+    return {name: one + 1 for name, one in tensors.items()}
+
+
+class Theirs:
+    """Of a library that is not here."""
+
+
+def of_training(tensors: Tensors) -> dict[str, Any]:
+    """What a script saves beside the weights."""
+    model = make_model(7)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    return {"epoch": 3, "optimizer": optimizer.state_dict(), "ema_optimizer": {"state": others(tensors)}}
+
+
+# What torch.save has written, the place in it, and what the start says of it or why it refuses it.
+SAVED: dict[str, tuple[Any, str, str]] = {
+    "plain": (lambda t: t, "", ""),
+    "model": (lambda t: {"model": t, **of_training(t)}, "", "the weights are 'model'; not read: 'epoch', 'optimizer'"),
+    "model_state_dict": (lambda t: {"model_state_dict": t, "optimizer_state_dict": {}}, "", "are 'model_state_dict'"),
+    "net": (lambda t: {"net": t, "acc": 0.5}, "", "the weights are 'net'"),
+    "params": (lambda t: {"params": t}, "", "the weights are 'params'"),
+    "another name": (lambda t: {"generator": t}, "", "the weights are 'generator'"),
+    "two levels": (lambda t: {"ckpt": {"model": t}}, "", "the weights are 'ckpt.model'"),
+    "beside an average": (lambda t: {"state_dict": t, "ema": others(t)}, "", r"\(--init \S+:ema reads that\)"),
+    "the average": (lambda t: {"state_dict": others(t), "ema": t}, ":ema", "the weights are 'ema'; not read: 'state_d"),
+    "averages among the weights": (lambda t: {**t, "ema": others(t)}, "", r"not read: 'ema' \(--init \S+:ema reads"),
+    "no such place": (lambda t: {"model": t, "ema": t}, ":net", "has no dict of tensors 'net', but 'model', 'ema'"),
+    "Namespace": (lambda t: {"model": t, "args": argparse.Namespace(lr=1.0)}, "", "not read: 'args'"),
+    "numbers of NumPy": (lambda t: {"model": t, "best": np.float64(3), "step": np.int64(2)}, "", "not read: 'best'"),
+    "an array": (lambda t: {"model": t, "mean": np.ones(3)}, "", "not read: 'mean'"),
+    "a path": (lambda t: {"model": t, "out": Path("runs")}, "", "not read: 'out'"),
+    "DDP": (lambda t: renamed(t, "module."), "", ""),
+    "compiled DDP": (lambda t: renamed(t, "_orig_mod.module."), "", ""),
+    "Lightning": (lambda t: {"state_dict": renamed(t, "model.")}, "", "the tensors without the prefix 'model.'"),
+    "a backbone": (
+        lambda t: {**renamed(t, "net.backbone."), "loss.weight": torch.ones(2)},
+        "",
+        "prefix 'net.backbone.'",
+    ),
+    "their class": (
+        lambda t: {"model": t, "config": Theirs()},
+        "",
+        r"an object of tests.state.test_start.Theirs beside",
+    ),
+    "a whole model": (lambda t: make_model(7), "", "an object of torch.nn.modules.container.Sequential beside the wei"),
+    "no weights": (lambda t: {"epoch": 3, "name": "x"}, "", "holds no dict of tensors by name, but epoch, name"),
+    "not finite": (lambda t: {**t, "0.weight": t["0.weight"] / 0}, "", "0.weight has NaN or infinite numbers"),
+    "integers": (lambda t: {**t, "0.weight": t["0.weight"].char()}, "", "torch.int8 in 0.weight: it is of a quantised"),
+}
+IN_SAFETENSORS: dict[str, tuple[Any, str]] = {
+    "plain": (lambda t: t, ""),
+    "DDP": (lambda t: renamed(t, "module."), ""),
+    "a backbone": (lambda t: renamed(t, "backbone."), "the tensors without the prefix 'backbone.'"),
+    "float8": (lambda t: {**t, "0.weight": t["0.weight"].to(torch.float8_e4m3fn)}, "torch.float8_e4m3fn in 0.weight"),
+    "scales": (lambda t: {**t, "0.qweight": torch.ones(2, dtype=torch.int32)}, "0.qweight, which scales others"),
+    "not finite": (lambda t: {**t, "2.bias": t["2.bias"] * torch.nan}, "2.bias has NaN or infinite numbers"),
+}
+REFUSED = ("has no dict", "an object of", "holds no dict", "NaN or inf", "quantised", "float8", "scales others")
+
+
+def begins(flag: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model gets the weights, or a sentence says why not."""
+    model = make_model(7, run_seed=1)
+    if any(word in says for word in REFUSED):
+        with pytest.raises(UserError, match=says):
+            start.begin_with(flag, model)
+        return
+    start.begin_with(flag, model)
+    for name, one in model.state_dict().items():
+        assert torch.equal(one, backbone()[name]), name
+    printed = capsys.readouterr().out
+    assert re.search(says, printed), printed
+    assert "init     9 of 9 tensors from" in printed
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("form", SAVED)
+def test_what_torch_save_has_written(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make, place, says = SAVED[form]
+    torch.save(make(backbone()), tmp_path / "model.ckpt")
+    begins(f"{tmp_path / 'model.ckpt'}{place}", says, capsys)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("form", IN_SAFETENSORS)
+def test_what_safetensors_hold(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make, says = IN_SAFETENSORS[form]
+    save_file(make(backbone()), tmp_path / "model.safetensors")
+    begins(str(tmp_path / "model.safetensors"), says, capsys)
+
+
+@pytest.mark.usefixtures("group")
+def test_model_around_what_the_file_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what fits by chance, of two tensors of many, gets no prefix."""
+    save_file(backbone(), tmp_path / "model.safetensors")
+    model = nn.ModuleDict({"backbone": make_model(7, run_seed=1), "head": nn.Linear(7, 2)})
+    start.begin_with(str(tmp_path / "model.safetensors"), model)
+    assert torch.equal(model["backbone"][2].weight, backbone()["2.weight"])
+    assert "with the prefix 'backbone.', which their names lack" in capsys.readouterr().out
+    save_file({"a.0.weight": torch.ones(6, 5), **renamed(backbone(), "other.0.")}, tmp_path / "few.safetensors")
+    with pytest.raises(UserError, match="no tensor has the name and shape"):
+        start.begin_with(
+            str(tmp_path / "few.safetensors"), nn.Sequential(nn.Linear(5, 6), *map(nn.Linear, [6] * 9, [6] * 9))
+        )
+
+
+@pytest.mark.usefixtures("group")
+def test_what_no_file_of_weights_is(tmp_path: Path) -> None:
+    """A pointer, a folder of torch.distributed.checkpoint, a folder whose config.json declares packed numbers."""
+    for name in ("model.safetensors", "model.pth", "folder/model.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+        flag = tmp_path / name.replace("folder/model.safetensors", "folder")
+        with pytest.raises(
+            UserError, match=f"--init {flag}: .* is a pointer of Git LFS, not the weights: `git lfs pull`"
+        ):
+            start.begin_with(str(flag), make_model(7))
+    (tmp_path / "dcp").mkdir()
+    dcp.save(backbone(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(UserError, match=r"whose \.metadata is a pickle") as refusal:
+        start.begin_with(str(tmp_path / "dcp"), make_model(7))
+    (command,) = re.findall(r"python -m (\S+) dcp_to_torch", str(refusal.value))
+    assert command == format_utils.__name__
+    format_utils.dcp_to_torch_save(tmp_path / "dcp", tmp_path / "weights.pt")
+    start.begin_with(str(tmp_path / "weights.pt"), model := make_model(7, run_seed=1))
+    assert torch.equal(model[0].weight, backbone()["0.weight"])
+    (tmp_path / "packed").mkdir()
+    save_file(backbone(), tmp_path / "packed" / "model.safetensors")
+    (tmp_path / "packed" / "config.json").write_text('{"quantization_config": {"quant_method": "gptq", "bits": 4}}')
+    with pytest.raises(UserError, match=r"config\.json declares gptq: it is of a quantised model"):
+        start.begin_with(str(tmp_path / "packed"), make_model(7))
 
 
 def check(model: nn.Module, wanted: Mapping[str, torch.Tensor]) -> None:
@@ -162,7 +310,7 @@ class Trap:
 @pytest.mark.usefixtures("group")
 def test_pickle_runs_no_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"0.weight": Trap()}, tmp_path / "trap.pth")
-    with pytest.raises(UserError, match=r"trap\.pth cannot be read: "):
+    with pytest.raises(UserError, match=r"trap\.pth holds an object of print beside the weights, and to read"):
         start.begin_with(str(tmp_path / "trap.pth"), make_model(3))
     assert "the trap was run" not in capsys.readouterr().out
 

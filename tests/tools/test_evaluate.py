@@ -83,6 +83,7 @@ def test_the_last_evaluation_comes_out_again(recipe: str, sets: dict[str, Path],
     }
     text = said([str(run), "--out", str(rows)])
     assert values(text) == pytest.approx(logged, rel=1e-9)
+    assert "the run's own" not in text
     table = parquet.read_table(rows).to_pydict()
     assert sum(table["loss"]) / len(table["loss"]) == pytest.approx(logged["val/loss"], rel=1e-9)
     assert table["index"] == list(range(len(table["loss"])))
@@ -122,6 +123,17 @@ def test_own_recipe(own: tuple[Path, Path], sets: dict[str, Path]) -> None:
     assert "recipes/mine_resnet/train.py: name the train.py that trained this run with --recipe" in text
     assert "24 test samples on cpu, float64" in text
     assert "test/loss" in text
+
+
+def test_another_value_than_the_run_had_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only of the same step, and where it is more than rounding."""
+    records = [{"step": 9, "val/loss": 7.0}, {"step": 10, "train/loss": 7.0}, {"step": 10, "val/loss": 2.6404}]
+    evaluation.compare({"loss": 2.6405, "top1": 0.5}, records, 10, 2)
+    evaluation.compare({"loss": 1.9947}, records, 11, 2)
+    assert capsys.readouterr().out == ""
+    evaluation.compare({"loss": 1.9947}, records, 10, 2)
+    said = "note: the run's own val/loss at step 10 was 2.6404: it evaluated on 2 ranks. A loss over pairs"
+    assert capsys.readouterr().out.startswith(said)
 
 
 def test_bad_input(own: tuple[Path, Path], sets: dict[str, Path], tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ def test_samples_of_a_gpu_are_as_torch_deals_them() -> None:
             for start, stop in sampler.micro_batches(0, samples, division, dp_rank)
         ]
         wanted = min(len(chunk) for part in parts for chunk in torch.empty(part).chunk(num_devices))
-        assert sampler._fewest(samples, division, num_devices) == wanted, (samples, micro, dp_size, num_devices)
+        assert sampler.fewest(samples, division, num_devices) == wanted, (samples, micro, dp_size, num_devices)
 
 
 def test_proposed_length_is_accepted() -> None:

@@ -110,7 +110,7 @@ def stream_of(dp_size: int, first_step: int = 0, run_seed: int = 5, steps: int =
         reader = dataset.IterableStyle(Stream(), run_seed, add_draw)
         assert len(reader) == 0
         reader.digest()
-        for count in (1, 2):  # as common/train/twins.py does
+        for count in (1, 2):  # as common/workloads/step_loss.py does
             first = np.zeros(count, int)
             assert len({*reader.read(first, first)[0]["number"].tolist()}) == 1
         per_rank.append([*data.Loader(reader, sampler.training_requests(plan, rank), 0, CPU)])

@@ -47,10 +47,34 @@ def test_what_is_frozen(spec: str, wanted: set[str]) -> None:
 
 def test_line(capsys: pytest.CaptureFixture[str]) -> None:
     rates.freeze(make_model(), "stem=0,fc=10")
-    line = "rates    stem=0,fc=10: 4 of 10 tensors are frozen; averages of their BatchNorms still follow the data\n"
-    assert capsys.readouterr().out == line
+    line = (
+        "rates    stem=0,fc=10: 4 of 10 tensors are frozen; averages of their BatchNorms still follow the data (=eval "
+    )
+    assert capsys.readouterr().out == line + "for =0 keeps them)\n"
+    rates.freeze(make_model(), "stem=eval,fc=10")
+    assert capsys.readouterr().out == "rates    stem=eval,fc=10: 4 of 10 tensors are frozen\n"
     rates.freeze(make_model(), "")
     assert capsys.readouterr().out == ""
+
+
+def test_state_that_no_checkpoint_holds_is_refused_before_a_step() -> None:
+    model = make_model()
+    with pytest.raises(
+        UserError, match="LBFGS keeps lists of the directions of its last steps, which no checkpoint can"
+    ):
+        rates.name_unheld(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_frozen_parts_in_eval_mode() -> None:
+    """Which keep their BatchNorms' statistics; a part of a part has its own factor."""
+    model = rates.freeze(make_model(), "all=eval,fc=1,blocks.10=0")
+    modes = {name: module.training for name, module in model.named_modules() if not any(module.children())}
+    assert modes == {"stem.0": False, "stem.1": False, "blocks.1": False, "blocks.10": True, "fc": True}
+    assert [name for name, one in model.named_parameters() if one.requires_grad] == ["fc.weight", "fc.bias"]
+    before = model["stem"][1].running_mean.clone()
+    model["stem"](torch.randn(8, 2))
+    assert torch.equal(model["stem"][1].running_mean, before)
+    assert len(rates.groups(model, "all=eval,fc=1", 0.1, 0.0)) == 2
 
 
 def test_groups() -> None:

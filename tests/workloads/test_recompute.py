@@ -144,3 +144,22 @@ def test_flag_alone(argv: list[str]) -> None:
     with pytest.raises(UserError, match=r"^--recompute needs a value: none, selective, full$"):
         cli.parse(Args, argv)
     assert cli.parse(Args, ["--recompute=full", "--tied"]) == Args("full", tied=True)
+
+
+def gradients_with_dropout(what: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = gpt.GPT(gpt.Shape(vocab_size=8, num_layers=2, num_heads=2, width=8, mlp_width=8))
+    for block in model.blocks.values():
+        block.mlp.down = torch.nn.Sequential(block.mlp.down, torch.nn.Dropout(0.5))
+    gpt.recompute(model, what)
+    tokens = torch.arange(12).view(2, 6) % 8
+    torch.manual_seed(1)
+    model(tokens, tokens).sum().backward()
+    return [one.grad for one in model.parameters() if one.grad is not None]
+
+
+@pytest.mark.parametrize("what", ["full", "selective"])
+def test_dropout_in_a_block_draws_the_same_again(what: str) -> None:
+    """Which the model here has none of, and an adopter may add: other masks would give a wrong gradient."""
+    for one, other in zip(gradients_with_dropout("none"), gradients_with_dropout(what), strict=True):
+        assert torch.equal(one, other)

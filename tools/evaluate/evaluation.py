@@ -4,13 +4,15 @@ It calls make_data, make_model and forward of the recipe's section 2, and nothin
 """
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from common import UserError, devices, keymap, manifest, precision, ranks
-from common.run import cli, process_group
+from common.run import cli, process_group, run_dir
 from common.state import checkpoint
 from common.train import data, initial, metrics, sampler
 from common.workloads import splits
@@ -21,6 +23,7 @@ from tools.evaluate.flags import Args
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CALLED = ("Args", "make_data", "make_model", "forward")  # of a train.py
 NO_SPLIT = "no_such_split"  # which no set has
+CLOSE = 1e-3  # of a metric in bfloat16, added up over other batches
 Rows = list[dict[str, float]]
 
 
@@ -179,9 +182,25 @@ def run(args: Args, rows: Rows | None) -> None:
         f"step {progress['step']} of {folder}: {len(held_out):,} {args.split} samples on {world.device.type}, "
         f"{str(dtype).removeprefix('torch.')}"
     )
-    for metric, value in held_out.metrics(metrics.means(evaluate(recipe, flags, model, batches, rows))).items():
+    found = held_out.metrics(metrics.means(evaluate(recipe, flags, model, batches, rows)))
+    for metric, value in found.items():
         print(f"{'test' if args.split == 'test' else 'val'}/{metric} {value:.12g}")
+    if args.split == "validation" and not args.data:
+        compare(found, run_dir.records(args.run), progress["step"], world_size)
     process_group.finish(world.process)
+
+
+def compare(found: Mapping[str, float], records: list[dict[str, float]], step: int, world_size: int) -> None:
+    """Say where the run's own evaluation of this step had other values, and why it may have."""
+    own = {key: value for record in records if record["step"] == step for key, value in record.items()}
+    for metric, value in found.items():
+        ran = own.get(f"val/{metric}", value)
+        if not math.isclose(value, ran, rel_tol=CLOSE, abs_tol=CLOSE):
+            ranks.print0(
+                f"note: the run's own val/{metric} at step {step} was {ran:.12g}: it evaluated on {world_size} "
+                f"rank{'s' * (world_size > 1)}. A loss over pairs of a batch, a running average of the weights that "
+                "the run evaluates, random numbers, or changed code or data give another value here"
+            )
 
 
 def write(rows: Rows, path: Path) -> None:
