@@ -1,6 +1,7 @@
 """Which tensors of a file are a model's: by name and size, and whether they are weights as they stand."""
 
 from collections.abc import Iterator, Mapping, Set
+from typing import Any
 
 import torch
 from torch import nn
@@ -123,7 +124,8 @@ def check_filled(init: str, model: nn.Module, filled: keymap.Tensors, random: Se
     named = {keymap.canonical(name): one for name, one in model.named_parameters()}
     bad = []
     for name in named.keys() & filled.keys():
-        local = filled[name].to_local() if hasattr(filled[name], "to_local") else filled[name]
+        tensor: Any = filled[name]
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         bad += [name] * bool(local.is_floating_point() and not torch.isfinite(local).all())
     frozen = [name for name, one in named.items() if not one.requires_grad and name in random]
     everyone = ranks.gather([bad, frozen])
