@@ -49,9 +49,9 @@ def measure(recipe: str, path: str, argv: list[str], out: str) -> None:
         here = time.process_time(), time.perf_counter()  # before it waits for the other rank
         found[arm].append((here[0] - began[0], here[1] - began[1]))
 
-    def remember(run: Any, args: Any, file: str, world: Any, mesh: Any, *more: Any) -> None:
+    def remember(run: Any, args: Any, world: Any, mesh: Any, *more: Any) -> None:
         meshes.append(mesh)
-        real_init(run, args, file, world, mesh, *more)
+        real_init(run, args, world, mesh, *more)
 
     def steps(run: session.Session, dp_rank: int) -> Iterator[int]:
         segment = bare.loop(recipe, runpy.run_path(path, run_name="bare"), run._args, meshes[0])

@@ -121,8 +121,8 @@ def check_filled(init: str, model: nn.Module, filled: keymap.Tensors, random: Se
     named = {keymap.canonical(name): one for name, one in model.named_parameters()}
     bad = []
     for name in named.keys() & filled.keys():
-        part: Any = filled[name]
-        local = part.to_local() if hasattr(part, "to_local") else part
+        tensor: Any = filled[name]
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         bad += [name] * bool(local.is_floating_point() and not torch.isfinite(local).all())
     frozen = [name for name, one in named.items() if not one.requires_grad and name in random]
     everyone = ranks.gather([bad, frozen])
