@@ -238,7 +238,7 @@ def test_one_training_through_layouts(
 DDP, FSDP, PP = KINDS["ddp"][0], KINDS["fsdp"][0], Layout("pipeline_gpt", 2, ("--pp", "2"), 1)
 NORM = "stage.norm if is_last else None"
 LOAD = "start.restore(found.path, args.init, model, optimizer)"
-FRESH = "from common import keymap; keymap.create_state(optimizer)"
+FRESH = "from common import keymap; from common.state import checkpoint; keymap.create_state(optimizer)"
 SWAPPED = f"""{FRESH}; checkpoint.load(
     found.path,
     {{name.translate(str.maketrans("01", "10")): t for name, t in keymap.tensors(model, optimizer).items()}},
