@@ -9,6 +9,7 @@ computes the parts it has.
 import contextlib
 import functools
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -228,9 +229,9 @@ def draws_of(part: int) -> Iterator[None]:
     """Let each part of a divided model draw random numbers of its own, such as dropout's masks.
 
     Ranks that share samples are seeded alike: what is drawn around the model is the same on all of them, before and
-    after. Each call draws other numbers.
+    after. Each call draws other numbers, by Python's generator, which needs no tensor: the planner has fake ones.
     """
-    bits = seed.mix_ints(int(torch.randint(2**62, ())), part)
+    bits = seed.mix_ints(random.getrandbits(62), part)
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         torch.default_generator.manual_seed(bits)
         if torch.cuda.is_available():

@@ -14,6 +14,7 @@ from common import ranks, seed
 from common.run import cli, process_group
 from common.train import data, guard, sampler
 from common.workloads import gpt
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.harness import module, runner
 from tests.recipes.test_any_size import CPU, Tokens, flags, layouts
@@ -87,6 +88,14 @@ def test_masks_of_split_models() -> None:
     assert len(found) == len(SPLIT)
     result = runner.spawn(check_all, [(found, False)] * 2)
     assert result.ok, str(result)
+
+
+def test_part_without_numbers() -> None:
+    """As the planner runs it: no tensor has a value that could be asked for."""
+    with FakeTensorMode():
+        model = gpt.GPT(gpt.Shape(vocab_size=8, num_layers=1, num_heads=2, width=8, mlp_width=8))
+        model.part = 1
+        assert model(torch.zeros(2, 4, dtype=torch.long)).shape == (2, 4, 8)
 
 
 @pytest.mark.parametrize("kind", SPLIT)
