@@ -230,6 +230,7 @@ def no_driver(count: int, gpu: str, memory_bytes: int, bf16: bool) -> list[tuple
         "is_bf16_supported": lambda *_, **__: bf16,
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda *_: None,
+        "manual_seed": lambda *_: None,
         "Stream": Event,
         "Event": Event,
         "current_stream": lambda *_: stream,
