@@ -174,8 +174,8 @@ def _facts(tokenizer: Path) -> dict[str, Any]:
     file = tokenizer.parent / "tokenizer_config.json"
     template = tokenizer.parent / "chat_template.jinja"
     try:
-        facts = manifest.read_json(file) if file.exists() else {}
-        return facts | ({"chat_template": manifest.read_bytes(template).decode()} if template.exists() else {})
+        facts = manifest.read_json(file) if os.path.lexists(file) else {}
+        return facts | ({"chat_template": manifest.read_bytes(template).decode()} if os.path.lexists(template) else {})
     except (OSError, ValueError, TypeError) as error:
         raise UserError(
             f"--tokenizer {tokenizer}: a file beside it cannot be read: {error}; correct or remove it"

@@ -5,6 +5,7 @@
 
 import argparse
 import contextlib
+import os
 import pathlib
 import re
 import tempfile
@@ -166,7 +167,7 @@ def _torchvision(name: str) -> Any:
 def names_in(init: str, folder: Path, model: nn.Module) -> dict[str, str]:
     """The model's names of the tensors of a Hugging Face folder, by theirs; {} for a folder with the model's own."""
     part: Any = next((part for part in model.modules() if callable(getattr(part, "names_in", None))), None)
-    if not (folder / "config.json").exists():
+    if not os.path.lexists(folder / "config.json"):  # a link to nowhere is there, and cannot be read
         return {}
     try:
         config = manifest.read_json(folder / "config.json")
