@@ -191,8 +191,9 @@ class Records:
                     size = end
                 elif not record:
                     ranks.print0(f"warning: line {number} of {file} is damaged, and is left out of the curves")
-            self._lines = output.append_to(file)
-            self._lines.truncate(size)
+            lines = output.append_to(file)
+            lines.truncate(size)  # fails over a quota: then the next call tries again
+            self._lines = lines
         return self._lines
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
