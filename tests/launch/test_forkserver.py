@@ -123,7 +123,8 @@ def test_same_as_an_ordinary_start(ignored: signal.Signals | None, tmp_path: Pat
     assert [one["forked"] for one in found["ordinary"].values()] == [False, False]
     for name, one in found["launch"].items():
         facts, expected = one["facts"], found["ordinary"][name]["facts"]
-        for changes in ("GPUS_ON_NODE", "FACTS", "LAUNCHED_AS", "TORCHINDUCTOR_CACHE_DIR", "PS1"):  # by the test
+        # By the test, and by the launcher.
+        for changes in ("GPUS_ON_NODE", "FACTS", "LAUNCHED_AS", "TORCHINDUCTOR_CACHE_DIR", "PYTHONBREAKPOINT", "PS1"):
             facts["environ"].pop(changes, None)
             expected["environ"].pop(changes, None)
         assert {key: (facts[key], expected[key]) for key in facts if facts[key] != expected[key]} == {}
