@@ -211,7 +211,8 @@ def choose(name: str, found: Mapping[str, Split]) -> tuple[Split, Split | None]:
     source = parse(name)
     missing = [split for split in ("train", source.validates) if split and split not in found]
     if missing:
-        raise UserError(f"--data {source.without_split} has no split named {missing[0]}, only {', '.join(sorted(found))}")
+        there = ", ".join(sorted(found))
+        raise UserError(f"--data {source.without_split} has no split named {missing[0]}, only {there}")
     if source.validates:
         return found["train"], found[source.validates]
     keys = [key for key in ("validation", "val", "test") if key in found]
