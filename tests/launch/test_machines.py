@@ -64,20 +64,22 @@ def train(recipe: str, folder: str, argv: Sequence[str], mutant: str = "") -> No
     flops.count_sample = lambda *_: flops.Sample()  # measuring takes longer than the training
     if mutant:
         inject.MUTANTS[mutant]()
-    requests, after = sampler.training_requests, stop.Stop.after
-    is_silent = peers.Peers.next_is_silent
+    after, is_silent = stop.Stop.after, peers.Peers.next_is_silent
     group = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"  # each start of the ranks has another
 
     def note(**what: Any) -> None:
         with Path(folder, "notes.jsonl").open("a") as file:
             file.write(json.dumps({"rank": int(os.environ["RANK"]), "group": group, "time": time.time()} | what) + "\n")
 
-    def noted_requests(plan: sampler.Plan, *args: Any) -> Iterator[sampler.Request]:
+    def noted_requests(plan: sampler.Plan, dp_rank: int) -> Iterator[sampler.Request]:
         step = plan.first_step + 1
-        for request in requests(plan, *args):
+        for request in sampler.training_requests(plan, dp_rank):
             note(event="read", step=step, indices=request.indices.tolist())
             yield request
             step += request.last
+
+    def noted_training(train: Any, plan: sampler.Plan, dp_rank: int, *args: Any) -> data.Loader:
+        return data.Loader(train, noted_requests(plan, dp_rank), *args)
 
     def held_after(self: stop.Stop, step: int) -> bool:
         note(event="done", step=step, size=int(os.environ["WORLD_SIZE"]), pid=os.getpid())
@@ -92,7 +94,7 @@ def train(recipe: str, folder: str, argv: Sequence[str], mutant: str = "") -> No
             note(event="silent")
         return found
 
-    sampler.training_requests, stop.Stop.after = noted_requests, held_after
+    data.training, stop.Stop.after = noted_training, held_after
     peers.Peers.next_is_silent = noted_silent  # type: ignore[method-assign]
     sys.argv = [recipe, *argv]
     runpy.run_path(recipe, run_name="__main__")
