@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,12 +66,10 @@ def explain_out_of_memory(error: BaseException | None, frees: list[str], owners:
         error = error.__cause__
     if error is None:
         return
-    left = holds = ""
+    holds = ""
     others = "more devices, in a recipe that gives each a part of the model (README.md, Which recipe?)"
     advice = [*frees, others]
     with contextlib.suppress(Exception):  # an odd tensor of a user's own must not hide the error
-        if not isinstance(error, torch.OutOfMemoryError):  # whose message says what was asked for, and what is left
-            left = f" ({_asked_and_free(str(error))})"
         if owners:
             held = _held(*(owner() for owner in owners))
             holds = f" It holds, in GiB: {', '.join(f'{kind} {size / 2**30:.2f}' for kind, size in held.items())}."
@@ -80,17 +77,8 @@ def explain_out_of_memory(error: BaseException | None, frees: list[str], owners:
             if sum(states) > rest:  # the flags free activations alone
                 advice = [others, *frees]
     error.add_note(
-        f"rank {ranks.rank()} is out of memory{left}.{holds} It takes less with, in this order: {'; '.join(advice)}"
+        f"rank {ranks.rank()} is out of memory.{holds} It takes less with, in this order: {'; '.join(advice)}"
     )
-
-
-def _asked_and_free(message: str) -> str:
-    """What a CPU was asked for, if the error's message has it, and what its machine has left."""
-    known = dict(re.findall(r"^(\w+): +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE))
-    free, total = (int(known[name]) / 2**20 for name in ("MemAvailable", "MemTotal"))
-    asked = re.search(r"tried to allocate (\d+) bytes", message)
-    wanted = f"{int(asked[1]) / 2**30:,.2f} GiB were asked for; " if asked else ""
-    return f"{wanted}{free:.1f} of {total:.1f} GiB of this machine's memory are free"
 
 
 def _held(model: Any, optimizer: Any) -> dict[str, int]:

@@ -8,7 +8,7 @@ import collections
 import copy
 import re
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ WRAPPERS = re.compile(r"^((module|_orig_mod)\.)*(stages\.\d+\.)?|(_orig_mod|_che
 OPTIMIZER = "optimizer."
 # What a strategy keeps beside, of use to the same strategy on as many ranks only: others begin without it.
 STRATEGY = "strategy."
-# Beside the weights: the second is the state of the environments that generate training data, the third an adopter's
-# own, such as the running average of the weights.
-NO_WEIGHTS = (OPTIMIZER, "rollout.", "extra.", STRATEGY)
+AVERAGE = "average."  # of the weights over many steps
+# Beside the weights: the third is the state of the environments that generate training data, the fourth an adopter's
+# own.
+NO_WEIGHTS = (OPTIMIZER, AVERAGE, "rollout.", "extra.", STRATEGY)
 Tensors = Mapping[str, torch.Tensor]
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _counters_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[str]] = weakref.WeakKeyDictionary()
@@ -88,7 +89,8 @@ def to_save(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[s
 
     A strategy whose ranks hold different numbers under one name has an object `model.strategy` with two methods:
     `to_checkpoint(tensors)` returns what stands for them under the plain names, and the rest under STRATEGY;
-    `from_checkpoint(tensors)` is called once a load has filled the latter.
+    `from_checkpoint(tensors)` is called once a load has filled the latter. For --ema it has two more: `end_step()` ends
+    what a step does to the weights, and `agree(tensors)` gives all ranks their mean.
     """
     found = tensors(model, optimizer)
     return model.strategy.to_checkpoint(found) if has_strategy(model) else found  # type: ignore[operator, union-attr]
@@ -117,9 +119,15 @@ def _state(
                     "its own part of the parameter: use an optimizer that works on DTensors"
                 )
             yield full, state, key, tensor
-    for i, group in enumerate(optimizer.param_groups):
-        for key in sorted(_counters(optimizer)):
+    groups = [(part, group) for part in parts_of(optimizer) for group in part.param_groups]
+    for i, (part, group) in enumerate(groups):
+        for key in sorted(_counters(part)):
             yield f"{OPTIMIZER}groups.{i}.{key}", group, key, torch.tensor(group[key], dtype=NUMBERS[type(group[key])])
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """The optimizers that it stands for, as `several.Several` does; else itself."""
+    return getattr(optimizer, "optimizers", (optimizer,))
 
 
 def _as_tensor(optimizer: torch.optim.Optimizer, name: str, value: Any) -> torch.Tensor:

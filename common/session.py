@@ -24,7 +24,7 @@ from common.measure import pace, profile, verdict  # measure
 from common.protect import health, watch  # protect
 from common.run import cli, log, process_group, run_dir, stop
 from common.run.process import Process, Rewind, World
-from common.state import best, doubts, saver, start, state_check
+from common.state import average, best, doubts, saver, start, state_check
 from common.train import flops, guard, metrics, sampler, sync_batchnorm
 from common.workloads import rates
 
@@ -61,6 +61,7 @@ class TrainArgs(RunArgs):
 
     # every training
     init: str = ""  # start from weights that fit: a checkpoint, folder, .safetensors, .pth, torchvision:NAME
+    ema: bounds.Fraction = 0.0  # evaluate and save an average of the weights with this decay, such as 0.999; 0 for none
     keep_best: str = ""  # also keep the checkpoint that is best in this metric, such as loss; "" for none
     patience: bounds.NonNegativeInt = 0  # stop after so many evaluations without a better keep_best (or loss); 0: never
     inexact: bool = False  # accept random numbers that a resumed run cannot repeat
@@ -137,14 +138,13 @@ class Session:
         self._done = plan.first_step
         self._stops = False
         self._no_better = ""  # why --patience ends the run
-        self._name = f"rank {world.rank} on {world.host}"
         self._doubts = world.process.doubts = world.process.doubts or doubts.Doubts(args.on_bad_state)
         self._best = best.Best(vars(args), found.run_dir, plan.first_step)
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
         steps = plan.first_step, self._last_step
         self._profile = profile.Profile(args, *steps, world, found.run_dir)  # measure
-        self._pace = pace.Pace(world.device)  # measure
+        self._pace = pace.Pace(world.device, f"rank {world.rank} on {world.host}")  # measure
         run_dir.claim(found.run_dir, world.process)
         start.check_newest(found)
         self._stop = stop.Stop(world, args.deadline, *steps)
@@ -156,8 +156,8 @@ class Session:
             rates.name_unheld(model, optimizer)
             # Before the optimizer has a state, for which memory may be missing.
             world.process.owners = weakref.ref(model), weakref.ref(optimizer)
-            saved_scale = found.progress.get("loss_scale")
-            self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips, dtype, saved_scale)
+            self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips, dtype, found.progress)
+        self._average = average.Average(model, vars(args).get("ema", 0.0), found.path)
         self._check = state_check.StateCheck(model, compare=args.check_every > 0)
         self._saver = saver.Saver(found, mesh, self._check, world.process, args.keep, args.async_save)
         self._log = log.Run(found.run_dir, args, world, plan, dtype, sample or flops.Sample(), computes_on)
@@ -189,6 +189,7 @@ class Session:
             self._done = step
             if self._optimizer:
                 self.finite.restore_if_skipped(step)
+            self._average.update()
             self._stops = self._stop.after(step) or step == self._last_step
         return self._stops
 
@@ -197,8 +198,12 @@ class Session:
         return step % self._args.log_every == 0 or self._is_last(step)
 
     def evaluates(self, step: int) -> bool:
-        """Whether an evaluation is due after `step`; a request to stop does not cause one."""
+        """Whether an evaluation is due after `step`; a request to stop does not cause one.
+
+        If so, and with --ema, the model has the average of its weights until `log_validation`.
+        """
         due = self._evaluation_is_due(step)
+        self._average.swap(due)
         with record_function(marks.EVALUATES if due else marks.BESIDE):
             pass
         self._watch.note("evaluation" if due else "")  # of a failure or hang from here on  # protect
@@ -254,6 +259,7 @@ class Session:
         Raises:
             UserError: --keep-best names none of the metrics.
         """
+        self._average.swap(False)
         means = metrics_of(metrics.means(sums))
         with record_function(marks.EVALUATED):
             self._log.log_validation(step, means)
@@ -273,7 +279,7 @@ class Session:
         Args:
             step: the step that has just been done.
             more: this rank's other tensors to save, by canonical name. An adopter's own begin with "extra.", such as
-                "extra.average.conv1.weight"; give them to `start.restore` as well.
+                "extra.queue"; give them to `start.restore` as well.
 
         Raises:
             UserError: a name of `more` has none of the prefixes that `keymap.NO_WEIGHTS` lists, so nothing could load
@@ -287,10 +293,10 @@ class Session:
         began = time.perf_counter()
         with self._rewinds(), record_function(marks.BESIDE):
             self._report_skips()  # first: a checkpoint must not hide what has led to it
-            tensors = keymap.to_save(self._model, self._optimizer) | (more or {})
+            tensors = keymap.to_save(self._model, self._optimizer) | self._average.to_save() | (more or {})
             scale = self.finite.scale_state() if self._optimizer else []
             self._saver.save(step, tensors, self._plan.position(step), self._is_last(step), self._best.step, scale)
-            self._pace.compare(self._name)  # measure
+            self._pace.compare()  # measure
         self._saved_s += time.perf_counter() - began
         self._doubts.confirm(step, self._is_last(step))
 

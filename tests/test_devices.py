@@ -133,13 +133,7 @@ def test_cpu_without_memory() -> None:
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**50)
     said = explained(raised.value)
-    found = re.fullmatch(
-        r"rank 0 is out of memory \(4,194,304\.00 GiB were asked for; ([\d.]+) of ([\d.]+) GiB of this machine's "
-        r"memory are free\)\. It takes less .*",
-        said,
-    )
-    assert found, said
-    assert 0 < float(found[1]) <= float(found[2])
+    assert said.startswith("rank 0 is out of memory. It takes less with, in this order: more devices, in a recipe")
     assert "tried to allocate 4503599627370496 bytes" in str(raised.value)
     assert explained(RuntimeError("shapes differ")) == ""
 
@@ -189,7 +183,7 @@ def test_what_holds_the_memory() -> None:
 def test_explanation_never_raises() -> None:
     """A model without its methods stands for any odd one: the advice stays, and so does the error."""
     said = explained(MemoryError(), owners=(lambda: None, lambda: None))
-    assert said.startswith("rank 0 is out of memory (")
+    assert said.startswith("rank 0 is out of memory. It takes less")
     assert "It holds" not in said
     assert said.endswith("README.md, Which recipe?)")
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from common import UserError, keymap
+from common.workloads import several
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn.parallel import DistributedDataParallel
@@ -311,21 +312,6 @@ def test_state_of_the_first_step_is_refused_before_it() -> None:
         keymap.optimizer_tensors(model, History(model.parameters(), lr=0.1))
 
 
-class Both(torch.optim.Optimizer):
-    """One optimizer for sparse gradients and one for the others, as a script that has two is ported."""
-
-    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self.parts = parts
-        self.param_groups = [group for part in parts for group in part.param_groups]
-        for part in parts:
-            part.state = self.state
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for part in self.parts:
-            part.step()
-
-
 @pytest.mark.parametrize("both", [False, True], ids=["SparseAdam", "beside Adam"])
 def test_sparse_gradients(both: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """The state for a load to fill is made of gradients as the parameter has them."""
@@ -337,7 +323,7 @@ def test_sparse_gradients(both: bool, capsys: pytest.CaptureFixture[str]) -> Non
         if not both:
             model[1].requires_grad_(False)
             return model, sparse
-        return model, Both([sparse, torch.optim.Adam(model[1].parameters(), lr=0.1)])
+        return model, several.Several(sparse, torch.optim.Adam(model[1].parameters(), lr=0.1))
 
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
         for i in range(number):
@@ -348,8 +334,7 @@ def test_sparse_gradients(both: bool, capsys: pytest.CaptureFixture[str]) -> Non
     first, before = make()
     second, after = make()
     keymap.optimizer_tensors(first, before)
-    if not both:
-        assert capsys.readouterr().out == "", "it can be tried out"
+    assert capsys.readouterr().out == "", "it can be tried out"
     steps(first, before, 2)
     saved = {name: one.clone() for name, one in keymap.tensors(first, before).items()}
     keymap.create_state(after, keymap.sparse_parameters(second))

@@ -75,6 +75,7 @@ def meet() -> None:
     world = process_group.start()
     assert isinstance(world.store._store, dist.TCPStore)
     world.store.set(f"from/{world.rank}", json.dumps(world.rank))
+    assert world.store.check([f"from/{world.rank}"]), "the store answers: it has come, which `set` does not wait for"
     dist.barrier()
     assert json.loads(world.store.peek(f"from/{1 - world.rank}")) == 1 - world.rank
     stranger = world.store._store.clone()
@@ -83,6 +84,7 @@ def meet() -> None:
     if world.rank == 0:
         stranger.set("from/1", b"1")
         stranger.set("from/0", seal.close(seal.derive("", ""), "from/0", "0"))
+        assert stranger.get("from/0") != b"0"
     dist.barrier()
     assert world.store.clone().peek("from/0") == world.store.peek("from/1") == ""
     assert len({*ranks.gather(world.store._key.hex())}) == 1

@@ -4,13 +4,10 @@ A rank that waits for others sleeps. One that computes, or would if its processo
 equally long for a step, and the slow one alone works all the time.
 """
 
-import contextlib
-import os
 import statistics
-import threading
 import time
-import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -29,21 +26,20 @@ class Pace:
         slow: at the last comparison, what of the training the other ranks waited for one, and its name.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, name: str) -> None:
         """Begin with nothing (the thread that trains).
 
         Args:
             device: what computes. The work of a GPU is no thread's, and not counted.
+            name: of this rank.
         """
         self.worked_s = self.took_s = 0.0
         self.slow = (0.0, "")
         self._began = (0.0, 0.0)
+        self._name = name
         self._on_cpu = device.type == "cpu"
-        # On Linux; elsewhere, where others take its processor, it seems to wait. It stays open: opening takes longest.
-        self._file: int | None = None
-        with contextlib.suppress(OSError):
-            self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
-            weakref.finalize(self, os.close, self._file)
+        # On Linux; elsewhere, where others take its processor, it seems to wait.
+        self._schedstat = Path("/proc/thread-self/schedstat")
 
     def begin(self) -> None:
         """Work begins."""
@@ -55,9 +51,9 @@ class Pace:
         self.worked_s += self._worked_s() - worked_s
         self.took_s += time.perf_counter() - at
 
-    def compare(self, name: str) -> None:
-        """Report a rank that has worked longer than the others (all ranks); `name` is this one's."""
-        everyone = ranks.gather([self.worked_s, self.took_s, name])
+    def compare(self) -> None:
+        """Report a rank that has worked longer than the others (all ranks)."""
+        everyone = ranks.gather([self.worked_s, self.took_s, self._name])
         rank, share = slow_rank([(worked_s, took_s) for worked_s, took_s, _ in everyone])
         slow = everyone[rank][2] if share else ""
         if slow and slow != self.slow[1]:
@@ -68,7 +64,7 @@ class Pace:
         """Seconds of this thread on a processor, and ready to run without one (proc(5), schedstat's second number)."""
         if not self._on_cpu:
             return 0.0
-        delay_ns = 0 if self._file is None else int(os.pread(self._file, 64, 0).split()[1])
+        delay_ns = int(self._schedstat.read_text().split()[1]) if self._schedstat.exists() else 0
         return time.thread_time() + delay_ns / 1e9
 
 

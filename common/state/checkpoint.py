@@ -151,10 +151,10 @@ def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     import torch.distributed.checkpoint as dcp
 
     saved = tensors_in(path)
-    weights = {name: tensor for name, tensor in tensors.items() if not name.startswith(keymap.NO_WEIGHTS)}
-    if len(weights) < len(tensors) and not any(name.startswith(keymap.OPTIMIZER) for name in saved):
+    lacking = tuple(kind for kind in keymap.NO_WEIGHTS if not any(name.startswith(kind) for name in saved))
+    if keymap.OPTIMIZER in lacking and any(name.startswith(keymap.OPTIMIZER) for name in tensors):
         ranks.print0(f"{path} has weights but no optimizer state: the optimizer starts fresh")
-        tensors = weights
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(lacking)}
     asked = {name: one for name, one in saved.items() if name in tensors}
     _refuse_differences(path, "this model or optimizer", tensors, asked)
     try:

@@ -1,7 +1,7 @@
 """What a checkpoint must not keep: numbers that are not finite, and replicas that differ."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ STATE = (keymap.OPTIMIZER, keymap.STRATEGY)
 class StateCheck:
     """Finds what a checkpoint must not keep: numbers that are not finite, and replicas that differ.
 
-    Parameters, their optimizer state and the statistics of SyncBatchNorm over all ranks are the same on all ranks that
-    hold the same part of them. The statistics of BatchNorm are each rank's own, and have to be finite. Other buffers
-    and frozen parameters may hold infinities on purpose, as a mask does.
+    Parameters, their optimizer state, their averages, and the statistics of SyncBatchNorm over all ranks are the same
+    on all ranks that hold the same part of them. The statistics of BatchNorm are each rank's own, and have to be
+    finite. Other buffers and frozen parameters may hold infinities on purpose, as a mask does.
 
     Attributes:
         kinds: what is checked, for the manifest.
@@ -37,24 +37,21 @@ class StateCheck:
         named = {keymap.canonical(name): parameter for name, parameter in model.named_parameters()}
         self._shared = {*named}
         self._finite = {name for name, parameter in named.items() if parameter.requires_grad}
-        for name, module in model.named_modules():
-            if isinstance(module, (*sync_batchnorm.BATCH_NORMS, nn.SyncBatchNorm)):
-                statistics = {keymap.canonical(f"{name}.{key}") for key, _ in module.named_buffers(recurse=False)}
-                self._finite |= statistics
-                if sync_batchnorm.is_over_all_ranks(module):
-                    self._shared |= statistics
+        statistics = sync_batchnorm.statistics(model)
+        self._finite |= statistics.keys()
+        self._shared |= {name for name, module in statistics.items() if sync_batchnorm.is_over_all_ranks(module)}
         self.kinds = ["finite", "replicas"] if compare else ["finite"]
 
     def summarize(self, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
         """This rank's part: what `judge` needs of its tensors, by canonical name; JSON values."""
         dense = {name: tensor.detach() for name, tensor in tensors.items() if tensor.layout == torch.strided}
-        finite = {name: one for name, one in dense.items() if name in self._finite or name.startswith(STATE)}
+        finite = {name: one for name, one in dense.items() if _is_of(name, self._finite)}
         shared = {name: one for name, one in dense.items() if self.is_shared(name)}
         return [_not_finite(finite), replicas.hashes_of(shared)]
 
     def is_shared(self, name: str) -> bool:
         """Whether all ranks that hold the same part of a tensor hold the same bits; what is not compared may differ."""
-        return "replicas" in self.kinds and (name in self._shared or name.startswith(STATE))
+        return "replicas" in self.kinds and _is_of(name, self._shared)
 
     def compare(self, tensors: Mapping[str, torch.Tensor], step: int) -> None:
         """Compare these tensors over all ranks, which gather names only where there is something to name (all ranks).
@@ -116,6 +113,11 @@ def check_own(tensors: Mapping[str, torch.Tensor]) -> None:
                 f"checkpoint has one tensor of a name: gather it first, or let each rank call it by its own number, as "
                 f"in f'{name}.{{world.rank}}'"
             )
+
+
+def _is_of(name: str, names: Collection[str]) -> bool:
+    """Whether a tensor of a checkpoint is one of these of the model, or an average of one, or a strategy's state."""
+    return name.removeprefix(keymap.AVERAGE) in names or name.startswith(STATE)
 
 
 def _not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from common import keymap
+
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -101,6 +103,16 @@ def min_samples(model: nn.Module) -> int:
 def is_synchronized(module: nn.Module) -> bool:
     """Whether a module is a BatchNorm over several ranks."""
     return isinstance(module, SyncBatchNorm | nn.SyncBatchNorm)
+
+
+def statistics(model: nn.Module) -> dict[str, nn.Module]:
+    """The buffers of every BatchNorm and SyncBatchNorm by canonical name, each with its module."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (*BATCH_NORMS, nn.SyncBatchNorm)):
+            buffers = module.named_buffers(recurse=False)
+            found |= {keymap.canonical(f"{name}.{key}"): module for key, _ in buffers}
+    return found
 
 
 def is_over_all_ranks(module: Any) -> bool:

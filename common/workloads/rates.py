@@ -107,9 +107,9 @@ def name_unheld(model: nn.Module, optimizer: Optimizer) -> None:
     Raises:
         UserError: the optimizer's first step would make a state that no checkpoint can hold.
     """
-    if isinstance(optimizer, LBFGS):
+    if any(isinstance(one, LBFGS) for one in keymap.parts_of(optimizer)):
         raise UserError(
-            f"{type(optimizer).__name__} keeps lists of the directions of its last steps, which no checkpoint holds: "
+            "LBFGS keeps lists of the directions of its last steps, which no checkpoint holds: "
             "use an optimizer whose state is tensors and numbers"
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -229,10 +229,7 @@ class Outer:
         """Mean weights of all replicas, in copies (all ranks); only between outer steps they have to be sent."""
         found = {name: one.clone() for name, one in self.weights.items()}
         if not self.are_equal():
-            flat = torch.cat([one.flatten() for one in found.values()])
-            dist.all_reduce(flat, group=self.mesh.get_group())
-            for one, mean in zip(found.values(), split(flat / self.mesh.size(), [*found.values()]), strict=True):
-                one.copy_(mean)
+            self.agree(found)
         return found
 
     @contextlib.contextmanager
@@ -243,6 +240,13 @@ class Outer:
         self.fill(self.mean_weights())
         yield
         self.fill(own)
+
+    def agree(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Give each replica the mean of all replicas' tensors, such as their averages over the steps (all ranks)."""
+        flat = torch.cat([one.flatten() for one in tensors.values()])
+        dist.all_reduce(flat, group=self.mesh.get_group())
+        for one, mean in zip(tensors.values(), split(flat / self.mesh.size(), [*tensors.values()]), strict=True):
+            one.copy_(mean)
 
     def fill(self, weights: dict[str, torch.Tensor]) -> None:
         """Copy these into the model."""

@@ -21,6 +21,7 @@ from tools.prove import flags as prove
 
 from tests.faults import table
 from tests.harness import pages, runner
+from tests.recipes import test_porting
 
 ROOT = runner.ROOT
 DOCS = sorted(ROOT.glob("docs/**/*.md"))
@@ -70,6 +71,20 @@ def test_each_row_of_the_security_page_names_its_tests() -> None:
         named = re.findall(r"`(tests/\S+)::(\w+)`", row.rsplit("|", 2)[1])
         assert named, row
         assert all(f"\ndef {test}(" in (ROOT / file).read_text() for file, test in named), row
+
+
+def test_each_row_of_the_porting_page_names_its_tests() -> None:
+    page = (ROOT / "docs" / "porting.md").read_text()
+    rows = [line for line in page.partition("## Where it goes")[2].splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not row.startswith("| in the script")]
+    assert len(rows) >= 40
+    for row in rows:
+        named = re.findall(r"`(\S+)::(\w+)`(?: \(([\w, ]+)\))?", row.rsplit("|", 2)[1])
+        assert named, row
+        for file, test, examples in named:
+            assert f"\ndef {test}(" in (ROOT / file).read_text(), row
+            ported = {name for name, _ in test_porting.PORTS}
+            assert {one for one in examples.split(", ") if one} <= ported, row
 
 
 def test_missing_part() -> None:

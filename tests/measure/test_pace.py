@@ -26,7 +26,7 @@ def share_of_work(folder: str) -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     Path(folder, os.environ["RANK"]).touch()
     runner.wait_for(lambda: len(os.listdir(folder)) == 2)
-    one = pace.Pace(CPU)
+    one = pace.Pace(CPU, "this rank")
     began = time.thread_time()
     one.begin()
     spin(1.0)
@@ -52,7 +52,7 @@ def test_waiting_for_a_thread_is_no_work() -> None:
             sum(range(1000))
         other.append(time.thread_time())
 
-    one, thread = pace.Pace(CPU), threading.Thread(target=work)
+    one, thread = pace.Pace(CPU, "this rank"), threading.Thread(target=work)
     one.begin()
     thread.start()
     thread.join()
@@ -62,7 +62,7 @@ def test_waiting_for_a_thread_is_no_work() -> None:
 
 
 def test_a_gpu_is_not_looked_at() -> None:
-    one = pace.Pace(torch.device("cuda"))
+    one = pace.Pace(torch.device("cuda"), "this rank")
     one.begin()
     spin(0.01)
     one.end()

@@ -10,6 +10,7 @@ def of(module: str, name: str, old: str, new: str, *tests: str) -> Fault:
     return Fault(f"{module}: {name}", f"common/{module}.py", old, new, named)
 
 
+AVERAGE = "tests/recipes/test_average.py"
 GUARD = "tests/train/test_guard.py"
 
 FAULTS = (
@@ -359,6 +360,42 @@ FAULTS = (
         "test_equals_batchnorm_over_the_whole_batch[[5, 2]]",
     ),
     # --- state ---
+    of(
+        "state/average",
+        "the decay is the share of the new weights",
+        "swa_utils.get_ema_multi_avg_fn(decay)",
+        "swa_utils.get_ema_multi_avg_fn(1 - decay)",
+        f"{AVERAGE}::test_only_what_is_trained",
+        f"{AVERAGE}::test_begins_and_ends_with_a_line",
+    ),
+    of(
+        "state/average",
+        "the random weights before the first step count",
+        "self._begins = path is None",
+        "self._begins = False",
+        f"{AVERAGE}::test_as_a_plain_loop_over_a_stop[ddp_resnet]",
+    ),
+    of(
+        "state/average",
+        "a resumed run begins a new average",
+        "            checkpoint.load(path, {name: one for name, one in self.tensors.items() if name in saved})\n",
+        "            pass\n",
+        f"{AVERAGE}::test_as_a_plain_loop_over_a_stop[ddp_resnet]",
+    ),
+    of(
+        "state/average",
+        "FSDP keeps the averages that an evaluation has gathered",
+        "        self._model.state_dict()  # asked for it, FSDP splits again what an evaluation has left whole\n",
+        "",
+        f"{AVERAGE}::test_as_a_plain_loop_over_a_stop[fsdp_gpt]",
+    ),
+    of(
+        "state/average",
+        "an evaluation uses the weights of the last step",
+        "            weight.copy_(average)\n",
+        "",
+        f"{AVERAGE}::test_evaluated_and_exported[ddp_resnet]",
+    ),
     of(
         "state/best",
         "--patience waits for one evaluation more",

@@ -501,7 +501,7 @@ def test_rank_without_memory_fails_all_at_once(tmp_path: Path) -> None:
     result = runner.spawn(run_out_of_memory, [(str(tmp_path / "run"), str(file)) for file in told])
     assert result.ok, str(result)
     for file in told:
-        wanted = r"rank 1 on \S+: MemoryError: rank 1 is out of memory .* \([\d,.]+ MB"
+        wanted = r"rank 1 on \S+: MemoryError: rank 1 is out of memory\. .* \([\d,.]+ MB"
         assert re.search(wanted, file.read_text()), file.read_text()
 
 
@@ -513,7 +513,7 @@ def test_failure_without_a_word_is_told_by_its_name(
 
     monkeypatch.setattr(dcp, "save", fail)
     make_saver(tmp_path).save(1, make_state(1), 10, last=False)
-    wanted = r"warning: no checkpoint of step 1: rank 0 on \S+: MemoryError: rank 0 is out of memory .* \("
+    wanted = r"warning: no checkpoint of step 1: rank 0 on \S+: MemoryError: rank 0 is out of memory\. .* \("
     assert re.search(wanted, capsys.readouterr().out)
 
 

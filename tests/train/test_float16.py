@@ -50,7 +50,7 @@ def test_like_float32_and_resumes_exactly(recipe: str, small_text: Path, tmp_pat
 
 
 def make_guard(model: nn.Module, dtype: torch.dtype, saved_scale: list[float] | None = None) -> guard.FiniteGuard:
-    return guard.FiniteGuard(model, OPTIMIZERS["SGD"](model), make_plan(), 1, dtype, saved_scale)
+    return guard.FiniteGuard(model, OPTIMIZERS["SGD"](model), make_plan(), 1, dtype, {"loss_scale": saved_scale})
 
 
 def gradient(saved_scale: list[float] | None) -> torch.Tensor:

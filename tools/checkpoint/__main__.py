@@ -20,16 +20,17 @@ def verify(path: Source) -> None:
     files.verify(path)
 
 
-def export(path: Source, out: Path) -> None:
+def export(path: Source, out: Path, ema: bool = False) -> None:
     """Write the model's weights as one safetensors file, whatever strategy and number of ranks saved them.
 
     Args:
         path: a checkpoint, or a run's folder for its newest undamaged checkpoint.
         out: the file to write; it must not exist yet.
+        ema: write the average of the weights that a training with --ema keeps.
     """
     from tools.checkpoint import files
 
-    files.export(path, out)
+    files.export(path, out, ema)
 
 
 def import_(path: Source, out: Path) -> None:

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -41,10 +41,10 @@ def verify(path: Path) -> None:
     sys.exit(any(faults.values()))
 
 
-def export(path: Path, out: Path) -> None:
-    """Write the model's weights as one safetensors file."""
+def export(path: Path, out: Path, ema: bool) -> None:
+    """Write the model's weights, or their average, as one safetensors file."""
     with beside(out) as partial:
-        folder, step, tensors = weights(path)
+        folder, step, tensors = weights(path, ema)
         write(tensors, partial, step)
     print(f"{out}: {len(tensors)} tensors of step {step} of {folder}")
 
@@ -75,16 +75,26 @@ def beside(out: Path) -> Iterator[Path]:
         raise
 
 
-def weights(path: Path) -> tuple[Path, int, Tensors]:
-    """The checkpoint at `path`, its step, and the model's tensors in it."""
+def weights(path: Path, ema: bool) -> tuple[Path, int, Tensors]:
+    """The checkpoint at `path`, its step, and the model's tensors in it, or their averages."""
     folder, facts = checkpoint.choose(path)
-    tensors = {
-        name: torch.empty_like(entry, device="cpu")
-        for name, entry in checkpoint.tensors_in(folder).items()
-        if not name.startswith(keymap.NO_WEIGHTS)
-    }
+    saved = {name: one for name, one in checkpoint.tensors_in(folder).items() if not name.startswith(keymap.NO_WEIGHTS)}
+    named = averages_in(folder, saved) if ema else {name: name for name in saved}
+    tensors = {named[name]: torch.empty_like(one, device="cpu") for name, one in saved.items()}
     dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
-    return folder, facts["step"], tensors
+    return folder, facts["step"], {name: tensors[named[name]] for name in saved}
+
+
+def averages_in(path: Path, names: Iterable[str]) -> dict[str, str]:
+    """By these names of weights, those of their averages in a checkpoint; a frozen weight, which has none, is its own.
+
+    Raises:
+        UserError: the checkpoint has no averages, which only a training with --ema keeps.
+    """
+    saved = checkpoint.tensors_in(path)
+    if not any(name.startswith(keymap.AVERAGE) for name in saved):
+        raise UserError(f"--ema: {path} has no average of the weights, which only a training with --ema keeps")
+    return {name: keymap.AVERAGE + name if keymap.AVERAGE + name in saved else name for name in names}
 
 
 def read(*paths: Path) -> Tensors:

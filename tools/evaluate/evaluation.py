@@ -17,7 +17,7 @@ from common.state import checkpoint
 from common.train import data, initial, metrics, sampler
 from common.workloads import splits
 from tools import about
-from tools.checkpoint.files import beside
+from tools.checkpoint.files import averages_in, beside
 from tools.evaluate.flags import Args
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -172,7 +172,11 @@ def run(args: Args, rows: Rows | None) -> None:
     checkpoint.check_fits(folder, model)
     dtype = precision.compute_dtype(flags.dtype, world.device)
     model = initial.materialize(model, flags.seed, world.device, precision.param_dtype(dtype))
-    checkpoint.load(folder, keymap.model_tensors(model))
+    tensors = keymap.model_tensors(model)
+    named = averages_in(folder, tensors) if args.ema else {name: name for name in tensors}
+    checkpoint.load(folder, {named[name]: one for name, one in tensors.items()})
+    if getattr(flags, "ema", 0) and not args.ema:
+        ranks.print0("note: the run evaluated the average of its weights, which --ema evaluates here")
     # As many samples a forward pass as a rank of the training had, in one micro-batch, at most.
     size = flags.micro_batch_size or sampler.ceil_div(flags.global_batch_size, world_size)
     division = sampler.divide_batch(flags.global_batch_size, size if rows is None else 1, 1)
@@ -185,7 +189,7 @@ def run(args: Args, rows: Rows | None) -> None:
     found = held_out.metrics(metrics.means(evaluate(recipe, flags, model, batches, rows)))
     for metric, value in found.items():
         print(f"{'test' if args.split == 'test' else 'val'}/{metric} {value:.12g}")
-    if args.split == "validation" and not args.data:
+    if args.split == "validation" and not args.data and args.ema == bool(getattr(flags, "ema", 0)):
         compare(found, run_dir.records(args.run), progress["step"], world_size)
     process_group.finish(world.process)
 
@@ -198,8 +202,8 @@ def compare(found: Mapping[str, float], records: list[dict[str, float]], step: i
         if not math.isclose(value, ran, rel_tol=CLOSE, abs_tol=CLOSE):
             ranks.print0(
                 f"note: the run's own val/{metric} at step {step} was {ran:.12g}: it evaluated on {world_size} "
-                f"rank{'s' * (world_size > 1)}. A loss over pairs of a batch, a running average of the weights that "
-                "the run evaluates, random numbers, or changed code or data give another value here"
+                f"rank{'s' * (world_size > 1)}. A loss over pairs of a batch, random numbers, or changed code or "
+                "data give another value here"
             )
 
 

@@ -13,6 +13,7 @@ class Args:
 
     run: tyro.conf.Positional[Path]  # the run's folder
     checkpoint: str = ""  # a step, or "best" for the one that --keep-best has kept; "" for the newest undamaged one
+    ema: bool = False  # evaluate the average of the weights that a training with --ema keeps
     data: str = ""  # another data set, as for the recipe's --data; "" for the run's own
     split: Literal["validation", "test"] = "validation"  # which split of the data set to evaluate
     recipe: str = ""  # the train.py to take section 2 from; "" for recipes/<the run's recipe>/train.py

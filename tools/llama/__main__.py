@@ -9,7 +9,7 @@ from tools import command
 from tools.command import Source
 
 
-def export(path: Source, out: Path) -> None:
+def export(path: Source, out: Path, ema: bool = False) -> None:
     """Write the newest undamaged checkpoint of a GPT as a folder that transformers.AutoModelForCausalLM loads.
 
     The number of heads is not in the weights, so this reads the run's config.json, in the run's folder. The tokenizer
@@ -18,10 +18,11 @@ def export(path: Source, out: Path) -> None:
     Args:
         path: a run's folder, or one of its checkpoints.
         out: the folder to create.
+        ema: write the average of the weights that a training with --ema keeps.
     """
     from tools.llama import convert
 
-    convert.export(path, out)
+    convert.export(path, out, ema)
 
 
 def import_(path: Source, out: Path) -> None:

@@ -113,10 +113,10 @@ def special_ids(folder: Path) -> dict[str, Any]:
     return found
 
 
-def export(path: Path, out: Path) -> None:
-    """Write a checkpoint of a GPT, and its run's tokenizer, as a folder for transformers."""
+def export(path: Path, out: Path, ema: bool) -> None:
+    """Write a checkpoint of a GPT, or the average of its weights, and its tokenizer, as a folder for transformers."""
     with beside(out) as partial:
-        folder, step, tensors = weights(path)
+        folder, step, tensors = weights(path, ema)
         file = folder.parent.parent / "config.json"
         try:
             args = manifest.read_json(file)["args"]

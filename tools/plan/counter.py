@@ -35,7 +35,7 @@ from torch.utils.flop_counter import flop_registry
 from common import UserError, keymap
 from common.run import cli
 from common.run.process import World
-from common.state import state_check
+from common.state import average, state_check
 from common.train import data, flops, guard, initial, sampler
 from common.train.data import map_tensors
 from launch import strategy
@@ -515,28 +515,27 @@ def _steps(
         recipe["PipelineStage"] = static_stages(recipe, args, model, division)
     model = recipe["parallelize"](args, model, mesh, counter.device)
     optimizer = recipe["make_optimizer"](args, model)
+    averages = average.Average(model, vars(args).get("ema", 0.0))
     finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips)
     batches = data.Loader(train, sampler.training_requests(plan, dp_rank), 0, counter.device)
     if change:
         change(recipe, model)
     number = 0
 
-    def step() -> None:
+    def step() -> Any:
         nonlocal number
         number += 1
         gc.collect()  # and not at some time in the step, which other modules' objects decide
         counter.begin()
-        recipe["train_step"](args, model, optimizer, finite, batches, dp_size)
+        sums = recipe["train_step"](args, model, optimizer, finite, batches, dp_size)
         finite.restore_if_skipped(number)
+        averages.update()
+        return sums
 
     gc.disable()
     for _ in range(WARM_STEPS):
         step()
-    number += 1
-    gc.collect()
-    counter.begin()
-    sums, grad_norm = recipe["train_step"](args, model, optimizer, finite, batches, dp_size)
-    finite.restore_if_skipped(number)
+    sums = step()
     found: dict[str, Any] = {
         "step": counter.report(),
         "micro_batches": micro_batches,
@@ -545,10 +544,11 @@ def _steps(
         "idle": (idle := idle_share(model)),
         "stages": dist.get_process_group_ranks(mesh.get_group("pp")) if idle else [],
     }
-    del sums, grad_norm
+    del sums
     if only_step:
         found["memory"] = at_peak(counter, model, optimizer, step)
         states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        states += averages.tensors.values()
         own = sum(map(_bytes, (_local(one) for one in model.parameters())))
         found["state_bytes"] = whole * (1 + sum(_bytes(_local(one)) for one in states) / max(own, 1))
         return found
