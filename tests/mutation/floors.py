@@ -387,7 +387,7 @@ FAULTS = (
         "FSDP keeps the averages that an evaluation has gathered",
         "        self._model.state_dict()  # asked for it, FSDP splits again what an evaluation has left whole\n",
         "",
-        f"{AVERAGE}::test_as_a_plain_loop_over_a_stop[fsdp_gpt]",
+        f"{AVERAGE}::test_evaluated_and_exported[fsdp_gpt]",
     ),
     of(
         "state/average",

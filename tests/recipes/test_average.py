@@ -121,10 +121,16 @@ def test_one_training_through_all_layouts(small_data: Data, tmp_path: Path) -> N
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as the commands mean it
 @pytest.mark.parametrize("recipe", ["ddp_resnet", "fsdp_gpt"])
 def test_evaluated_and_exported(recipe: str, small_data: Data, tmp_path: Path) -> None:
-    """What the run has evaluated is what the tools make of its checkpoint: the average."""
+    """What the run has evaluated is what the tools make of its checkpoint: the average.
+
+    Evaluations without a save leave nothing of it in the model, such as what FSDP has gathered.
+    """
     layout = runner.layout(recipe, 2)
     sync = ("--sync-bn",) if runner.has_flag(recipe, "--sync-bn") else ()
-    run(layout, tmp_path, small_data, *EMA, *sync, "--keep-best", "loss")
+    flags = (*sync, "--save-every", "100", "--eval-every", "1")
+    run(layout, tmp_path, small_data, *EMA, *flags)
+    run(layout, tmp_path / "without", small_data, *flags)
+    assert runner.records(tmp_path / "run", "train/loss") == runner.records(tmp_path / "without/run", "train/loss")
     ran = runner.records(tmp_path / "run", "val/loss")[STEPS]
     with_it, without = said([str(tmp_path / "run"), "--ema"]), said([str(tmp_path / "run")])
     assert values(with_it)["val/loss"] == pytest.approx(ran, rel=1e-9)
