@@ -80,8 +80,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[s
     """
     # The model's first: FSDP then puts this rank's parts in the place of gathered parameters, for which an optimizer
     # has no state.
-    found = model_tensors(model)
-    return found | optimizer_tensors(model, optimizer) if optimizer else found
+    return model_tensors(model) | (optimizer_tensors(model, optimizer) if optimizer else {})
 
 
 def to_save(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
@@ -119,8 +118,7 @@ def _state(
                     "its own part of the parameter: use an optimizer that works on DTensors"
                 )
             yield full, state, key, tensor
-    groups = [(part, group) for part in parts_of(optimizer) for group in part.param_groups]
-    for i, (part, group) in enumerate(groups):
+    for i, (part, group) in enumerate((one, group) for one in parts_of(optimizer) for group in one.param_groups):
         for key in sorted(_counters(part)):
             yield f"{OPTIMIZER}groups.{i}.{key}", group, key, torch.tensor(group[key], dtype=NUMBERS[type(group[key])])
 

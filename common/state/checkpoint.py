@@ -18,8 +18,6 @@ from torch import nn
 
 from common import UserError, keymap, manifest, ranks, trust
 
-BEST = "best"  # the file that names the best checkpoint, if a run keeps it
-
 
 def folder(run_dir: Path, step: int) -> Path:
     """Folder of a step's checkpoint."""

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from common import UserError, manifest, ranks
 from common.state import checkpoint
 
+BEST = "best"  # the file that names the best checkpoint, if a run keeps it
+
 
 class Retention:
     """Deletes the older checkpoints of one run after each commit."""
@@ -41,7 +43,7 @@ class Retention:
             if dist.get_rank() == 0:
                 manifest.replace(final.with_name("latest"), final.name)  # for people; `find` does not read it
                 if best:
-                    manifest.replace(final.with_name(checkpoint.BEST), best)
+                    manifest.replace(final.with_name(BEST), best)
                 for path in (*map(final.with_name, older), *final.parent.glob("step_*.tmp-*")):
                     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         except (UserError, OSError) as error:
@@ -60,7 +62,7 @@ class Retention:
         self._whole = {name: stamps for name, stamps in now.items() if stamps == self._whole[name]}
         best = checkpoint.folder(final.parents[1], best_step).name
         if best not in (path.name for path in found):
-            pointer = final.with_name(checkpoint.BEST)
+            pointer = final.with_name(BEST)
             best = manifest.read_bytes(pointer).decode(errors="replace") if pointer.is_file() else ""
         # Newer ones must be damaged, otherwise this run would have resumed from them: they do not count as kept.
         older = [path.name for path in found if checkpoint.step_of(path) < checkpoint.step_of(final)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 # What Pillow may open a file as, whatever its name: of its others, EPS starts a program.
 FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 MOST_BYTES = 2**30  # of an encoded image
+MOST_PIXELS = 178_956_970  # of a decoded one, half a GB in colour: as many as Pillow takes
 _noted: list[str] = []  # the image of 16 bits that the note has named
 
 
@@ -89,10 +91,15 @@ def decode(
         raise UserError(f"--data: {name} is not a readable image: {error}") from error
     try:
         # By its name, Pillow would map a TIFF file into memory, and scramble one whose orientation is 5 to 8.
-        with Image.open(io.BytesIO(content), formats=FORMATS) as file:
+        with _of_any_size(), Image.open(io.BytesIO(content), formats=FORMATS) as file:
             whole = file.size
             if least_side:
                 file.draft(None, (least_side, least_side))  # nothing, for other formats
+            if file.width * file.height > MOST_PIXELS:
+                raise UnreadableImageError(
+                    f"--data: {name} has {file.width:,} x {file.height:,} pixels, more than {MOST_PIXELS:,}: save it "
+                    "smaller, or as a JPEG, which is decoded at 1/2, 1/4 or 1/8 of its size where that is enough"
+                )
             if file.size == whole and size in (None, whole[::-1]):
                 pixels = _plain_jpeg(file, content, channels)
                 if pixels is not None:
@@ -115,6 +122,19 @@ def decode(
     except Exception as error:  # of many types, by format and by what is damaged
         raise UnreadableImageError(f"--data: {name} is not a readable image: {error}") from error
     return torch.from_numpy(np.atleast_3d(np.array(image))).permute(2, 0, 1)
+
+
+@contextlib.contextmanager
+def _of_any_size() -> Iterator[None]:
+    """Let Pillow open what is decoded smaller: it judges an image by its whole size."""
+    from PIL import Image
+
+    most = Image.MAX_IMAGE_PIXELS
+    Image.MAX_IMAGE_PIXELS = None
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = most
 
 
 def _plain_jpeg(file: "Image.Image", content: bytes, channels: int) -> torch.Tensor | None:

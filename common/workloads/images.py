@@ -199,7 +199,8 @@ def _load_rows(name: str, image_size: int, skip_unreadable: bool) -> tuple[Image
     ]
     # Decide by 16 images from all over the set: the first one may be unusual.
     looked_at = np.linspace(0, len(rows[0]) - 1, num=16)
-    shapes = [image_decode.decode_or_next(rows[0], int(i), skipped[0])[0].shape for i in looked_at]
+    enough = max(SMALL, CROP, image_size) + 1  # for what their sides decide
+    shapes = [image_decode.decode_or_next(rows[0], int(i), skipped[0], least_side=enough)[0].shape for i in looked_at]
     channels, height, width = (max(sides) for sides in zip(*shapes, strict=True))
     small = max(height, width) <= SMALL and sum(map(len, rows)) * channels * height * width <= MEMORY_BYTES
     if small:

@@ -588,7 +588,7 @@ FAULTS = (
     of(
         "state/state_check",
         "the optimizer's state is not compared",
-        'return "replicas" in self.kinds and (name in self._shared or name.startswith(STATE))',
+        'return "replicas" in self.kinds and _is_of(name, self._shared)',
         'return "replicas" in self.kinds and name in self._shared',
         f"{GUARD}::test_all_kinds_of_state_are_compared",
     ),
@@ -602,7 +602,7 @@ FAULTS = (
     of(
         "state/state_check",
         "the statistics of BatchNorm may be NaN",
-        "                self._finite |= statistics\n",
+        "        self._finite |= statistics.keys()\n",
         "",
         f"{GUARD}::test_number_that_is_not_finite_is_found",
     ),

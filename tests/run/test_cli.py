@@ -511,7 +511,7 @@ SET = {  # another value of each flag of every run
     **{"out": "elsewhere", "resume": "runs/old", "seed": 7, "backend": "gloo", "log_every": 3, "eval_every": 4},
     **{"save_every": 5, "keep": 6, "async_save": True, "check_every": 0, "on_bad_state": "rewind", "profile": 2},
     **{"matmul_precision": "high", "deterministic": True, "hang_timeout": 20.5, "init": "weights", "keep_best": "loss"},
-    **{"patience": 8, "max_skips": 9, "dtype": "float64", "compile": True, "inexact": True},
+    **{"patience": 8, "max_skips": 9, "dtype": "float64", "compile": True, "inexact": True, "ema": 0.5},
 }
 
 

@@ -141,7 +141,7 @@ def test_error_without_memory_is_explained() -> None:
     mine = Process(frees=["--keep 1 (now 2)"], owners=(weakref.ref(model), weakref.ref(optimizer)))
     for process, told in (
         (mine, r"parameters 0\.00, .*in this order: (more devices.*; )?--keep 1 \(now 2\)"),
-        (Process(), r"\)\. It takes less with, in this order: more devices"),
+        (Process(), r"out of memory\. It takes less with, in this order: more devices"),
     ):
         error = MemoryError()
         process.explain(error)

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from common import BadStateError, UserError, manifest, ranks
 from common.run import process_group
 from common.run.process import Process
-from common.state import checkpoint, saver, shards, start, state_check
+from common.state import checkpoint, retention, saver, shards, start, state_check
 from torch.distributed.checkpoint import staging
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -365,7 +365,7 @@ def test_best_checkpoint_outlives_newer_ones(
     in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = make_saver(tmp_path, keep=1, in_background=in_background)
-    pointer = tmp_path / "checkpoints" / checkpoint.BEST
+    pointer = tmp_path / "checkpoints" / retention.BEST
 
     def write(step: int, best: int) -> list[int]:
         saving.save(step, make_state(step), 10 * step, last=False, best=best)

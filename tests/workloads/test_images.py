@@ -573,14 +573,19 @@ def test_damage_is_found_and_named_as_by_pillow(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_image_that_would_take_too_much_memory(monkeypatch: pytest.MonkeyPatch, by_torchvision: list[int]) -> None:
-    """Pillow looks at the sides first: 97 x 75 is more than twice this limit."""
+    """What is decoded counts: 97 x 75 is more than this limit, and 49 x 38 is not."""
     from PIL import Image
 
     content = jpeg()
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 97 * 75 // 2 - 1)
-    with pytest.raises(UserError, match=r"--data: a\.jpg is not a readable image: Image size \(7275 pixels\) exceeds"):
+    monkeypatch.setattr(image_decode, "MOST_PIXELS", 97 * 75 - 1)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(
+        UserError, match=r"--data: a\.jpg has 97 x 75 pixels, more than 7,274: save it smaller, or as a"
+    ):
         decoded(content)
     assert not by_torchvision
+    assert decoded(content, least_side=30).shape[1:] == (38, 49)
+    assert Image.MAX_IMAGE_PIXELS == 10, "others' pictures are Pillow's to judge"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def verify(path: Path) -> None:
     sys.exit(any(faults.values()))
 
 
-def export(path: Path, out: Path, ema: bool) -> None:
+def export(path: Path, out: Path, ema: bool = False) -> None:
     """Write the model's weights, or their average, as one safetensors file."""
     with beside(out) as partial:
         folder, step, tensors = weights(path, ema)

@@ -13,7 +13,7 @@ import torch
 
 from common import UserError, devices, keymap, manifest, precision, ranks
 from common.run import cli, process_group, run_dir
-from common.state import checkpoint
+from common.state import checkpoint, retention
 from common.train import data, initial, metrics, sampler
 from common.workloads import splits
 from tools import about
@@ -67,7 +67,7 @@ def choose(args: Args) -> tuple[Path, dict[str, Any]]:
     steps = [checkpoint.step_of(path) for path in checkpoint.committed(args.run)]
     name = args.checkpoint
     if name == "best":
-        pointer = args.run / "checkpoints" / checkpoint.BEST
+        pointer = args.run / "checkpoints" / retention.BEST
         if not pointer.is_file():
             raise UserError(
                 f"--checkpoint best: {args.run} has no best checkpoint: that needs --keep-best METRIC and an evaluation"

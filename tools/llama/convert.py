@@ -113,7 +113,7 @@ def special_ids(folder: Path) -> dict[str, Any]:
     return found
 
 
-def export(path: Path, out: Path, ema: bool) -> None:
+def export(path: Path, out: Path, ema: bool = False) -> None:
     """Write a checkpoint of a GPT, or the average of its weights, and its tokenizer, as a folder for transformers."""
     with beside(out) as partial:
         folder, step, tensors = weights(path, ema)
