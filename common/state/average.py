@@ -94,7 +94,8 @@ class Average:
 
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """What is averaged, by the names of the averages in a checkpoint; shares memory with the model."""
-    names = {keymap.canonical(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    named = model.named_parameters(remove_duplicate=False)  # a tied weight is saved under one of its names
+    names = {keymap.canonical(name) for name, parameter in named if parameter.requires_grad}
     names |= sync_batchnorm.statistics(model).keys()
     every = keymap.model_tensors(model)
     return {keymap.AVERAGE + name: one for name, one in every.items() if name in names and one.is_floating_point()}

@@ -106,16 +106,17 @@ def test_replicas_that_train_apart(small_data: Data, tmp_path: Path) -> None:
 
 
 def test_one_training_through_all_layouts(small_data: Data, tmp_path: Path) -> None:
-    """A step in each kind of layout, each from what the one before has saved."""
+    """A step in each kind of layout, each from what the one before has saved; the embedding is the head as well."""
     path = [layouts[0] for kind, layouts in KINDS.items() if kind != "dp"]
     steps, resume = [], ()
     for step, layout in enumerate(path, 1):
         out = tmp_path / str(step)
-        how = ("--num-layers", "5", "--max-steps", "20", "--stop-after", str(step))
+        how = ("--num-layers", "5", "--tied", "--max-steps", "20", "--stop-after", str(step))
         run(layout, out, small_data, *EMA, *how, *resume)
         steps.append(saved(out, step))
         resume = ("--resume", str(out / "run"))
     check_average(steps)
+    assert averages(steps[-1]).keys() == {name for name in steps[-1] if not name.startswith(keymap.NO_WEIGHTS)}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as the commands mean it
