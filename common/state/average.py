@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
-from common import keymap, ranks
+from common import keymap, private_api, ranks
 from common.state import checkpoint, replicas
 from common.train import sync_batchnorm
 
@@ -63,11 +63,10 @@ class Average:
             return
         if self._strategy:
             self._strategy.end_step()
-        if not self._begins:
+        if self._begins:
+            private_api.copy_each(self._own, self._weights)
+        else:
             self._average(self._own, self._weights, None)
-            return
-        for average, weight in zip(self._own, self._weights, strict=True):
-            average.copy_(weight)
         self._begins = False
 
     def to_save(self) -> dict[str, torch.Tensor]:

@@ -31,6 +31,10 @@ class Best:
         self._keep_best = flags.get("keep_best", "")
         self._patience = flags.get("patience", 0)
         self._tag = f"val/{self._keep_best or 'loss'}"
+        if self._keep_best and not metrics.LOWER.search(self._tag):
+            ranks.print0(
+                f"--keep-best {self._keep_best}: higher is better, as its name does not end like a loss or error"
+            )
         self._evaluations = ranks.from_rank0(
             lambda: [one for one in run_dir.records(path) if self._tag in one and one["step"] <= last_step], path
         )

@@ -1,7 +1,6 @@
 """Skip updates whose gradient is not finite, and stop a training with too many of them in a row."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ class FiniteGuard:
         plan: sampler.Plan,
         most: int,
         dtype: torch.dtype = torch.float32,
-        progress: Mapping[str, Any] = MappingProxyType({}),
+        progress: Mapping[str, Any] | None = None,
     ) -> None:
         """Begin, and create a fused optimizer's state, because its first update may be one to skip (all ranks).
 
@@ -47,7 +46,8 @@ class FiniteGuard:
             plan: the samples of each step, to name them in an error.
             most: updates in a row that may be skipped.
             dtype: what the model computes in. In float16, updates that are skipped to lower the scale do not count.
-            progress: the manifest of the checkpoint that the run continues from, which has the scale's state.
+            progress: the manifest of the checkpoint that the run continues from, which has the scale's state;
+                None for a new run.
         """
         self._fused = bool(optimizer.defaults.get("fused"))
         if self._fused:
@@ -66,7 +66,7 @@ class FiniteGuard:
             by_type.setdefault(buffer.dtype, []).append(buffer)
         self._kept = [_Kept(buffers) for buffers in by_type.values()]
         device = next(model.parameters()).device
-        scale, steps = progress.get("loss_scale") or (FIRST_SCALE, 0)
+        scale, steps = (progress or {}).get("loss_scale") or (FIRST_SCALE, 0)
         self.loss_scale = torch.tensor(float(scale), device=device) if dtype == torch.float16 else 1
         self._since_change = torch.tensor(float(steps), device=device)  # steps since the scale has changed
         self._bad = torch.zeros((), dtype=torch.bool, device=device)

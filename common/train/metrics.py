@@ -27,7 +27,7 @@ def add(total: Sums, sums: Sums) -> Sums:
         raise UserError(
             f"forward must return tensors without dimensions, such as loss.sum(): {next(iter(wrong))!r} is none"
         )
-    return {key: total.get(key, 0) + value.detach() for key, value in sums.items()}
+    return total | {key: total.get(key, 0) + value.detach() for key, value in sums.items()}
 
 
 def means(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
@@ -41,19 +41,19 @@ def means(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
             the tokens, pixels or boxes that all other sums are over.
 
     Returns:
-        The mean of each sum except "count" and "weight"; NaN if there is nothing to divide by.
+        The mean of each sum except "count" and "weight"; NaN if there is no sample. A "weight" of 0 counts as 1.
     """
     found = totals(sums)
     count = found.pop("count")
-    divisor = found.pop("weight", count)
+    divisor = (found.pop("weight", count) or 1.0) if count else 0.0
     return {key: total / divisor if divisor else math.nan for key, total in found.items()}
 
 
 def weight_per_sample(sums: Sums) -> torch.Tensor:
-    """Mean "weight" of the samples of a step, (), over all ranks, which take part; 1 if all weights are 0."""
+    """Mean "weight" of the samples of a step, (), over all ranks, which take part; a sum of 0 counts as 1."""
     both = torch.stack([sums["weight"].double(), sums["count"].double()])
     dist.all_reduce(both)
-    return torch.where(both[0] == 0, 1.0, both[0] / both[1])
+    return torch.where(both[0] == 0, 1.0, both[0]) / both[1]
 
 
 def totals(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:

@@ -110,8 +110,7 @@ def statistics(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, (*BATCH_NORMS, nn.SyncBatchNorm)):
-            buffers = module.named_buffers(recurse=False)
-            found |= {keymap.canonical(f"{name}.{key}"): module for key, _ in buffers}
+            found |= {keymap.canonical(f"{name}.{key}"): module for key, _ in module.named_buffers(recurse=False)}
     return found
 
 

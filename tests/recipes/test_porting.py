@@ -244,20 +244,21 @@ def losses_of_plain_loop(path: Path, flags: list[str]) -> list[float]:
 
 
 def test_plateau_is_that_of_torch(small_digits: Path, tmp_path: Path) -> None:
-    """Over a stop, and at a rate at which an evaluation is often worse than the best one."""
+    """Over a stop between two evaluations, and at a rate at which one is often worse than the best one."""
     path = port("plateau", "ddp_resnet", tmp_path)
     flags = ["--data", str(small_digits), "--model", "resnet6", "--global-batch-size", "64", "--lr", "6"]
-    flags += ["--max-steps", "24", "--eval-every", "1", "--warmup-steps", "0", "--dtype", "float64"]
+    flags += ["--max-steps", "48", "--eval-every", "2", "--warmup-steps", "0", "--dtype", "float64"]
     for stop in ("11", "0"):
         train(path, 2, tmp_path / "run", *flags, "--stop-after", stop)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
-    factors = [1.0]
-    for loss in runner.records(tmp_path / "run", "val/loss").values():
-        scheduler.step(loss)
-        factors.append(optimizer.param_groups[0]["lr"])
+    factors = [1.0, 1.0]
+    for step, loss in runner.records(tmp_path / "run", "val/loss").items():
+        if step % 2 == 0:
+            scheduler.step(loss)
+            factors += 2 * [optimizer.param_groups[0]["lr"]]
     found = [*runner.records(tmp_path / "run", "train/lr").values()]
-    cosine = [schedule.warmup_cosine(step, 0, 24) for step in range(24)]
+    cosine = [schedule.warmup_cosine(step, 0, 48) for step in range(48)]
     assert found == pytest.approx([found[0] * one * other for one, other in zip(factors, cosine, strict=False)])
     assert min(factors) < 0.5
 

@@ -57,6 +57,19 @@ def test_add_takes_in_new_keys_and_changes_nothing() -> None:
     total = metrics.add(total, {"loss": torch.tensor(2.5), "count": torch.tensor(3)})
     assert {key: value.item() for key, value in total.items()} == {"loss": 4.0, "count": 5}
     assert {key: value.item() for key, value in first.items()} == {"loss": 1.5, "count": 2}
+    total = metrics.add(total, {"count": torch.tensor(1)})
+    assert {key: value.item() for key, value in total.items()} == {"loss": 4.0, "count": 6}, "no key is lost"
+
+
+@pytest.mark.usefixtures("group")
+def test_weight_of_nothing_counts_as_one() -> None:
+    """As max(number of boxes, 1): the gradient of the sum stays, and the log shows that sum."""
+    sums = {"loss": torch.tensor(6.0), "count": torch.tensor(3), "weight": torch.tensor(0.0)}
+    assert metrics.weight_per_sample(sums).item() == pytest.approx(1 / 3)  # gradients are divided by the samples
+    assert metrics.means(sums) == {"loss": 6.0}
+    assert metrics.weight_per_sample(sums | {"weight": torch.tensor(0.5)}).item() == pytest.approx(0.5 / 3)
+    nothing = {"loss": torch.tensor(0.0), "count": torch.tensor(0), "weight": torch.tensor(0.0)}
+    assert math.isnan(metrics.means(nothing)["loss"])
 
 
 @pytest.mark.parametrize("sums", [torch.tensor(1.0), {"loss": torch.ones(2)}, {"loss": 1.0}], ids=repr)
