@@ -38,9 +38,10 @@ class Average:
         self._model = model
         self._strategy: Any = model.strategy if keymap.has_strategy(model) else None
         self._average = swa_utils.get_ema_multi_avg_fn(decay)
-        self._has_average = False  # the model, for an evaluation
+        self._kept: list[torch.Tensor] = []  # the weights, while the model has their averages
         weights = _weights(model) if decay else {}
-        self.tensors = {name: one.clone() for name, one in weights.items()}
+        # Of weights of 16 bits in 32: a thousandth of a step would be rounded away.
+        self.tensors = {k: one.clone().to(torch.promote_types(one.dtype, torch.float32)) for k, one in weights.items()}
         self._weights = [*map(replicas.local, weights.values())]
         self._own = [*map(replicas.local, self.tensors.values())]
         # As in torch's AveragedModel, the random weights before the first step do not count.
@@ -66,29 +67,28 @@ class Average:
         if self._begins:
             private_api.copy_each(self._own, self._weights)
         else:
-            self._average(self._own, self._weights, None)
+            wide = [one.to(average.dtype) for average, one in zip(self._own, self._weights, strict=True)]
+            self._average(self._own, wide, None)
         self._begins = False
 
     def to_save(self) -> dict[str, torch.Tensor]:
         """This rank's part of a checkpoint, by canonical name (all ranks)."""
-        assert not self._has_average, "run.evaluates returned True, and run.log_validation was not called"
+        assert not self._kept, "run.evaluates returned True, and run.log_validation was not called"
         if self._strategy and self.tensors:
             self._strategy.agree(self.tensors)
         return self.tensors
 
     @torch.no_grad()
     def swap(self, on: bool) -> None:
-        """Exchange the weights and their averages: `on` says which of them the model is to have (all ranks)."""
-        if on == self._has_average or not self.tensors:
+        """Put the averages into the model if `on`, else the weights again (all ranks)."""
+        if on == bool(self._kept) or not self.tensors:
             return
         if on:
             self.to_save()
         self._model.state_dict()  # asked for it, FSDP splits again what an evaluation has left whole
-        for average, weight in zip(self._own, self._weights, strict=True):
-            before = weight.clone()
-            weight.copy_(average)
-            average.copy_(before)
-        self._has_average = on
+        kept = self._kept or [one.clone() for one in self._weights]
+        private_api.copy_each(self._weights, self._own if on else kept)
+        self._kept = kept if on else []
 
 
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -97,4 +97,5 @@ def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
     names = {keymap.canonical(name) for name, parameter in named if parameter.requires_grad}
     names |= sync_batchnorm.statistics(model).keys()
     every = keymap.model_tensors(model)
-    return {keymap.AVERAGE + name: one for name, one in every.items() if name in names and one.is_floating_point()}
+    counts = {name for name, one in every.items() if not (one.is_floating_point() or one.is_complex())}
+    return {keymap.AVERAGE + name: one for name, one in every.items() if name in names - counts}

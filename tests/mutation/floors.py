@@ -392,8 +392,8 @@ FAULTS = (
     of(
         "state/average",
         "an evaluation uses the weights of the last step",
-        "            weight.copy_(average)\n",
-        "",
+        "self._own if on else kept",
+        "kept",
         f"{AVERAGE}::test_evaluated_and_exported[ddp_resnet]",
     ),
     of(

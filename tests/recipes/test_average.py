@@ -7,6 +7,7 @@ import pytest
 import torch
 from common import keymap
 from common.state import checkpoint
+from common.state.average import Average
 from safetensors.torch import load_file
 from torch.optim import swa_utils
 
@@ -168,6 +169,24 @@ def test_only_what_is_trained(small_data: Data, tmp_path: Path) -> None:
     run(layout, tmp_path, small_data, *EMA, "--rates", "all=0,head=1")
     assert averages(saved(tmp_path, STEPS)).keys() == {"head.weight"}
     assert "val/loss" in said([str(tmp_path / "run"), "--ema"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64], ids=str)
+def test_other_types_of_weights(dtype: torch.dtype) -> None:
+    """Sixteen bits would round a small share away; an evaluation takes nothing from the average."""
+    model = torch.nn.Linear(2, 2, bias=False, dtype=dtype)
+    averages = Average(model, 0.999)
+    with torch.no_grad():
+        for value in (1.0, 2.0, 2.0):
+            model.weight.fill_(value)
+            averages.update()
+    wanted = 1 + (1 - 0.999**2)
+    for _ in range(2):
+        averages.swap(True)
+        averages.swap(False)
+    found = averages.to_save()["average.weight"]
+    torch.testing.assert_close(found, torch.full_like(found, wanted), rtol=1e-6, atol=0)
+    assert (model.weight == 2).all()
 
 
 def test_mutant_fails(small_data: Data, tmp_path: Path) -> None:
