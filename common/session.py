@@ -210,7 +210,7 @@ class Session:
         return due
 
     def _evaluation_is_due(self, step: int) -> bool:
-        return step % (self._args.eval_every or self._plan.epoch_steps) == 0 or step == self._last_step
+        return step % (self._args.eval_every or self._plan.epoch_steps) == 0 or step == self._plan.max_steps
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is due after `step`."""

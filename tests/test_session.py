@@ -228,7 +228,7 @@ DUE: dict[str, tuple[dict[str, Any], dict[str, list[int]]]] = {
     ),
     "until --stop-after": (
         {"stop_after": 11},
-        {"steps": every(1, 11), "logs": [5, 10, 11], "evaluates": [8, 11], "saves": [8, 11]},
+        {"steps": every(1, 11), "logs": [5, 10, 11], "evaluates": [8], "saves": [8, 11]},
     ),
     "--stop-after beyond the end": (
         {"stop_after": 99, "max_steps": 6},

@@ -96,10 +96,11 @@ class FiniteGuard:
         if not self._looked:
             self._looked = True
             self._name_unreached()
-        self._bad = ~grad_norm.isfinite()
+        bad = ~grad_norm.isfinite()
+        self._bad |= bad  # of all updates of this step, where several take turns
         if self._fused:
-            private_api.skip_update_if(self._optimizer, self._bad)
-        elif self._bad:
+            private_api.skip_update_if(self._optimizer, bad)
+        elif bad:
             self._optimizer.zero_grad(set_to_none=True)
 
     def _name_unreached(self) -> None:
@@ -122,7 +123,7 @@ class FiniteGuard:
 
         No rank waits for its device.
         """
-        bad = self._bad
+        bad, self._bad = self._bad, torch.zeros_like(self._bad)
         for kept in self._kept:
             now = torch.cat([buffer.flatten() for buffer in kept.buffers])
             torch.where(bad, kept.copy, now, out=kept.copy)
@@ -159,8 +160,7 @@ class FiniteGuard:
             self._in_a_row = self._in_a_row + 1 if bad else 0
             if self._in_a_row > self._most:
                 raise self._too_many(step)
-        skipped = [step for step, (bad, _) in found.items() if bad]
-        if skipped:
+        if skipped := [step for step, (bad, _) in found.items() if bad]:
             updates = f"{len(skipped)} update{'s' * (len(skipped) > 1)}"
             ranks.print0(f"warning: skipped {updates} because the gradient was not finite")
         return min(skipped, default=0)

@@ -1,9 +1,7 @@
 """A torch data set or stream of your own, as what the recipes read: the same samples on any number of ranks."""
 
-import contextlib
 import copy
 import hashlib
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,20 +11,9 @@ from torch.utils.data import default_collate
 
 from common import UserError, ranks, seed
 from common.train.data import BatchReader, map_tensors
+from common.workloads import kept
 
 MANY_SKIPPED = 10_000  # samples of a stream; reading so many may take a while, so it is said
-
-
-@contextlib.contextmanager
-def kept_generators() -> Iterator[None]:
-    """Afterwards, the generators of the CPU are in the state of before: a training in this process draws from them."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 class MapStyle:
@@ -79,7 +66,7 @@ class MapStyle:
         A rank's part of a micro-batch may be empty: then tensors have no rows, and lists of samples no entries.
         """
         samples = []
-        with kept_generators():
+        with kept.generators():
             for epoch, index in zip(epochs.tolist(), indices.tolist(), strict=True) if len(indices) else [(0, 0)]:
                 seed.for_sample(self._run_seed, seed.AUGMENT, epoch, index)
                 samples.append(self.dataset[index])
@@ -131,7 +118,7 @@ class IterableStyle:
         self._collate = collate_fn
         self._last_epoch = 0
         self._begin()
-        with kept_generators():
+        with kept.generators():
             self._first = self._next()
         ranks.print0(
             "data     a stream: each rank reads all of it and keeps its part; as its epochs have no known length, the "
@@ -151,7 +138,7 @@ class IterableStyle:
         A rank's part of a micro-batch may be empty: then tensors have no rows, and lists of samples no entries.
         """
         samples = []
-        with kept_generators():
+        with kept.generators():
             for position in indices.tolist() or [0]:
                 sample = self._sample(position)
                 seed.for_sample(self._run_seed, seed.AUGMENT, position)

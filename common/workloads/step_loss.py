@@ -3,9 +3,8 @@
 docs/losses.md says which losses are exact, and how.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,17 @@ from torch import nn
 from common import UserError, keymap, ranks
 from common.train import metrics, sampler
 from common.train.data import BatchReader, Loader, map_tensors
-from common.workloads.dataset import kept_generators
+from common.workloads import kept
 
 TOLERANCE = 0.05  # of a ratio of losses, which bfloat16 has rounded
 SAME = 1e-3  # of a loss that is computed twice, which a GPU may add up in another order
-MANY = 8  # copies of a sample that show through random numbers whether a loss is a mean
+COPIES = 3  # of a sample: on two ranks, two copies have twice the mean InfoNCE of one, as a sum would
+MANY = 8  # copies that show it through random numbers
+FIRST = 4  # samples of which the first with a loss is looked at
+MEAN = (
+    'forward returns a mean loss: {}. Return the sum over the samples, as by reduction="sum"; Brigade divides by the '
+    'samples of the whole step, or by what "weight" adds up to'
+)
 Look = Callable[..., metrics.Sums]
 
 
@@ -60,16 +65,19 @@ def check(
 
     def look(*indices: int, seed: int = 0) -> metrics.Sums:
         """This rank's sums over these samples."""
-        with kept_generators(), _kept(model):
+        with kept.generators(), kept.model(model):
             torch.manual_seed(seed)
             index = np.array(indices, int)
             request = sampler.Request(np.zeros_like(index), index, max(1, len(index)), True)
             return evaluate(args, model, Loader(train, [request], 0, device))
 
-    once = look(0)
-    check_counts(once)
-    loss = metrics.totals(once)["loss"]
-    if not _same(metrics.totals(look(0))["loss"], loss):
+    for first in range(min(FIRST, len(train)) or 1):  # one may be all padding; a stream has no length
+        once = look(first)
+        check_counts(once)
+        loss = metrics.totals(once)["loss"]
+        if loss and math.isfinite(loss):
+            break
+    if not _same(metrics.totals(look(first))["loss"], loss):
         _refuse_inexact(
             args,
             "forward computes another loss when it gets the same sample again: it keeps something outside of the model "
@@ -80,17 +88,17 @@ def check(
     division = plan.division
     if division.micro_batch_size < 2:
         return  # a mean over one sample is its sum
-    draws = not _same(metrics.totals(look(0, seed=1))["loss"], loss)
-    copies = min(MANY, division.micro_batch_size) if draws else 2
-    ratio = check_sums(once, look(*[0] * copies), copies, draws)
-    if draws or not ratio or abs(ratio - 2) <= TOLERANCE:
+    draws = not _same(metrics.totals(look(first, seed=1))["loss"], loss)
+    copies = min(MANY, division.micro_batch_size) if draws else COPIES
+    ratio = check_sums(once, look(*[first] * copies), copies, draws)
+    if draws or not ratio or abs(ratio - copies) <= TOLERANCE:
         return
     splits = division.dp_size > 1 and _depends_on_ranks(look, dp_rank)
     if splits or division.num_micro_batches > 1:
         on = "--micro-batch-size and the number of ranks" if splits else "--micro-batch-size"
         ranks.print0(
-            f"note: the same sample twice has {ratio:.3g} times the loss of one: the loss is no sum over samples, so "
-            f"the training depends on {on}; docs/losses.md says how it need not"
+            f"note: {copies} copies of a sample have {ratio:.3g} times the loss of one: the loss is no sum over "
+            f"samples, so the training depends on {on}; docs/losses.md says how it need not"
         )
 
 
@@ -151,10 +159,7 @@ def check_sums(once: metrics.Sums, many: metrics.Sums, copies: int = 2, draws: b
     ratio = losses / loss if loss else math.inf
     # Random numbers differ between copies: their mean is still nearer to one loss than to the sum of many.
     if ratio < math.sqrt(copies) and copies >= MANY if draws else abs(ratio - 1) < TOLERANCE:
-        raise UserError(
-            "forward returns a mean loss: the same sample twice has the loss of one. Return the sum over the samples, "
-            'as by reduction="sum"; Brigade divides by the samples of the whole step, or by what "weight" adds up to'
-        )
+        raise UserError(MEAN.format(f"{copies} copies of a sample have the loss of one"))
     return ratio
 
 
@@ -191,12 +196,18 @@ def _error_of_none(look: Look) -> Exception | None:
 
 
 def _depends_on_ranks(look: Look, dp_rank: int) -> bool:
-    """Whether two samples have another loss on one rank than on two, while the others have none (all ranks)."""
+    """Whether two samples have another loss on one rank than on two, while the others have none (all ranks).
+
+    Raises:
+        UserError: they have half of it, as a mean has.
+    """
     if _error_of_none(look):  # all ranks, before some of them alone would wait for the others
         return True
     losses = []
     for parts in ([(0, 1)], [(0,), (1,)]):
         losses.append(metrics.totals(look(*(parts[dp_rank] if dp_rank < len(parts) else ())))["loss"])
+    if losses[0] and math.isclose(2 * losses[0], losses[1], rel_tol=SAME):
+        raise UserError(MEAN.format("two samples on one rank have half of the loss of one on each of two"))
     return not _same(*losses)
 
 
@@ -223,51 +234,6 @@ def name_modes(model: nn.Module) -> None:
             f"note: {ranks.listed(tops)}: in eval mode, as make_model has left it: without dropout, and with the "
             "statistics that it has"
         )
-
-
-@contextlib.contextmanager
-def _kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards, the model's buffers, and the tensors that its own modules keep as attributes, are those of before.
-
-    What has not changed stays the same object.
-    """
-    parts = {id(one) for one in (*model.parameters(), *model.buffers())}
-    own = [one for one in model.modules() if not all(base.__module__.startswith(TORCHS) for base in type(one).__mro__)]
-    before = [{name: _tree(value) for name, value in vars(module).items() if name not in PARTS} for module in own]
-    held = {id(one): one for values in before for _, tensors in values.values() for one in tensors}
-    kept = [*model.buffers(), *(one for key, one in held.items() if key not in parts)]
-    copies = [(one, one._version, one.detach().clone()) for one in kept]
-    yield
-    for module, values in zip(own, before, strict=True):
-        for name in [name for name in vars(module) if name not in PARTS]:
-            tree, had = values.get(name, (None, []))
-            has = _tree(vars(module)[name])[1]
-            if [*map(id, has)] == [*map(id, had)]:
-                continue
-            if name in values:
-                setattr(module, name, tree)
-            else:
-                delattr(module, name)
-    with torch.no_grad():
-        for one, version, copy in copies:
-            if one._version != version:
-                one.copy_(copy)
-
-
-def _tree(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """The same tensors in the same lists, dicts and tuples, which are new; and all of the tensors."""
-    found: list[torch.Tensor] = []
-
-    def take(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    kinds = (torch.Tensor, dict, list, tuple)
-    return map_tensors(take, value) if isinstance(value, kinds) else value, found
-
-
-PARTS = {*vars(nn.Module())}
-TORCHS = ("torch.", "builtins", "typing", "abc")  # modules of classes that keep nothing of forward
 
 
 class _Gather(torch.autograd.Function):

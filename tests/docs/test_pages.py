@@ -254,6 +254,7 @@ def test_ragged_rows_are_found() -> None:
     assert ragged_rows(f"```\n{table}```\n") == []
 
 
+@functools.cache
 def flags_of(recipe: str) -> set[str]:
     """The flags of a recipe and of its bases, without their dashes; those of a truth value also with no-."""
     (args,) = [

@@ -179,8 +179,15 @@ FAULTS = (
     ),
     of(
         "train/guard",
+        "the second of two updates in turn hides that the first was skipped",
+        "        self._bad |= bad ",
+        "        self._bad = bad ",
+        "test_one_of_two_updates_in_turn_is_counted",
+    ),
+    of(
+        "train/guard",
         "an optimizer that is not fused makes the bad update",
-        "        elif self._bad:\n            self._optimizer.zero_grad(set_to_none=True)\n",
+        "        elif bad:\n            self._optimizer.zero_grad(set_to_none=True)\n",
         "",
         "test_optimizer_that_is_not_fused_skips_as_well",
     ),

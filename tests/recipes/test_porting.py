@@ -14,7 +14,7 @@ import torch
 from common import seed
 from common.run import cli
 from common.train import data, initial, sampler, schedule
-from common.workloads import dataset
+from common.workloads import kept
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -166,7 +166,7 @@ def train(path: Path, size: int, run: Path, *flags: str) -> None:
 
 @pytest.mark.parametrize("recipe", [recipe for name, recipe in PORTS if name == "curves"])
 def test_same_as_the_script(recipe: str, tmp_path: Path) -> None:
-    with dataset.kept_generators():
+    with kept.generators():
         losses = np.array(losses_of_script()).reshape(2, 33)
     path = port("curves", recipe, tmp_path)
     for size in (1, 2):
@@ -216,7 +216,7 @@ def losses_of_plain_loop(path: Path, flags: list[str]) -> list[float]:
     """Losses of a loop in one process around section 2 of a port, in float64: nothing else of the recipe."""
     port = runpy.run_path(str(path))
     args = cli.parse(port["Args"], flags)
-    with dataset.kept_generators():
+    with kept.generators():
         train, _ = port["make_data"](args)
         model = initial.materialize(port["make_model"](args, train), args.seed, torch.device("cpu"), torch.float64)
         optimizer = port["make_optimizer"](args, model)

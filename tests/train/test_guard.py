@@ -119,6 +119,25 @@ def test_optimizer_that_is_not_fused_skips_as_well(
     assert {key: bits(tensor) for key, tensor in found.items()} == {key: bits(t) for key, t in wanted.items()}
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_one_of_two_updates_in_turn_is_counted(bad: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a critic and a generator: it alone is left out, and --max-skips counts its step."""
+    model = make_model()
+    optimizer = OPTIMIZERS["SGD"](model)
+    finite = guard.FiniteGuard(model, optimizer, make_plan(), most=1)
+    for step in (1, 2):
+        for turn in range(2):
+            before = bits(model[0].weight)
+            model(torch.ones(2, 4)).sum().backward()
+            finite.skip_if_not_finite(torch.tensor(NAN if turn == bad else 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            assert (bits(model[0].weight) == before) == (turn == bad)
+        finite.restore_if_skipped(step)
+    with pytest.raises(BadStateError, match="not finite in steps 1 to 2, more than --max-skips 1"):
+        finite.report()
+
+
 def test_parameters_that_no_loss_reaches_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.ModuleDict({"used": nn.Linear(4, 3), "spare": nn.Linear(4, 3), "frozen": nn.Linear(4, 3)})
     model["frozen"].requires_grad_(False)

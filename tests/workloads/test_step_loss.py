@@ -115,7 +115,7 @@ def check(
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("micro", [1, 8])
 def test_what_is_read(micro: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first sample, alone and twice; only alone where a micro-batch has one sample of each rank."""
+    """The first sample, alone and three times; only alone where a micro-batch has one sample of each rank."""
     read: list[list[int]] = []
 
     def loss(_: Model, values: torch.Tensor) -> torch.Tensor:
@@ -123,8 +123,20 @@ def test_what_is_read(micro: int, capsys: pytest.CaptureFixture[str]) -> None:
         return values.sum()
 
     check(loss, micro=micro)
-    assert [one for one in read if one != [9]] == [[9, 9]] * (micro > 1)
+    assert [one for one in read if one != [9]] == [[9, 9, 9]] * (micro > 1)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("empty", [0.0, math.nan])
+def test_sample_without_a_loss_hides_no_mean(empty: float) -> None:
+    """As one that is all padding: the next one is looked at."""
+
+    def loss(_: Model, values: torch.Tensor) -> torch.Tensor:
+        return torch.where(values == 9, empty, values).mean()
+
+    with pytest.raises(UserError, match="mean loss: 3 copies of a sample have the loss of one"):
+        check(loss)
 
 
 @pytest.mark.usefixtures("group")
@@ -223,7 +235,7 @@ def test_loss_over_pairs_is_noted_where_it_matters(micro: int, capsys: pytest.Ca
 
     check(loss, micro=micro)
     noted = (
-        "note: the same sample twice has inf times the loss of one: the loss is no sum over samples, so the training"
+        "note: 3 copies of a sample have inf times the loss of one: the loss is no sum over samples, so the training"
     )
     out = capsys.readouterr().out
     assert (noted in out) == (micro == 4), out
@@ -246,6 +258,9 @@ def look_at_pairs() -> None:
         for micro in (0, 2):
             print(f"{name} {micro}:", flush=True)
             check(loss, micro=micro)
+    # With two ranks, the mean of log(2) over a copy, and of log(4) over two: as a sum's.
+    with pytest.raises(UserError, match="mean loss: two samples on one rank have half"):
+        check(lambda _, values: of_all(_, values) / max(1, len(values)))
     process_group.finish(world.process)
 
 

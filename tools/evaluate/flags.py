@@ -17,4 +17,4 @@ class Args:
     data: str = ""  # another data set, as for the recipe's --data; "" for the run's own
     split: Literal["validation", "test"] = "validation"  # which split of the data set to evaluate
     recipe: str = ""  # the train.py to take section 2 from; "" for recipes/<the run's recipe>/train.py
-    out: str = ""  # also write a row for each sample to this .parquet file; samples then pass the model one by one
+    out: str = ""  # also write a row per sample to this .parquet file; each passes alone, so not for a loss over pairs
