@@ -97,7 +97,7 @@ class FiniteGuard:
             self._looked = True
             self._name_unreached()
         bad = ~grad_norm.isfinite()
-        self._bad |= bad  # of all updates of this step, where several take turns
+        self._bad = self._bad | bad  # of all updates of this step, where several take turns
         if self._fused:
             private_api.skip_update_if(self._optimizer, bad)
         elif bad:
@@ -123,12 +123,12 @@ class FiniteGuard:
 
         No rank waits for its device.
         """
-        bad, self._bad = self._bad, torch.zeros_like(self._bad)
+        bad = self._bad
         for kept in self._kept:
             now = torch.cat([buffer.flatten() for buffer in kept.buffers])
             torch.where(bad, kept.copy, now, out=kept.copy)
             private_api.copy_each(kept.buffers, kept.parts)
-        lowered = torch.zeros_like(bad)
+        self._bad = lowered = torch.zeros_like(bad)
         if isinstance(self.loss_scale, torch.Tensor):
             lowered = bad & (self.loss_scale > 1)
             steps = torch.where(bad, 0, self._since_change + 1)
