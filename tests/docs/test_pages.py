@@ -315,22 +315,22 @@ def test_unknown_flags_are_found() -> None:
 
 
 def body(recipe: str, function: str) -> str:
-    """The lines of a function of a recipe, without its docstring, as they stand there."""
-    source = runner.source(recipe)
+    """The lines of a function of a recipe's bare twin, without its docstring, as they stand there."""
+    source = (ROOT / "recipes" / recipe / "bare.py").read_text()
     (found,) = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == function]
     first, last = found.body[1].lineno - 1, found.end_lineno
     return "\n".join(line.removeprefix("    ") for line in source.splitlines()[first:last])
 
 
 def lesson(base: str, recipe: str, function: str) -> str:
-    """What becomes of a function, as a diff with one line around each change."""
+    """What becomes of a function, as a diff."""
     before, after = (body(name, function).splitlines() for name in (base, recipe))
-    lines = [*difflib.unified_diff(before, after, n=1, lineterm="")][2:]
+    lines = [*difflib.unified_diff(before, after, n=0, lineterm="")][2:]
     return "\n".join(line for line in lines if not line.startswith("@@"))
 
 
 def test_readme_shows_the_smallest_lesson() -> None:
-    shown = "\n\n".join(lesson("dp_resnet", "ddp_resnet", name) for name in ("parallelize", "forward_backward"))
+    shown = "\n\n".join(lesson("dp_resnet", "ddp_resnet", name) for name in ("parallelize", "train_step", "main"))
     assert f"```diff\n{shown}\n```" in README, f"README.md: the code has changed, write\n{shown}"
 
 

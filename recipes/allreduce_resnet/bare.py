@@ -1,0 +1,119 @@
+"""What DistributedDataParallel does, by hand: the same weights at the start, and an all-reduce of each gradient.
+
+An all-reduce begins as soon as its gradient is there, and runs beside the rest of the backward pass.
+
+    torchrun --nproc-per-node 2 recipes/allreduce_resnet/bare.py
+    torchrun --nproc-per-node 2 recipes/allreduce_resnet/bare.py --checkpoint by_hand.pt  # again: continues from there
+
+train.py beside it shows more ways, from one flat buffer to overlapped buckets, and the all-reduce itself as a ring or a
+tree; it adds what a long run needs: bfloat16, accumulation, warm-up, SyncBatchNorm, evaluations, exact resumes,
+skipped updates, hangs named by rank, TensorBoard, and checkpoints that every other recipe reads.
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from common.workloads import images, resnet
+
+BATCH = 128  # samples of a step, of all processes together
+
+
+def parallelize(model: Any, device: torch.device) -> Any:
+    """Send the first process's weights to all, once; and let each gradient be sent as soon as it is there."""
+    model = model.to(device)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.detach(), src=0)
+        parameter.register_post_accumulate_grad_hook(send)
+    return model
+
+
+on_the_way: list[Any] = []  # the gradients that are sent, and what waits for their sums
+
+
+def send(parameter: Any) -> None:
+    """Begin to add up a gradient over the processes; the backward pass calls this for each, in one order on all."""
+    on_the_way.append((parameter.grad, dist.all_reduce(parameter.grad, async_op=True)))
+
+
+def receive() -> None:
+    """Wait for the sums, and divide them: the processes have equal parts of the batch, so these are its means."""
+    while on_the_way:
+        grad, work = on_the_way.pop()
+        work.wait()
+        grad.div_(dist.get_world_size())
+
+
+def train_step(
+    model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step on this process's part of a batch; returns the mean loss of the batch, and the gradient norm."""
+    pixels = inputs.to(next(model.parameters()).dtype).div(127.5).sub(1)  # (b, C, H, W), from bytes to -1 ... 1
+    for statistics in model.buffers():  # of BatchNorm: each process has those of its own part, and takes the first's
+        dist.broadcast(statistics, src=0)
+    loss = F.cross_entropy(model(pixels), targets)
+    loss.backward()
+    receive()
+    grad_norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    optimizer.step()
+    optimizer.zero_grad()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)  # for the log alone
+    return mean / dist.get_world_size(), grad_norm
+
+
+def save(path: Path, model: Any, optimizer: torch.optim.Optimizer, epochs: int) -> None:
+    """Let one process write, first beside the old file: a crash in the middle leaves that one."""
+    if dist.get_rank() == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epochs": epochs}
+        torch.save(state, f"{path}.part")
+        os.replace(f"{path}.part", path)
+
+
+def load(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
+    """Let every process read; returns the epochs that are done."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["epochs"]
+
+
+def main() -> None:
+    """Train a ResNet-18 on the digits."""
+    parser = argparse.ArgumentParser(description="Train a ResNet-18 on the digits.")
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--checkpoint", type=Path, help="written after each epoch; if it is there, continue from it")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # torchrun's environment says with whom
+    rank, size = dist.get_rank(), dist.get_world_size()
+    train: Any = images.load("digits", run_seed=0, flip=False)[0]
+    torch.manual_seed(0)
+    model = resnet.make_resnet("resnet18", train.channels, len(train.class_names), train.size)
+    model = parallelize(model, device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
+    done = load(args.checkpoint, model, optimizer) if args.checkpoint and args.checkpoint.exists() else 0
+    sampler: Any = DistributedSampler(train, size, rank)  # a part for each process
+    for epoch in range(done, args.epochs):
+        sampler.set_epoch(epoch)  # without it, each epoch has the same order
+        for indices in BatchSampler(sampler, BATCH // size, drop_last=True):
+            batch = train.read(np.full(len(indices), epoch), np.array(indices))
+            loss, grad_norm = train_step(model, optimizer, *(part.to(device) for part in batch))
+        if rank == 0:
+            print(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}  grad_norm {grad_norm:.3f}")
+        if args.checkpoint:
+            save(args.checkpoint, model, optimizer, epoch + 1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

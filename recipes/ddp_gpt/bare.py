@@ -1,0 +1,101 @@
+"""DistributedDataParallel and nothing else, on a language model: the same lines as for a ResNet.
+
+Every process holds the model and reads its own part of each batch; DDP averages the gradients over the processes.
+
+    torchrun --nproc-per-node 2 recipes/ddp_gpt/bare.py
+    torchrun --nproc-per-node 2 recipes/ddp_gpt/bare.py --checkpoint ddp.pt  # the same again continues from there
+
+train.py beside it trains the same, and adds what a long run needs: bfloat16, accumulation, recomputation, warm-up; an
+evaluation that counts each sample once; a stop at any step that a resume repeats exactly, on any number of processes;
+skipped updates, hangs named by rank, TensorBoard, and checkpoints that every other recipe reads.
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common.workloads import gpt, text
+
+BATCH = 32  # sequences of a step, of all processes together
+
+
+def make_model(vocab_size: int) -> gpt.GPT:
+    """A small GPT; the same weights in every process."""
+    model = gpt.GPT(gpt.Shape(vocab_size, num_layers=4, num_heads=4, width=192))
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        parameter.data = model.initial(name, parameter.shape, generator)
+    return model
+
+
+def parallelize(model: Any, device: torch.device) -> Any:
+    """Wrap the model: DDP sends the first process's weights to all, once."""
+    return DistributedDataParallel(model.to(device))
+
+
+def train_step(
+    model: Any, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One step on this process's part of a batch; returns the mean loss of the batch, and the gradient norm."""
+    loss = model(inputs, targets).mean()  # of sequences, (b,)
+    # Its gradient becomes the mean over the processes: their parts are equal, so it is the mean over the batch.
+    loss.backward()
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)  # for the log alone
+    return mean / dist.get_world_size(), grad_norm
+
+
+def save(path: Path, model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Let one process write, first beside the old file: a crash in the middle leaves that one."""
+    if dist.get_rank() == 0:
+        state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "steps": steps}
+        torch.save(state, f"{path}.part")
+        os.replace(f"{path}.part", path)
+
+
+def load(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
+    """Let every process read; returns the steps that are done."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    model.module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["steps"]
+
+
+def main() -> None:
+    """Train a small GPT on Python's own text."""
+    parser = argparse.ArgumentParser(description="Train a small GPT on Python's own text.")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--checkpoint", type=Path, help="written every 50 steps; if it is there, continue from it")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # torchrun's environment says with whom
+    rank, size = dist.get_rank(), dist.get_world_size()
+    train, _ = text.load("stdlib", seq_len=128)
+    model = parallelize(make_model(train.vocab_size), device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    done = load(args.checkpoint, model, optimizer) if args.checkpoint and args.checkpoint.exists() else 0
+    for step in range(done + 1, args.steps + 1):
+        chosen = np.random.default_rng(step).integers(len(train), size=BATCH)  # the same in every process
+        mine = chosen[rank::size]  # a part for each
+        batch = train.read(np.zeros_like(mine), mine)
+        loss, grad_norm = train_step(model, optimizer, *(part.to(device) for part in batch))
+        if rank == 0 and step % 10 == 0:
+            print(f"step {step}/{args.steps}  loss {loss:.4f}  grad_norm {grad_norm:.3f}")
+        if args.checkpoint and (step % 50 == 0 or step == args.steps):
+            save(args.checkpoint, model, optimizer, step)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
