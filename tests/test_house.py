@@ -143,6 +143,11 @@ def test_copy_and_what_may_be_deleted(root: Path) -> None:
     [
         ("common/seed.py", "X = 1\n" * house.MODULE, "common.seed, lines of code: 201, more than 200"),
         ("recipes/ddp_resnet/train.py", "X = 1\n" * house.RECIPE, "ddp_resnet, lines of code: 312, more than 300"),
+        (
+            "recipes/ddp_resnet/bare.py",
+            "X = 1\n" * house.TWIN,
+            "ddp_resnet, lines of code of bare.py: 122, more than 120",
+        ),
     ],
 )
 def test_long_file_turns_a_light_on(
