@@ -3,7 +3,7 @@
 Without settings that is DistributedDataParallel, as in ddp_gpt; the loop calls `accelerator.backward` and its clipping.
 
     torchrun --nproc-per-node 2 recipes/accelerate_gpt/bare.py
-    torchrun --nproc-per-node 2 recipes/accelerate_gpt/bare.py --checkpoint acc.pt  # again: continues from there
+    torchrun --nproc-per-node 2 recipes/accelerate_gpt/bare.py --checkpoint acc.pt  # if stopped, again: it continues
 
 train.py beside it trains the same, checks that Accelerate does what the flags say, and adds what a long run needs:
 bfloat16, accumulation, warm-up, FSDP2 by a file; evaluations, exact resumes on any number of processes, skipped
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="written every 50 steps; if it is there, continue from it")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # torchrun's environment says with whom
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # with whom, torchrun has set
     rank, size = dist.get_rank(), dist.get_world_size()
     train, _ = text.load("stdlib", seq_len=128)
     model = parallelize(make_model(train.vocab_size), device)
@@ -90,7 +90,7 @@ def main() -> None:
     for step in range(done + 1, args.steps + 1):
         chosen = np.random.default_rng(step).integers(len(train), size=BATCH)  # the same in every process
         mine = chosen[rank::size]  # a part for each
-        batch = train.read(np.zeros_like(mine), mine)
+        batch = train.read(np.zeros_like(mine), mine)  # of epoch 0
         loss, grad_norm = train_step(model, optimizer, *(part.to(device) for part in batch))
         if rank == 0 and step % 10 == 0:
             print(f"step {step}/{args.steps}  loss {loss:.4f}  grad_norm {grad_norm:.3f}")

@@ -3,7 +3,7 @@
 An all-reduce begins as soon as its gradient is there, and runs beside the rest of the backward pass.
 
     torchrun --nproc-per-node 2 recipes/allreduce_resnet/bare.py
-    torchrun --nproc-per-node 2 recipes/allreduce_resnet/bare.py --checkpoint by_hand.pt  # again: continues from there
+    torchrun --nproc-per-node 2 recipes/allreduce_resnet/bare.py --checkpoint hand.pt  # if stopped, again: continues
 
 train.py beside it shows more ways, from one flat buffer to overlapped buckets, and the all-reduce itself as a ring or a
 tree; it adds what a long run needs: bfloat16, accumulation, warm-up, SyncBatchNorm, evaluations, exact resumes,
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="written after each epoch; if it is there, continue from it")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # torchrun's environment says with whom
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # with whom, torchrun has set
     rank, size = dist.get_rank(), dist.get_world_size()
     train: Any = images.load("digits", run_seed=0, flip=False)[0]
     torch.manual_seed(0)
@@ -102,11 +102,11 @@ def main() -> None:
     model = parallelize(model, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
     done = load(args.checkpoint, model, optimizer) if args.checkpoint and args.checkpoint.exists() else 0
-    sampler: Any = DistributedSampler(train, size, rank)  # a part for each process
+    sampler: Any = DistributedSampler(train, size, rank)  # shuffles, and deals a part to each
     for epoch in range(done, args.epochs):
         sampler.set_epoch(epoch)  # without it, each epoch has the same order
         for indices in BatchSampler(sampler, BATCH // size, drop_last=True):
-            batch = train.read(np.full(len(indices), epoch), np.array(indices))
+            batch = train.read(np.full(len(indices), epoch), np.array(indices))  # augmentation may depend on the epoch
             loss, grad_norm = train_step(model, optimizer, *(part.to(device) for part in batch))
         if rank == 0:
             print(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}  grad_norm {grad_norm:.3f}")

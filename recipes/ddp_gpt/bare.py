@@ -3,7 +3,7 @@
 Every process holds the model and reads its own part of each batch; DDP averages the gradients over the processes.
 
     torchrun --nproc-per-node 2 recipes/ddp_gpt/bare.py
-    torchrun --nproc-per-node 2 recipes/ddp_gpt/bare.py --checkpoint ddp.pt  # the same again continues from there
+    torchrun --nproc-per-node 2 recipes/ddp_gpt/bare.py --checkpoint ddp.pt  # if stopped, the same again continues
 
 train.py beside it trains the same, and adds what a long run needs: bfloat16, accumulation, recomputation, warm-up; an
 evaluation that counts each sample once; a stop at any step that a resume repeats exactly, on any number of processes;
@@ -58,6 +58,7 @@ def train_step(
 def save(path: Path, model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Let one process write, first beside the old file: a crash in the middle leaves that one."""
     if dist.get_rank() == 0:
+        # `module` is the model without the wrapper.
         state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "steps": steps}
         torch.save(state, f"{path}.part")
         os.replace(f"{path}.part", path)
@@ -79,7 +80,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="written every 50 steps; if it is there, continue from it")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # torchrun's environment says with whom
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # with whom, torchrun has set
     rank, size = dist.get_rank(), dist.get_world_size()
     train, _ = text.load("stdlib", seq_len=128)
     model = parallelize(make_model(train.vocab_size), device)
@@ -88,7 +89,7 @@ def main() -> None:
     for step in range(done + 1, args.steps + 1):
         chosen = np.random.default_rng(step).integers(len(train), size=BATCH)  # the same in every process
         mine = chosen[rank::size]  # a part for each
-        batch = train.read(np.zeros_like(mine), mine)
+        batch = train.read(np.zeros_like(mine), mine)  # of epoch 0
         loss, grad_norm = train_step(model, optimizer, *(part.to(device) for part in batch))
         if rank == 0 and step % 10 == 0:
             print(f"step {step}/{args.steps}  loss {loss:.4f}  grad_norm {grad_norm:.3f}")

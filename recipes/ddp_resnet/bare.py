@@ -3,7 +3,7 @@
 While the backward pass runs, DDP averages the gradients over the processes, so that all take the same step.
 
     torchrun --nproc-per-node 2 recipes/ddp_resnet/bare.py
-    torchrun --nproc-per-node 2 recipes/ddp_resnet/bare.py --checkpoint ddp.pt  # the same again continues from there
+    torchrun --nproc-per-node 2 recipes/ddp_resnet/bare.py --checkpoint ddp.pt  # if stopped, the same again continues
 
 train.py beside it trains the same, and adds what a long run needs: bfloat16, accumulation, warm-up, SyncBatchNorm; an
 evaluation that counts each sample once; a stop at any step that a resume repeats exactly, on any number of processes;
@@ -29,7 +29,7 @@ BATCH = 128  # samples of a step, of all processes together
 
 
 def parallelize(model: Any, device: torch.device) -> Any:
-    """Wrap the model: DDP sends the first process's weights to all, once."""
+    """Wrap the model: DDP sends the first process's weights to all now, and its buffers before each forward pass."""
     return DistributedDataParallel(model.to(device))
 
 
@@ -52,6 +52,7 @@ def train_step(
 def save(path: Path, model: Any, optimizer: torch.optim.Optimizer, epochs: int) -> None:
     """Let one process write, first beside the old file: a crash in the middle leaves that one."""
     if dist.get_rank() == 0:
+        # `module` is the model without the wrapper.
         state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epochs": epochs}
         torch.save(state, f"{path}.part")
         os.replace(f"{path}.part", path)
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="written after each epoch; if it is there, continue from it")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # torchrun's environment says with whom
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # with whom, torchrun has set
     rank, size = dist.get_rank(), dist.get_world_size()
     train: Any = images.load("digits", run_seed=0, flip=False)[0]
     torch.manual_seed(0)
@@ -81,11 +82,11 @@ def main() -> None:
     model = parallelize(model, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
     done = load(args.checkpoint, model, optimizer) if args.checkpoint and args.checkpoint.exists() else 0
-    sampler: Any = DistributedSampler(train, size, rank)  # a part for each process
+    sampler: Any = DistributedSampler(train, size, rank)  # shuffles, and deals a part to each
     for epoch in range(done, args.epochs):
         sampler.set_epoch(epoch)  # without it, each epoch has the same order
         for indices in BatchSampler(sampler, BATCH // size, drop_last=True):
-            batch = train.read(np.full(len(indices), epoch), np.array(indices))
+            batch = train.read(np.full(len(indices), epoch), np.array(indices))  # augmentation may depend on the epoch
             loss, grad_norm = train_step(model, optimizer, *(part.to(device) for part in batch))
         if rank == 0:
             print(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}  grad_norm {grad_norm:.3f}")

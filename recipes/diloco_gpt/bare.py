@@ -70,18 +70,23 @@ def train_step(
 
 
 def save(path: Path, model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Let each process write its own file, first beside the old one: a crash in the middle leaves that."""
+    """Let each process write what is its own, into a new folder: the name of the newest whole one changes last."""
+    folder = path / f"step_{steps}"
+    folder.mkdir(parents=True, exist_ok=True)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": steps}
     state |= {"before": model.before, "outer": model.outer.state_dict()}
-    torch.save(state, f"{path}.part")
-    # Wait for all: their files are whole before one takes the place of an old one.
-    dist.all_reduce(torch.zeros((), device=next(model.parameters()).device))
-    os.replace(f"{path}.part", path)
+    torch.save(state, folder / f"{dist.get_rank()}.pt")
+    written = torch.ones((), device=next(model.parameters()).device)
+    dist.all_reduce(written)
+    if written.item() == dist.get_world_size() and dist.get_rank() == 0:  # .item() waits for all
+        (path / "newest.part").write_text(folder.name)
+        os.replace(path / "newest.part", path / "newest")
 
 
 def load(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
-    """Let each process read its own file; returns the steps that are done."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    """Let each process read what is its own; returns the steps that are done."""
+    folder = path / (path / "newest").read_text()
+    state = torch.load(folder / f"{dist.get_rank()}.pt", map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     for before, saved in zip(model.before, state["before"], strict=True):
         before.copy_(saved)
@@ -95,27 +100,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT on Python's own text.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--checkpoint", type=Path, help="written every 50 steps; if it is there, continue from it")
+    parser.add_argument("--checkpoint", type=Path, help="folder, written every 50 steps; continue from it")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # torchrun's environment says with whom
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # with whom, torchrun has set
     rank, size = dist.get_rank(), dist.get_world_size()
     train, _ = text.load("stdlib", seq_len=128)
     model = parallelize(make_model(train.vocab_size), device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    mine = Path(f"{args.checkpoint}.{rank}")
-    done = load(mine, model, optimizer) if args.checkpoint and mine.exists() else 0
+    done = load(args.checkpoint, model, optimizer) if args.checkpoint and (args.checkpoint / "newest").exists() else 0
     for step in range(done + 1, args.steps + 1):
         chosen = np.random.default_rng(step).integers(len(train), size=BATCH)  # the same in every process
         part = chosen[rank::size]  # for each another one
-        batch = train.read(np.zeros_like(part), part)
+        batch = train.read(np.zeros_like(part), part)  # of epoch 0
         loss, grad_norm = train_step(model, optimizer, *(part.to(device) for part in batch))
         if step % INNER_STEPS == 0:
             outer_step(model)
         if rank == 0 and step % 10 == 0:
             print(f"step {step}/{args.steps}  loss {loss:.4f}  grad_norm {grad_norm:.3f}")
         if args.checkpoint and (step % 50 == 0 or step == args.steps):
-            save(mine, model, optimizer, step)
+            save(args.checkpoint, model, optimizer, step)
     dist.destroy_process_group()
 
 

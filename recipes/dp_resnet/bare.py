@@ -3,7 +3,7 @@
 Each forward pass copies the model to all GPUs and divides the batch; the backward pass adds up gradients on the first.
 
     python recipes/dp_resnet/bare.py
-    python recipes/dp_resnet/bare.py --checkpoint dp.pt  # the same again continues from there
+    python recipes/dp_resnet/bare.py --checkpoint dp.pt  # if stopped, the same again continues
 
 train.py beside it trains the same, and adds what a long run needs: bfloat16, accumulation, warm-up; an evaluation that
 counts each sample once; a stop at any step that a resume repeats exactly; skipped updates, TensorBoard, and checkpoints
@@ -46,6 +46,7 @@ def train_step(
 
 def save(path: Path, model: Any, optimizer: torch.optim.Optimizer, epochs: int) -> None:
     """Write, first beside the old file: a crash in the middle leaves that one."""
+    # `module` is the model without the wrapper.
     state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epochs": epochs}
     torch.save(state, f"{path}.part")
     os.replace(f"{path}.part", path)
@@ -76,7 +77,7 @@ def main() -> None:
     for epoch in range(done, args.epochs):
         sampler = RandomSampler(train, generator=torch.Generator().manual_seed(epoch))
         for indices in BatchSampler(sampler, BATCH, drop_last=True):
-            batch = train.read(np.full(len(indices), epoch), np.array(indices))
+            batch = train.read(np.full(len(indices), epoch), np.array(indices))  # augmentation may depend on the epoch
             loss, grad_norm = train_step(model, optimizer, *(part.to(device) for part in batch))
         print(f"epoch {epoch + 1}/{args.epochs}  loss {loss:.4f}  grad_norm {grad_norm:.3f}")
         if args.checkpoint:

@@ -1,10 +1,11 @@
 """Fully sharded data parallel (FSDP2) and nothing else: every process holds a part of each parameter.
 
-It gathers the parameters of a block just before it computes with them, and frees them afterwards. The backward pass
-leaves it its part of the averaged gradients, and the optimizer has the state of that part alone.
+It gathers the parameters of a block just before it computes with them, and frees them afterwards: an all-gather in the
+forward pass, and again in the backward pass. That ends with a reduce-scatter, which leaves each process its part of the
+averaged gradients, where DDP's all-reduce would leave all; the optimizer has the state of that part alone.
 
     torchrun --nproc-per-node 2 recipes/fsdp_gpt/bare.py
-    torchrun --nproc-per-node 2 recipes/fsdp_gpt/bare.py --checkpoint fsdp  # a folder; the same again continues from it
+    torchrun --nproc-per-node 2 recipes/fsdp_gpt/bare.py --checkpoint fsdp  # if stopped, the same again continues
 
 train.py beside it trains the same, and adds what a long run needs: weights that are drawn after the split, HSDP,
 bfloat16, accumulation, recomputation, warm-up; evaluations, exact resumes on any number of processes, skipped updates,
@@ -39,7 +40,10 @@ def make_model(vocab_size: int) -> gpt.GPT:
 
 
 def parallelize(model: Any, device: torch.device) -> Any:
-    """Split each block's parameters over the processes, and then the rest: embedding, last norm and head."""
+    """Split each block's parameters over the processes, in place; and then what is left: embedding, last norm, head.
+
+    Parts that are split first are gathered one by one. The model as one part would be whole on each process.
+    """
     model = model.to(device)
     for block in model.blocks.values():
         fully_shard(block)
@@ -58,14 +62,14 @@ def train_step(
     optimizer.zero_grad()
     mean = loss.detach().clone()
     dist.all_reduce(mean)  # for the log alone
-    return mean / dist.get_world_size(), grad_norm.full_tensor()
+    return mean / dist.get_world_size(), grad_norm.full_tensor()  # a DTensor: here the parts are added up
 
 
 def save(path: Path, model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Let each process write its parts, into a new folder: the name of the newest whole one changes last."""
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state, "steps": steps}, checkpoint_id=path / f"step_{steps}")
-    if dist.get_rank() == 0:  # the others wait in their next step
+    if dist.get_rank() == 0:  # dcp.save has waited for all
         (path / "newest.part").write_text(f"step_{steps}")
         os.replace(path / "newest.part", path / "newest")
 
@@ -87,16 +91,17 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="folder, written every 50 steps; continue from it")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # torchrun's environment says with whom
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # with whom, torchrun has set
     rank, size = dist.get_rank(), dist.get_world_size()
     train, _ = text.load("stdlib", seq_len=128)
     model = parallelize(make_model(train.vocab_size), device)
+    # After the split: these parameters are others.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     done = load(args.checkpoint, model, optimizer) if args.checkpoint and (args.checkpoint / "newest").exists() else 0
     for step in range(done + 1, args.steps + 1):
         chosen = np.random.default_rng(step).integers(len(train), size=BATCH)  # the same in every process
         mine = chosen[rank::size]  # a part for each
-        batch = train.read(np.zeros_like(mine), mine)
+        batch = train.read(np.zeros_like(mine), mine)  # of epoch 0
         loss, grad_norm = train_step(model, optimizer, *(part.to(device) for part in batch))
         if rank == 0 and step % 10 == 0:
             print(f"step {step}/{args.steps}  loss {loss:.4f}  grad_norm {grad_norm:.3f}")

@@ -1,10 +1,10 @@
 """Pipeline parallelism and nothing else: every process holds some of the layers, and micro-batches flow through all.
 
-Processes next to each other send activations forward and gradients back. While one computes a micro-batch, the next one
-computes the micro-batch before: 1F1B, a forward and a backward pass by turns.
+Processes next to each other send activations forward and their gradients back. While one computes a micro-batch, the
+next one computes the one before. 1F1B: each begins a backward pass as soon as it can, so that few activations wait.
 
     torchrun --nproc-per-node 2 recipes/pipeline_gpt/bare.py
-    torchrun --nproc-per-node 2 recipes/pipeline_gpt/bare.py --checkpoint pipeline  # again: continues from there
+    torchrun --nproc-per-node 2 recipes/pipeline_gpt/bare.py --checkpoint pipeline  # if stopped, again: it continues
 
 train.py beside it trains the same, and adds other schedules, pipelines beside each other, tied embeddings; and what a
 long run needs: bfloat16, recomputation, warm-up, evaluations, exact resumes on any number of processes, hangs named by
@@ -38,7 +38,11 @@ def make_model(vocab_size: int) -> gpt.GPT:
 
 
 def parallelize(model: Any, device: torch.device) -> Any:
-    """Keep this process's layers: the first one also has the embedding, the last one norm and head."""
+    """Keep this process's layers: the first one also has the embedding, the last one norm and head.
+
+    GPT's forward skips what is None, and takes activations where it has no embedding. There are 4 layers, so at most 4
+    processes.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     for name in [name for name in model.blocks if int(name) * size // model.shape.num_layers != rank]:
         del model.blocks[name]
@@ -46,9 +50,9 @@ def parallelize(model: Any, device: torch.device) -> Any:
     model.norm = model.norm if rank == size - 1 else None
     model.head = model.head if rank == size - 1 else None
     stage = PipelineStage(model.to(device), rank, size, device)
-    # Gradients of the micro-batches are added up and divided by their number: the mean over the batch.
+    # The schedule adds up the gradients of the micro-batches, and divides by their number: the mean over the batch.
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=lambda logits, y: gpt.sequence_losses(logits, y).mean())
-    model.run = [schedule.step]  # in a list: it is no part of the model
+    model.run = schedule.step
     return model
 
 
@@ -58,7 +62,8 @@ def train_step(
     """One step on a batch; returns its mean loss, and the gradient norm over the layers of all processes."""
     losses: list[torch.Tensor] = []  # of the micro-batches, in the last process
     tokens = [inputs] if dist.get_rank() == 0 else []  # the others get activations
-    model.run[0](*tokens, target=targets, losses=losses)
+    model.run(*tokens, target=targets, losses=losses)  # forward and backward passes of all micro-batches
+    # Each parameter is in one process: what there is of all is added up, not averaged.
     square = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).square()
     dist.all_reduce(square)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, square.sqrt())
@@ -70,17 +75,22 @@ def train_step(
 
 
 def save(path: Path, model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Let each process write its layers, first beside the old file: a crash in the middle leaves that one."""
+    """Let each process write its layers, into a new folder: the name of the newest whole one changes last."""
+    folder = path / f"step_{steps}"
+    folder.mkdir(parents=True, exist_ok=True)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": steps}
-    torch.save(state, f"{path}.part")
-    # Wait for all: their files are whole before one takes the place of an old one.
-    dist.all_reduce(torch.zeros((), device=next(model.parameters()).device))
-    os.replace(f"{path}.part", path)
+    torch.save(state, folder / f"{dist.get_rank()}.pt")
+    written = torch.ones((), device=next(model.parameters()).device)
+    dist.all_reduce(written)
+    if written.item() == dist.get_world_size() and dist.get_rank() == 0:  # .item() waits for all
+        (path / "newest.part").write_text(folder.name)
+        os.replace(path / "newest.part", path / "newest")
 
 
 def load(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
     """Let each process read its layers; returns the steps that are done."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    folder = path / (path / "newest").read_text()
+    state = torch.load(folder / f"{dist.get_rank()}.pt", map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return state["steps"]
@@ -91,24 +101,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small GPT on Python's own text.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--checkpoint", type=Path, help="written every 50 steps; if it is there, continue from it")
+    parser.add_argument("--checkpoint", type=Path, help="folder, written every 50 steps; continue from it")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # torchrun's environment says with whom
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # with whom, torchrun has set
     rank = dist.get_rank()
     train, _ = text.load("stdlib", seq_len=128)
     model = parallelize(make_model(train.vocab_size), device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    mine = Path(f"{args.checkpoint}.{rank}")
-    done = load(mine, model, optimizer) if args.checkpoint and mine.exists() else 0
+    done = load(args.checkpoint, model, optimizer) if args.checkpoint and (args.checkpoint / "newest").exists() else 0
     for step in range(done + 1, args.steps + 1):
-        chosen = np.random.default_rng(step).integers(len(train), size=BATCH)  # the same in every process
-        batch = train.read(np.zeros_like(chosen), chosen)
+        chosen = np.random.default_rng(step).integers(
+            len(train), size=BATCH
+        )  # the same in every process: the last one needs the targets
+        batch = train.read(np.zeros_like(chosen), chosen)  # of epoch 0
         loss, grad_norm = train_step(model, optimizer, *(part.to(device) for part in batch))
         if rank == 0 and step % 10 == 0:
             print(f"step {step}/{args.steps}  loss {loss:.4f}  grad_norm {grad_norm:.3f}")
         if args.checkpoint and (step % 50 == 0 or step == args.steps):
-            save(mine, model, optimizer, step)
+            save(args.checkpoint, model, optimizer, step)
     dist.destroy_process_group()
 
 

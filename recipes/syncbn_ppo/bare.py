@@ -115,6 +115,7 @@ def train_step(
 def save(path: Path, model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Let one process write, first beside the old file: a crash in the middle leaves that one."""
     if dist.get_rank() == 0:
+        # `module` is the model without the wrapper.
         state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "steps": steps}
         torch.save(state, f"{path}.part")
         os.replace(f"{path}.part", path)
@@ -136,7 +137,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="written every 20 updates; if it is there, continue from it")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # torchrun's environment says with whom
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # with whom, torchrun has set
     rank, size = dist.get_rank(), dist.get_world_size()
     envs = environments.Environments("CartPole-v1", np.arange(ENVS)[rank::size], 0)  # for each its own
     torch.manual_seed(0)

@@ -90,7 +90,7 @@ def save(path: Path, model: Any, optimizer: torch.optim.Optimizer, steps: int) -
     """Let each process write its parts, into a new folder: the name of the newest whole one changes last."""
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state, "steps": steps}, checkpoint_id=path / f"step_{steps}")
-    if dist.get_rank() == 0:  # the others wait in their next step
+    if dist.get_rank() == 0:  # dcp.save has waited for all
         (path / "newest.part").write_text(f"step_{steps}")
         os.replace(path / "newest.part", path / "newest")
 
@@ -112,17 +112,18 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="folder, written every 50 steps; continue from it")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # torchrun's environment says with whom
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")  # with whom, torchrun has set
     rank, size = dist.get_rank(), dist.get_world_size()
     tp = min(TP, size)
     train, _ = text.load("stdlib", seq_len=128)
     model = parallelize(make_model(train.vocab_size), device)
+    # After the split: these parameters are others.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     done = load(args.checkpoint, model, optimizer) if args.checkpoint and (args.checkpoint / "newest").exists() else 0
     for step in range(done + 1, args.steps + 1):
         chosen = np.random.default_rng(step).integers(len(train), size=BATCH)  # the same in every process
         mine = chosen[rank // tp :: size // tp]  # a part for each group
-        batch = train.read(np.zeros_like(mine), mine)
+        batch = train.read(np.zeros_like(mine), mine)  # of epoch 0
         loss, grad_norm = train_step(model, optimizer, *(part.to(device) for part in batch))
         if rank == 0 and step % 10 == 0:
             print(f"step {step}/{args.steps}  loss {loss:.4f}  grad_norm {grad_norm:.3f}")
