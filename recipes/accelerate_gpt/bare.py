@@ -5,7 +5,7 @@ Without settings that is DistributedDataParallel, as in ddp_gpt; the loop calls 
     torchrun --nproc-per-node 2 recipes/accelerate_gpt/bare.py
     torchrun --nproc-per-node 2 recipes/accelerate_gpt/bare.py --checkpoint acc.pt  # if stopped, again: it continues
 
-train.py beside it trains the same, checks that Accelerate does what the flags say, and adds what a long run needs:
+train.py has the same strategy, checks that Accelerate does what the flags say, and adds what a long run needs:
 bfloat16, accumulation, warm-up, FSDP2 by a file; evaluations, exact resumes on any number of processes, skipped
 updates, hangs named by rank, TensorBoard, and checkpoints that every other recipe reads.
 """

@@ -6,7 +6,7 @@ queries. The gradients of keys and values go back to the processes whose they ar
     torchrun --nproc-per-node 2 recipes/context_gpt/bare.py
     torchrun --nproc-per-node 2 recipes/context_gpt/bare.py --checkpoint context  # if stopped, the same again continues
 
-train.py beside it trains the same, and adds two ways that need less memory, a ring and Ulysses, with equally much to
+train.py has the same strategy, and adds two ways that need less memory, a ring and Ulysses, with equally much to
 compute on each rank, beside data parallel groups; and what a long run needs: bfloat16, accumulation, recomputation,
 evaluations, exact resumes, hangs named by rank, and checkpoints that every other recipe reads.
 """

@@ -5,7 +5,7 @@ While the backward pass runs, DDP averages the gradients over the processes, so 
     torchrun --nproc-per-node 2 recipes/ddp_resnet/bare.py
     torchrun --nproc-per-node 2 recipes/ddp_resnet/bare.py --checkpoint ddp.pt  # if stopped, the same again continues
 
-train.py beside it trains the same, and adds what a long run needs: bfloat16, accumulation, warm-up, SyncBatchNorm; an
+train.py has the same strategy, and adds what a long run needs: bfloat16, accumulation, warm-up, SyncBatchNorm; an
 evaluation that counts each sample once; a stop at any step that a resume repeats exactly, on any number of processes;
 skipped updates, hangs named by rank, TensorBoard, and checkpoints that every other recipe reads.
 """

@@ -6,7 +6,7 @@ with Nesterov momentum, and go on from where that leads (Douillard et al. 2023, 
     torchrun --nproc-per-node 2 recipes/diloco_gpt/bare.py
     torchrun --nproc-per-node 2 recipes/diloco_gpt/bare.py --checkpoint diloco  # again: continues, on as many processes
 
-train.py beside it trains the same, and adds replicas of several processes, parts that are sent beside the computation,
+train.py has the same strategy, and adds replicas of several processes, parts that are sent beside the computation,
 differences of 8 bits; and what a long run needs: bfloat16, accumulation, evaluations of the mean weights, exact
 resumes, hangs named by rank, and checkpoints that every other recipe reads.
 """

@@ -5,7 +5,7 @@ Each forward pass copies the model to all GPUs and divides the batch; the backwa
     python recipes/dp_resnet/bare.py
     python recipes/dp_resnet/bare.py --checkpoint dp.pt  # if stopped, the same again continues
 
-train.py beside it trains the same, and adds what a long run needs: bfloat16, accumulation, warm-up; an evaluation that
+train.py has the same strategy, and adds what a long run needs: bfloat16, accumulation, warm-up; an evaluation that
 counts each sample once; a stop at any step that a resume repeats exactly; skipped updates, TensorBoard, and checkpoints
 that every other recipe reads.
 """

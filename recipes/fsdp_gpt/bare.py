@@ -7,7 +7,7 @@ averaged gradients, where DDP's all-reduce would leave all; the optimizer has th
     torchrun --nproc-per-node 2 recipes/fsdp_gpt/bare.py
     torchrun --nproc-per-node 2 recipes/fsdp_gpt/bare.py --checkpoint fsdp  # if stopped, the same again continues
 
-train.py beside it trains the same, and adds what a long run needs: weights that are drawn after the split, HSDP,
+train.py has the same strategy, and adds what a long run needs: weights that are drawn after the split, HSDP,
 bfloat16, accumulation, recomputation, warm-up; evaluations, exact resumes on any number of processes, skipped updates,
 hangs named by rank, TensorBoard, and checkpoints that every other recipe reads.
 """

@@ -6,7 +6,7 @@ A step adds up the gradients of several micro-batches, and only the last backwar
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
         recipes/multinode_resnet/bare.py --checkpoint /shared/multinode.pt  # on each machine; HOST is one of them
 
-train.py beside it trains the same, and adds what a long run needs: bfloat16, warm-up, SyncBatchNorm, PowerSGD; an
+train.py has the same strategy, and adds what a long run needs: bfloat16, warm-up, SyncBatchNorm, PowerSGD; an
 evaluation that counts each sample once; a stop at any step that a resume repeats exactly, on any number of processes;
 skipped updates, hangs named by rank, TensorBoard, and checkpoints that every other recipe reads.
 """

@@ -6,7 +6,7 @@ next one computes the one before. 1F1B: each begins a backward pass as soon as i
     torchrun --nproc-per-node 2 recipes/pipeline_gpt/bare.py
     torchrun --nproc-per-node 2 recipes/pipeline_gpt/bare.py --checkpoint pipeline  # if stopped, again: it continues
 
-train.py beside it trains the same, and adds other schedules, pipelines beside each other, tied embeddings; and what a
+train.py has the same strategy, and adds other schedules, pipelines beside each other, tied embeddings; and what a
 long run needs: bfloat16, recomputation, warm-up, evaluations, exact resumes on any number of processes, hangs named by
 rank, TensorBoard, and checkpoints that every other recipe reads.
 """

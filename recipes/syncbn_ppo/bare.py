@@ -6,7 +6,7 @@ BatchNorm, are averaged as well.
     torchrun --nproc-per-node 2 recipes/syncbn_ppo/bare.py
     torchrun --nproc-per-node 2 recipes/syncbn_ppo/bare.py --checkpoint ppo.pt  # again: continues, with new episodes
 
-train.py beside it trains the same, and adds a limit on how far an update moves the policy, evaluations and films;
+train.py has the same strategy, and adds a limit on how far an update moves the policy, evaluations and films;
 environments that a resume continues exactly, on any number of processes; skipped updates, hangs named by rank,
 TensorBoard, and checkpoints that are written while it plays on.
 """

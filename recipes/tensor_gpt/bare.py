@@ -6,7 +6,7 @@ Around the pairs, each process keeps a part of every sequence: it gathers the wh
     torchrun --nproc-per-node 2 recipes/tensor_gpt/bare.py
     torchrun --nproc-per-node 4 recipes/tensor_gpt/bare.py --checkpoint tensor  # 2 x 2; again: continues from there
 
-train.py beside it trains the same, and adds what a long run needs: weights that are drawn after the split, bfloat16,
+train.py has the same strategy, and adds what a long run needs: weights that are drawn after the split, bfloat16,
 accumulation, recomputation, norms, tied embeddings and frozen parts of other people's models, warm-up, evaluations,
 exact resumes on any number of processes, hangs named by rank, and checkpoints that every other recipe reads.
 """
