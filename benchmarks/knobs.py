@@ -33,6 +33,7 @@ BOTH = (
     ("--log-every", "1"),
     ("--async-save", "--save-every", "10"),
     ("--save-every", "10"),
+    ("--ema", "0.99"),
 )
 KNOBS = {"resnet": (*BOTH, ("--sync-bn",)), "gpt": (*BOTH, ("--recompute", "full"), ("--tied",))}
 SAME = {"resnet": ("--max-grad-norm", "0"), "gpt": ("--max-grad-norm", "1")}  # measured as "the defaults again"

@@ -23,27 +23,32 @@ class Segment:
     notes: Path
 
 
-def run(segments: Sequence[Segment], timeout_s: float = runner.HANG_S) -> runner.Result:
-    """Run all of them, one after the other, until one fails; returns how the last one ended."""
+def run(segments: Sequence[Segment], ends: bool = True) -> runner.Result:
+    """Run all of them, one after the other, until one fails; returns how the last one ended.
+
+    Args:
+        segments: the runs.
+        ends: note also what ranks hold whenever a run saves, which takes as long as the save.
+    """
     assert segments
     for segment in segments:
         segment.notes.mkdir(parents=True)
         argv = [str(segment.recipe), *segment.flags]
-        args = [(str(segment.recipe), argv, segment.notes, rank) for rank in range(segment.layout.size)]
-        result = runner.rerun(_run_noted, args, timeout_s, segment.layout)
+        args = [(str(segment.recipe), argv, segment.notes, rank, ends) for rank in range(segment.layout.size)]
+        result = runner.rerun(_run_noted, args, layout=segment.layout)
         if not result.ok:
             break
     return result
 
 
-def _run_noted(path: str, argv: list[str], notes: Path, rank: int) -> None:
-    with _noted(notes, rank):
+def _run_noted(path: str, argv: list[str], notes: Path, rank: int, ends: bool) -> None:
+    with _noted(notes, rank, ends):
         runner.run_unmeasured(path, argv)
 
 
 @contextlib.contextmanager
-def _noted(notes: Path, rank: int) -> Iterator[None]:
-    """Note all that this rank holds of model and optimizer, before the first step and whenever the run saves."""
+def _noted(notes: Path, rank: int, ends: bool) -> Iterator[None]:
+    """Note all that this rank holds of model and optimizer, before the first step and, if asked, at each save."""
     from common.state import saver
     from common.train import guard
 
@@ -57,7 +62,8 @@ def _noted(notes: Path, rank: int) -> Iterator[None]:
         _note(notes / f"begin-{rank}.json", *holds)
 
     def noting_save(self: saver.Saver, *what: Any) -> None:
-        _note(notes / f"end-{rank}.json", *holds)
+        if ends:
+            _note(notes / f"end-{rank}.json", *holds)
         save(self, *what)
 
     guard.FiniteGuard.__init__ = noting_begin
