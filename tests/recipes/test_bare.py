@@ -16,33 +16,17 @@ from common import seed
 from common.run import cli, process_group
 from common.train import data, initial, metrics
 
-from tests.harness import module, runner
+from tests.harness import module, runner, twins
+from tests.harness.twins import BATCH, TWINS
 
 CPU = torch.device("cpu")
 STEPS = 4
-BATCH = 16
-MICRO = 2
-TWINS = sorted(path.parent.name for path in (runner.ROOT / "recipes").glob("*/bare.py"))
 
 FLAGS = {
     "resnet": ("--label-smoothing", "0", "--model", "resnet6"),
     "ppo": (*runner.SMALL["ppo"], "--target-kl", "0"),
     "gpt": ("--seq-len", "16", "--num-layers", "4", "--num-heads", "4", "--width", "40", "--mlp-width", "44"),
 }
-OWN = {  # flags of the recipe that make it train as its twin does
-    "multinode_resnet": ("--micro-batch-size", str(MICRO)),
-    "tensor_gpt": ("--tp", "{tp}"),
-    "pipeline_gpt": ("--pp", "{size}", "--micro-batch-size", str(MICRO), "--schedule", "1F1B"),
-    "context_gpt": ("--cp", "{size}"),
-    "diloco_gpt": ("--inner-steps", "2", "--outer-lr", "0.7", "--outer-momentum", "0.9"),
-}
-CONSTANTS = {
-    "MICRO_BATCH": MICRO,
-    "MICRO_BATCHES": BATCH // MICRO,
-    "INNER_STEPS": 2,
-    "ENVS": 12,
-    "MINIBATCH": 96,
-}  # of the twins
 
 
 def test_each_recipe_that_trains_has_one() -> None:
@@ -58,16 +42,6 @@ def test_imports_the_workload_alone(recipe: str) -> None:
 
 FINITE = SimpleNamespace(loss_scale=1, unscale_gradients=lambda _: None, skip_if_not_finite=lambda _: None)
 Steps = Iterator[tuple[tuple[metrics.Sums, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]]
-
-
-def load_twin(recipe: str, mutant: tuple[str, str]) -> SimpleNamespace:
-    """What a twin defines, with small constants."""
-    source = (runner.ROOT / "recipes" / recipe / "bare.py").read_text()
-    assert not mutant[0] or source.count(mutant[0]) == 1
-    twin = SimpleNamespace(__name__="twin")
-    exec(source.replace(*mutant) if mutant[0] else source, vars(twin))
-    vars(twin).update({name: value for name, value in CONSTANTS.items() if hasattr(twin, name)})
-    return twin
 
 
 def supervised(part: Any, twin: Any, args: Any, mesh: Any) -> Steps:
@@ -119,7 +93,7 @@ def compare(recipe: str, argv: list[str], mutant: tuple[str, str]) -> None:
     world = process_group.start("gloo", "float64")
     steps = supervised if recipe in runner.SUPERVISED else reinforced
     losses = []
-    for (sums, norm), (loss, our_norm) in steps(part, load_twin(recipe, mutant), args, part.make_mesh(args, world)):
+    for (sums, norm), (loss, our_norm) in steps(part, twins.load(recipe, mutant), args, part.make_mesh(args, world)):
         wanted = metrics.means(sums)["loss"], norm.item()
         found = loss.item(), our_norm.item()
         for one, other in zip(found, wanted, strict=True):
@@ -131,9 +105,8 @@ def compare(recipe: str, argv: list[str], mutant: tuple[str, str]) -> None:
 
 
 def run(recipe: str, size: int, folders: dict[str, Path], mutant: tuple[str, str] = ("", "")) -> runner.Result:
-    own = [flag.format(size=size, tp=min(2, size)) for flag in OWN.get(recipe, ())]
     workload = runner.workload(recipe)
-    argv = ["--dtype", "float64", *FLAGS[workload], *own, "--warmup-steps", "0", "--lr", "0.02"]
+    argv = ["--dtype", "float64", *FLAGS[workload], *twins.flags(recipe, size), "--warmup-steps", "0", "--lr", "0.02"]
     if workload in folders:
         argv += ["--data", str(folders[workload]), "--global-batch-size", str(BATCH)]
     return runner.rerun(compare, [(recipe, argv, mutant)] * size)
