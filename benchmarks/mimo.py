@@ -45,7 +45,7 @@ LARGE = {  # ranks and flags, with 128 access points and 1,000 users
     "1 process": (1, ()),
     "2 processes, `--split antennas`": (2, ("--split", "antennas")),
 }
-FEW, MORE = 2, 6  # blocks of a drop of the large network: the difference is the time of four
+FEW, MORE = 2, 18  # blocks of a drop of the large network: the difference is the time of sixteen
 LEVELS = {
     "l4": "4, centralised",
     "l3": "3, large-scale fading decoding",
