@@ -29,11 +29,16 @@ def gradient(model: nn.Module, train: images.Images, chosen: np.ndarray) -> torc
     return nn.utils.parameters_to_vector(torch.autograd.grad(loss, [*model.parameters()]))
 
 
+def square(vector: torch.Tensor) -> float:
+    """Its square norm."""
+    return float(vector.dot(vector))
+
+
 class Sums:
     """Of the mean gradient of N ranks over draws: its mean, and the mean of its square norm."""
 
     def __init__(self, num_parameters: int) -> None:
-        self.mean = {size: torch.zeros(num_parameters, dtype=torch.float64) for size in RANKS}
+        self.mean = {size: torch.zeros(num_parameters) for size in RANKS}
         self.square = dict.fromkeys(RANKS, 0.0)
         self.draws = 0
 
@@ -41,19 +46,19 @@ class Sums:
         """Take one draw: the gradients (8, P) of parts that do not overlap."""
         self.draws += 1
         for size in RANKS:
-            mean = parts[:size].mean(0, dtype=torch.float64)
-            self.mean[size] += (mean - self.mean[size]) / self.draws
-            self.square[size] += (float(mean.square().sum()) - self.square[size]) / self.draws
+            mean = parts[:size].mean(0)
+            self.mean[size].lerp_(mean, 1 / self.draws)
+            self.square[size] += (square(mean) - self.square[size]) / self.draws
 
     def variance(self, size: int) -> float:
         """Variance of the mean gradient of so many ranks, summed over the parameters."""
         lost = self.draws / (self.draws - 1)  # the mean of the same draws takes one degree of freedom
-        return lost * (self.square[size] - float(self.mean[size].square().sum()))
+        return lost * (self.square[size] - square(self.mean[size]))
 
     def gradient(self) -> float:
         """Square norm of the gradient without noise: of the mean of all draws, less the noise that it has left."""
         size = RANKS[-1]
-        return float(self.mean[size].square().sum()) - self.variance(size) / self.draws
+        return square(self.mean[size]) - self.variance(size) / self.draws
 
 
 def measure(model: nn.Module, train: images.Images, generator: np.random.Generator, draws: int) -> Sums:
@@ -87,7 +92,7 @@ def rows(place: str, found: Sums, samples: int) -> list[str]:
 def main() -> None:
     """Measure at the initial weights and after some steps, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=64)
+    parser.add_argument("--draws", type=int, default=32)
     draws = parser.parse_args().draws
     began, busy = time.monotonic(), time.process_time()
     torch.set_num_threads(1)

@@ -323,6 +323,29 @@ def test_distributed_sampler_draws_an_order_for_each_epoch() -> None:
     assert repeated(with_own_seeds), "a seed of its own for each rank: parts that overlap"
 
 
+# --- noise of a gradient ---------------------------------------------------------------------------------------------
+
+
+def variance(values: torch.Tensor) -> float:
+    """Of all values (n, P) alike, summed over the parameters."""
+    return float(values.var(0, correction=0).sum())
+
+
+def test_variance_of_the_mean_gradient_falls_as_one_over_n() -> None:
+    """Over all ways to draw N of five samples; so a step at N times the rate has the noise of N steps."""
+    x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight = torch.ones(3, dtype=torch.float64)
+    each = 2 * (x @ weight - 1)[:, None] * x  # gradients of (x w - 1)^2
+    for size in (2, 4):
+        draws = torch.cartesian_prod(*[torch.arange(5)] * size)  # (5^N, N)
+        means = each[draws].mean(1)
+        assert variance(means) == pytest.approx(variance(each) / size)
+        torch.testing.assert_close(means.mean(0), each.mean(0))
+        of_n_steps, of_one = size * variance(each), variance(size * means)
+        assert of_one == pytest.approx(of_n_steps)
+        assert variance(means) < of_n_steps / 2, "at the rate of one rank, it moves less and is quieter"
+
+
 # --- the page -----------------------------------------------------------------------------------------------------
 
 

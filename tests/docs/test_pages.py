@@ -46,6 +46,8 @@ OTHER_FLAGS = {
     "user",
     "build-arg",
     "since",
+    "local-rank",
+    "local_rank",
     *(word.removeprefix("--") for action in planner()._actions for word in action.option_strings),
     *(name.replace("_", "-") for name in inspect.signature(profile).parameters),
     *(field.name for field in dataclasses.fields(evaluate.Args)),
