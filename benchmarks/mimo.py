@@ -1,14 +1,15 @@
 """Spectral efficiency and speed of recipes/cellfree_mimo: `uv run python -m benchmarks.mimo`.
 
 It writes docs/measured/mimo.md and its plot. Two runs of 200 drops in the two networks of the paper; a run that is
-complete in --out is not repeated. Then the bytes of the all-reduces, counted in the ranks. Last, the time of a
-coherence block on one and two ranks, by turns.
+complete in --out is not repeated. Then the bytes of the all-reduces, counted in the ranks, and the time of a coherence
+block on one and two ranks, by turns. `--large` measures time and memory of the network of `--setup large` alone, once.
 """
 
 import argparse
 import datetime
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,11 @@ WAYS = {  # ranks and flags, for speed
     "2 processes, `--split users`": (2, ("--split", "users")),
     "2 processes, `--split antennas`": (2, ("--split", "antennas")),
 }
+LARGE = {  # ranks and flags, with 128 access points and 1,000 users
+    "1 process": (1, ()),
+    "2 processes, `--split antennas`": (2, ("--split", "antennas")),
+}
+FEW, MORE = 2, 18  # blocks of a drop of the large network: the difference is the time of sixteen
 LEVELS = {
     "l4": "4, centralised",
     "l3": "3, large-scale fading decoding",
@@ -213,13 +219,67 @@ def speed(repeats: int, drops: int, folder: Path) -> str:
     return "\n".join(lines)
 
 
+def weighed(path: str, argv: list[str], file: str) -> None:
+    """In a rank: run the recipe, and write its seconds by the clock, those of the processor, and its peak in bytes."""
+    began = time.monotonic(), time.process_time()
+    runner.run_path(path, argv)
+    ended = time.monotonic(), time.process_time()
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path(file).write_text(json.dumps([ended[0] - began[0], ended[1] - began[1], peak]))
+
+
+def drop(way: str, blocks: int, folder: Path) -> tuple[list[float], float]:
+    """The most of each number that a rank has `weighed` in a drop of the large network, and level 4's mean of it."""
+    size, flags = LARGE[way]
+    name = f"large-{size}-{blocks}"
+    path = str(ROOT / "recipes" / MIMO / "train.py")
+    argv = [path, "--setup", "large", *flags, "--max-steps", "1", "--global-batch-size", str(blocks)]
+    argv += ["--micro-batch-size", "1", "--out", str(folder), "--name", name]
+    files = [folder / f"{name}-{rank}" for rank in range(size)]
+    result = runner.spawn(weighed, [(path, argv, str(file)) for file in files], 1800)
+    assert result.ok, str(result)
+    (found,) = runner.records(folder / name, "se/l4_mmse").values()
+    return [max(numbers) for numbers in zip(*(json.loads(file.read_text()) for file in files), strict=True)], found
+
+
+def large(folder: Path) -> str:
+    """Time of a block of the large network, of all the rest of a drop, and memory."""
+    lines = [
+        "| | a block by the clock, s | processor, busiest rank, s | the rest of a drop by the clock, s | processor, s "
+        "| peak memory of a rank, GiB | mean of level 4 with MMSE, bit/s/Hz |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for way in LARGE:
+        (few, _), (more, mean) = (drop(way, blocks, folder) for blocks in (FEW, MORE))
+        block = [(b - a) / (MORE - FEW) for a, b in zip(few[:2], more[:2], strict=True)]
+        rest = [a - FEW * one for a, one in zip(few, block, strict=False)]
+        lines.append(
+            f"| {way} | {block[0]:.1f} | {block[1]:.1f} | {rest[0]:.1f} | {rest[1]:.1f} "
+            f"| {more[2] / 2**30:.2f} | {mean:.2f} |"
+        )
+        print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs") / "mimo", help="folder of the two long runs")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--drops", type=int, default=3, help="drops of a run that is timed")
+    parser.add_argument("--large", action="store_true", help="measure 128 access points and 1,000 users, and no more")
     args = parser.parse_args()
+    if args.large:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            found_large = large(Path(folder))
+        busy = f"other programs ran beside it: {os.getloadavg()[0]:.0f} processes wanted the cores"
+        pages.write(
+            ROOT / "docs" / "measured" / "mimo.md",
+            large=pages.measured("uv run python -m benchmarks.mimo --large", "float32", busy, began=began)
+            + f"\n\n{found_large}",
+        )
+        return
     series = module.load(MIMO).SERIES
     found = {title: simulate(args.out.resolve(), DROPS, *sizes) for title, sizes in NETWORKS.items()}
     halves = [simulate(args.out.resolve(), HALF, *sizes[:2], sizes[2] // 2) for sizes in NETWORKS.values()]

@@ -46,6 +46,8 @@ OTHER_FLAGS = {
     "user",
     "build-arg",
     "since",
+    "local-rank",
+    "local_rank",
     *(word.removeprefix("--") for action in planner()._actions for word in action.option_strings),
     *(name.replace("_", "-") for name in inspect.signature(profile).parameters),
     *(field.name for field in dataclasses.fields(evaluate.Args)),
@@ -399,6 +401,7 @@ def test_page_has_the_parts_of_its_command(page: Path) -> None:
     """Else a command measures for minutes, and fails when it writes."""
     in_tests = {"checkpoints": "tests/layouts_table.py", "gpu-counts": "tests/cuda_table.py", "tests": "tests/timed.py"}
     several = {"performance": ("duel", "memory", "stop_scale"), "survival": ("survival", "saves", "restart")}
+    several["large_batch"] = ("large_batch", "variance")
     names = [f"benchmarks/{name}.py" for name in several.get(page.stem, (page.stem,))]
     commands = [ROOT / name for name in (in_tests.get(page.stem, names[0]), *names[1:])]
     has = set(pages.parts(page.read_text()))

@@ -196,6 +196,71 @@ def _(folder: Path, text: Path) -> Said:
     return plain(no_group), recipe(folder, text, {}, size=1)
 
 
+@provokes("`unrecognized arguments: --local-rank=0`", slow=True)
+def _(folder: Path, text: Path) -> Said:
+    (folder / "script.py").write_text(
+        'import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument("--local_rank")\nparser.parse_args()'
+    )
+    launcher = (sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=1")
+    in_torch = shell([*launcher, folder / "script.py"], MASTER_PORT=str(runner.free_port()))
+    return in_torch.stderr, recipe(folder, text, {}, "--local-rank=0", size=1)
+
+
+def all_rank_0() -> None:
+    port = int(os.environ["MASTER_PORT"])
+    # In place of torchrun, which lets the ranks meet in a store of its own.
+    store = dist.TCPStore("127.0.0.1", port, is_master=os.environ["RANK"] == "0", wait_for_workers=False)
+    store.set("alive", "yes")
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    dist.init_process_group("gloo", rank=0, world_size=2, timeout=datetime.timedelta(seconds=2))
+
+
+@provokes("`wait timeout after ...ms, keys: /default_pg/`")
+def _(folder: Path, text: Path) -> Said:
+    return plain(all_rank_0, 2), ""
+
+
+def wrapped_first() -> None:
+    dist.init_process_group("cuda:gloo")  # as of NCCL: it knows GPUs alone
+    DistributedDataParallel(nn.Linear(2, 2)).to("cuda")
+
+
+def moved_first() -> None:
+    dist.init_process_group("cpu:gloo")
+    DistributedDataParallel(nn.Linear(2, 2).to("cpu"))
+
+
+@provokes("`No backend type associated with device type cpu`")
+def _(folder: Path, text: Path) -> Said:
+    assert "No backend type" not in plain(moved_first)
+    return plain(wrapped_first), ""
+
+
+@provokes("`invalid device ordinal`")
+def _(folder: Path, text: Path) -> Said:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "9")
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 8)
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        assert process_group._pick_device(local_rank=1, local_size=8).index == 1
+    return in_file("invalid device ordinal", "libcudart.so*", NVIDIA) or in_file("invalid device ordinal", "*.so"), ""
+
+
+def to_cuda() -> None:
+    nn.Linear(2, 2).cuda()
+
+
+@provokes("`Found no NVIDIA driver on your system`")
+def _(folder: Path, text: Path) -> Said:
+    in_torch = plain(to_cuda)
+    words = ("Found no NVIDIA driver on your system", "No CUDA GPUs are available", "Torch not compiled with CUDA")
+    assert any(one in in_torch for one in words), in_torch
+    if words[0] not in in_torch:  # a machine with a driver
+        in_torch += in_file(words[0], "lib*.so")
+    return in_torch, recipe(folder, text, {})
+
+
 @provokes("Every process takes memory on GPU 0")
 def _(folder: Path, text: Path) -> Said:
     return "", str(process_group._too_few(1, 2))
@@ -265,6 +330,17 @@ def _(folder: Path, text: Path) -> Said:
     result = launch(project, *flags)
     assert result.returncode == 137
     return in_torch.stderr, result.stdout + result.stderr
+
+
+def no_goodbye() -> None:
+    dist.init_process_group("gloo")
+    dist.barrier()
+
+
+@provokes("`destroy_process_group() was not called before program exit`")
+def _(folder: Path, text: Path) -> Said:
+    assert "destroy" not in plain(no_goodbye), "gloo does not warn"
+    return in_file("destroy_process_group() was not called before program exit", "libtorch_cuda.so"), ""
 
 
 @provokes("Processes stay behind", slow=True)
@@ -526,7 +602,33 @@ def _(folder: Path, text: Path) -> Said:
     return plain(long_sequence), recipe(folder, text, {}, "--seq-len", "32", size=1)
 
 
-HARMLESS = (recompiles, long_sequence)  # they warn
+@provokes("Ranks train apart: the model was never wrapped")
+def _(folder: Path, text: Path) -> Said:
+    wrap = "return DistributedDataParallel(model, process_group=mesh.get_group('dp'), gradient_as_bucket_view=True)"
+    plain_model = "model.no_sync = contextlib.nullcontext\nreturn model"
+    return "", recipe(folder, text, {"parallelize": {wrap: plain_model}})
+
+
+def broadcast_loss() -> None:
+    outputs, targets = torch.zeros(4), torch.arange(4.0)[:, None]
+    loss = F.mse_loss(outputs, targets)
+    assert loss == ((outputs - targets) ** 2).mean() == (targets**2).mean(), "of 16 pairs"
+    try:
+        F.cross_entropy(torch.zeros(64, 10), torch.zeros(32, dtype=torch.long))
+    except ValueError as error:
+        print(error)
+
+
+@provokes("`Using a target size (torch.Size(...)) that is different to the input size (torch.Size(...))`")
+def _(folder: Path, text: Path) -> Said:
+    in_torch = plain(broadcast_loss)
+    assert "Expected input batch_size (64) to match target batch_size (32)" in in_torch
+    losses = "losses = model(batch.inputs, batch.targets)"
+    broadcast = f"{losses}\nlosses = losses - torch.zeros_like(losses)[:, None]"
+    return in_torch, recipe(folder, text, {"forward": {losses: broadcast}})
+
+
+HARMLESS = (recompiles, long_sequence, broadcast_loss, moved_first, no_goodbye)  # they warn at most
 
 
 @provokes("`Job credential revoked`")
