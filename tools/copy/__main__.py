@@ -6,7 +6,7 @@
     python -m tools.copy --upgrade my_project --from ../old    # of a copy that `cp -r` made: the checkout it came from
 
 A copy keeps its original files in .brigade/, so an upgrade merges three ways and needs no old checkout. It loses no line
-of yours: both sides of a conflict stay in the file, between markers, and .brigade/ keeps your files as they were.
+that you wrote: a conflict keeps both sides, between markers, and .brigade/ keeps your files as they were before.
 Exit code: 0 for a clean upgrade, 1 where conflicts wait for you, 2 where nothing was done.
 """
 

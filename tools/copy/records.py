@@ -86,7 +86,7 @@ def unpack(content: bytes) -> Record:
             one = found.pop(path, None)
             files[path] = File(str(entry["sha256"]), one.content if one else None, bool(entry["executable"]))
             if one and one.digest != files[path].digest:
-                raise UserError(f"{path!r:.300} is not what it says")
+                raise UserError(f"it holds another {path!r:.300} than it says")
         if strange := [path for path in (*found, *files) if path in found or not trees.is_safe(path)]:
             raise UserError(f"it names {strange[0]!r:.300}, which no copy has")
         return Record(printable(str(facts["brigade"]), 40), printable(str(facts["recipe"]), 100), files)

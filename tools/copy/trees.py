@@ -120,11 +120,12 @@ def read_tar(tar: tarfile.TarFile, wanted: Callable[[str], bool] = lambda path: 
     found: Tree = {}
     num_bytes = 0
     for number, member in enumerate(tar):
+        if not member.isreg() or not wanted(member.name):
+            continue
         num_bytes += max(member.size, 0)
         if number > MOST_FILES or num_bytes > MOST_BYTES:
-            raise UserError(f"the archive holds more than {MOST_FILES:,} files or {MOST_BYTES:,} bytes")
-        opened = tar.extractfile(member) if member.isreg() and wanted(member.name) else None
-        if opened:
+            raise UserError(f"it holds more than {MOST_FILES:,} files or {MOST_BYTES:,} bytes")
+        if opened := tar.extractfile(member):
             found[member.name] = file(opened.read(), bool(member.mode & 0o100))
     return found
 

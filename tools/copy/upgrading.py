@@ -5,7 +5,6 @@ until it has its place, the next call puts back the files that were written, and
 """
 
 import contextlib
-import difflib
 import fcntl
 import json
 import os
@@ -98,8 +97,8 @@ def _base(root: Path, folder: Path, origin: str, recipe: str) -> Record:
         record = records.read(folder)
         if record is None:
             raise UserError(
-                f"{folder} has no record of its origin ({records.FOLDER}/{records.NAME}): give --from an older checkout, "
-                "or a commit or tag of this repository"
+                f"{folder} has no record of its origin ({records.FOLDER}/{records.NAME}): give --from an older "
+                "checkout, or a commit or tag of this repository"
             )
         return record
     checkout = trees.of_checkout(Path(origin)) if Path(origin).is_dir() else trees.of_commit(root, origin)
@@ -110,13 +109,12 @@ def _base(root: Path, folder: Path, origin: str, recipe: str) -> Record:
 
 
 def _most_like(checkout: Tree, folder: Path) -> str:
-    """The recipe whose train.py has the most in common with that of a copy."""
-    mine = (folder / "train.py").read_text(errors="replace").splitlines()
+    """The recipe whose train.py has the most lines in common with that of a copy, as a share of both."""
+    mine = Counter((folder / "train.py").read_bytes().splitlines())
 
     def share(name: str) -> float:
-        content = checkout[f"recipes/{name}/train.py"].content or b""
-        lines = content.decode(errors="replace").splitlines()
-        return difflib.SequenceMatcher(None, lines, mine, autojunk=False).ratio()
+        lines = Counter((checkout[f"recipes/{name}/train.py"].content or b"").splitlines())
+        return (lines & mine).total() / (lines.total() + mine.total())
 
     return max(trees.recipes(checkout), key=share)
 
