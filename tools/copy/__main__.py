@@ -5,8 +5,8 @@
     python -m tools.copy --upgrade my_project --dry-run        # only prints what it would do
     python -m tools.copy --upgrade my_project --from ../old    # of a copy that `cp -r` made: the checkout it came from
 
-A copy keeps its original files in .brigade/, so an upgrade merges three ways and needs no old checkout. It loses no line
-that you wrote: a conflict keeps both sides, between markers, and .brigade/ keeps your files as they were before.
+A copy keeps its original files in .brigade/, so an upgrade merges three ways and needs no old checkout. It loses no
+line that you wrote: a conflict keeps both sides, between markers, and .brigade/ keeps your files as they were before.
 Exit code: 0 for a clean upgrade, 1 where conflicts wait for you, 2 where nothing was done.
 """
 
