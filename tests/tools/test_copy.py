@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import common
 import pytest
 from tools.copy import copying, merging, records, trees, upgrading
 from tools.copy.__main__ import main
@@ -590,6 +591,68 @@ def test_two_at_once(places: Places, capsys: pytest.CaptureFixture[str]) -> None
         assert places.upgrade() == 2
     assert f"another upgrade of {places.copy} is running" in capsys.readouterr().err
     assert places.upgrade() == 0
+
+
+# --- The recipes -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This checkout as it may be one day: with another version, a new module, and other lines in each recipe."""
+    root = tmp_path_factory.mktemp("newer")
+    for part in ("recipes", "common", "launch"):
+        shutil.copytree(runner.ROOT / part, root / part, ignore=compiled)
+    shutil.copy(runner.ROOT / "pyproject.toml", root)
+    edit(root / "common/__init__.py", {'__version__ = "': '__version__ = "99.'})
+    (root / "common/run/newer.py").write_text('"""New."""\n')
+    for recipe in runner.RECIPES:
+        path = root / "recipes" / recipe / "train.py"
+        changes = {"\nBase: ": "\nUpstream says more.\n\nBase: "}
+        changes |= {"\n# --- 4 Step": "\nUPSTREAM = 4\n\n\n# --- 4 Step"}
+        edit(path, changes | {"\n\nif __name__": "\n\nUPSTREAM += 1\n\nif __name__"})
+    return root
+
+
+def adapt(path: Path) -> list[str]:
+    """Edit sections 1 and 2 of a train.py as its owner would; returns the lines."""
+    text = path.read_text()
+    starts = [text.index(f"\n# --- {number} ") for number in (1, 2, 3)]
+    one, two = (text[start:end] for start, end in itertools.pairwise(starts))
+    flag = "    my_flag: int = 7  # mine\n"
+    ours = 'print(f"my own {Args().my_flag}")\n'
+    assert "\n    # run\n" in one
+    one = one.replace("\n    # run\n", f"\n{flag}    # run\n", 1)
+    path.write_text(text[: starts[0]] + one + two.rstrip("\n") + f"\n\n\n{ours}\n" + text[starts[2] :])
+    return [flag, ours]
+
+
+@pytest.mark.parametrize("recipe", runner.RECIPES)
+def test_trains_after(recipe: str, newer: Path, small_data: dict[str, Path], tmp_path: Path) -> None:
+    """A copy of this version, with edits of its sections 1 and 2, after an upgrade to a newer one."""
+    copy = tmp_path / "copy"
+    assert main([f"recipes/{recipe}", str(copy)], runner.ROOT) == 0
+    lines = adapt(copy / "train.py")
+    assert main(["--upgrade", str(copy)], newer) == 0
+    text = (copy / "train.py").read_text()
+    assert all(line in text for line in [*lines, "UPSTREAM = 4\n", "UPSTREAM += 1\n"])
+    assert (copy / "common/run/newer.py").exists()
+    flags = ["--max-steps", "2", *runner.small(recipe), "--out", "runs", "--name", "one"]
+    if recipe in runner.SUPERVISED:
+        flags += ["--data", str(small_data[runner.workload(recipe)])]
+    flags = [one if one != "resnet6" else "resnet18" for one in flags]  # which only the tests' ranks have
+    done = subprocess.run(
+        [sys.executable, "train.py", *flags],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        timeout=runner.HANG_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "my own 7" in done.stdout
+    assert "done     step 2 of 2" in done.stdout
+    versions = json.loads((copy / "runs/one/config.json").read_text())["versions"]
+    assert versions["brigade"] == f"99.{common.__version__}"
 
 
 # --- Records of strangers ----------------------------------------------------------------------------------

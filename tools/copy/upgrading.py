@@ -138,7 +138,7 @@ def _write(folder: Path, mine: Tree, changes: Sequence[Change], new: Record) -> 
         for part, tree in (("old", before), ("new", {one.path: one.after for one in writes if one.after})):
             for path, one in tree.items():
                 copying.write(partial / part / path, one, synced=True)
-                if path in before:  # who may read and run it stays as it was, but for what upstream says
+                if path in before:  # its mode stays, except for what upstream says
                     _keep_mode(folder / path, partial / part / path)
         staged = {PLAN: json.dumps(plan, indent=1).encode(), **copying.record_files(new)}
         if before:
