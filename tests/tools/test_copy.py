@@ -226,6 +226,17 @@ def test_twice_is_once(places: Places, capsys: pytest.CaptureFixture[str]) -> No
     assert snapshot(places.copy) == before
 
 
+def test_the_users_own_file_of_the_launcher(places: Places) -> None:
+    """Is copied, as `cp -r` does, and is neither removed nor replaced."""
+    (places.old / "launch/site.sh").write_text("module load mine\n")
+    assert main(["recipes/one", str(places.folder / "other")], places.old) == 0
+    (places.new / "launch/site.sh").write_text("module load another\n")
+    for _ in range(2):
+        assert main(["--upgrade", str(places.folder / "other")], places.new) == 0
+        assert (places.folder / "other/launch/site.sh").read_text() == "module load mine\n"
+        (places.new / "launch/site.sh").unlink(missing_ok=True)
+
+
 def test_dry_run_writes_nothing(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
     before = snapshot(places.copy)
     assert places.upgrade("--dry-run") == 0
@@ -358,6 +369,14 @@ def test_changes_follow_a_file_that_upstream_has_moved(places: Places, capsys: p
     wanted = NEW["common/floor/moved.py"].replace("move 40\n", "my move 40\n")
     assert (places.copy / "common/floor/moved.py").read_text() == wanted
     assert not (places.copy / "common/moves.py").exists()
+
+
+def test_folder_that_has_nothing_left_goes(places: Places) -> None:
+    for path in ("a.py", "b.py", "c.py"):
+        (places.new / "common/part" / path).unlink()
+    assert places.upgrade() == 0
+    assert not (places.copy / "common/part").exists()
+    assert (places.copy / "launch").exists()
 
 
 # --- Copies without a record -------------------------------------------------------------------------------
@@ -586,6 +605,23 @@ def test_dry_run_of_what_was_interrupted(places: Places, capsys: pytest.CaptureF
     assert snapshot(places.copy) == before
 
 
+def test_edited_in_the_middle(
+    places: Places, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By an editor that saves while the upgrade writes: what it has saved stays, and all else is as it was."""
+    sync, before = Path.rename, snapshot(places.copy)
+
+    def rename(path: Path, target: Path) -> Path:
+        (places.copy / "train.py").write_text("saved just now\n")
+        return sync(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", rename)
+        assert places.upgrade() == 2
+    assert f"{places.copy}/train.py was edited while the upgrade ran: run it again" in capsys.readouterr().err
+    assert snapshot(places.copy) == before | {"train.py": (b"saved just now\n", before["train.py"][1])}
+
+
 def test_two_at_once(places: Places, capsys: pytest.CaptureFixture[str]) -> None:
     with upgrading._alone(places.copy):
         assert places.upgrade() == 2
@@ -757,4 +793,8 @@ def test_journal_of_a_stranger(places: Places, capsys: pytest.CaptureFixture[str
     (journal / "base.tar.gz").write_bytes(b"")
     assert places.upgrade() == 2
     assert "names '../x.py', which no copy has" in capsys.readouterr().err
+    for text in ("[]", '{"a": 1}', "{", "[" * 100_000):
+        (journal / "plan.json").write_text(text)
+        assert places.upgrade() == 2
+        assert "plan.json is damaged: compare the files with those in" in capsys.readouterr().err
     assert (places.folder / "x.py").read_text() == "x"

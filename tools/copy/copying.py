@@ -32,7 +32,7 @@ def copy(root: Path, recipe: str, folder: Path) -> str:
     try:
         for path, one in files.items():
             write(staged / path, one)
-        for path, content in record_files(records.Record(version, name, files)).items():
+        for path, content in record_files(records.Record(version, name, trees.upgraded(files))).items():
             write(staged / records.FOLDER / path, trees.file(content))
         staged.chmod(0o777 & ~umask())  # mkdtemp lets nobody else in
         staged.replace(folder)  # also over an empty folder

@@ -15,6 +15,7 @@ from common import UserError, printable
 PARTS = ("common", "launch", "pyproject.toml")  # of a checkout, that a copy gets beside the files of its recipe
 # What may lie in a checkout and is not of it, as .gitignore says; names that begin with a dot are left out as well.
 LEFT_OUT = re.compile(r"__pycache__|runs|dist|uv\.lock|.*\.egg-info|slurm-.*\.log|\..*")
+SITE = "launch/site.sh"  # the user's own, which launch/slurm.sh reads: copied, and never upgraded
 MOST_FILES = 5_000
 MOST_BYTES = 2**26  # of all files together
 GIT_S = 60.0  # a limit for hangs
@@ -147,6 +148,11 @@ def copied(checkout: Tree, recipe: str) -> Tree:
     own = f"recipes/{recipe}/"
     found = {path.removeprefix(own): one for path, one in checkout.items() if path.startswith(own)}
     return {path: one for path, one in checkout.items() if path.split("/")[0] in PARTS} | found
+
+
+def upgraded(tree: Tree) -> Tree:
+    """Those of these files that an upgrade may touch."""
+    return {path: one for path, one in tree.items() if path != SITE}
 
 
 def version(tree: Mapping[str, File]) -> str:

@@ -12,7 +12,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from common import UserError
 from tools.copy import copying, merging, records, trees
@@ -68,7 +68,7 @@ def upgrade(root: Path, folder: Path, origin: str = "", recipe: str = "", dry_ru
         if wanted not in trees.recipes(checkout):
             known = ", ".join(trees.recipes(checkout))
             raise UserError(f"{root} has no recipes/{wanted}: take its successor by --recipe, one of {known}")
-        theirs = trees.copied(checkout, wanted)
+        theirs = trees.upgraded(trees.copied(checkout, wanted))
         new = Record(trees.version(theirs), wanted, theirs)
         mine = trees.of_copy(folder, {*base.files, *theirs})
         changes = merging.plan(base.files, mine, theirs, new.version)
@@ -104,7 +104,7 @@ def _base(root: Path, folder: Path, origin: str, recipe: str) -> Record:
     checkout = trees.of_checkout(Path(origin)) if Path(origin).is_dir() else trees.of_commit(root, origin)
     known = trees.recipes(checkout)
     name = Path(recipe).name if Path(recipe).name in known else _most_like(checkout, folder)
-    files = trees.copied(checkout, name)
+    files = trees.upgraded(trees.copied(checkout, name))
     return Record(trees.version(files), name, files)
 
 
@@ -126,55 +126,76 @@ def _write(folder: Path, mine: Tree, changes: Sequence[Change], new: Record) -> 
     """Write all changes and the new record; returns the name of the backup, "" if no file has changed."""
     own = folder / records.FOLDER
     writes = [change for change in changes if change.writes]
-    record = records.pack(new)
-    if not writes and (own / records.NAME).is_file() and (own / records.NAME).read_bytes() == record:
+    record = own / records.NAME
+    if not writes and record.is_file() and record.read_bytes() == records.pack(new):
         return ""
     own.mkdir(exist_ok=True)
-    partial, journal = own / PARTIAL, own / JOURNAL
-    shutil.rmtree(partial, ignore_errors=True)
     before = {change.path: mine[change.path] for change in writes if change.path in mine}
-    plan = {change.path: [_digest(before.get(change.path)), _digest(change.after)] for change in writes}
     try:
-        for part, tree in (("old", before), ("new", {one.path: one.after for one in writes if one.after})):
-            for path, one in tree.items():
-                copying.write(partial / part / path, one, synced=True)
-                if path in before:  # its mode stays, except for what upstream says
-                    _keep_mode(folder / path, partial / part / path)
-        staged = {PLAN: json.dumps(plan, indent=1).encode(), **copying.record_files(new)}
-        if before:
-            old = {f"{records.FOLDER}/{records.NAME}": own / records.NAME}
-            staged[BACKUP] = records.archive(
-                before | {path: trees.file(at.read_bytes()) for path, at in old.items() if at.is_file()}
-            )
-        for name, content in staged.items():
-            copying.write(partial / name, trees.file(content), synced=True)
-        partial.rename(journal)
+        shutil.rmtree(own / PARTIAL, ignore_errors=True)
+        _stage(folder, before, writes, new)
+        (own / PARTIAL).rename(own / JOURNAL)
     except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(own / PARTIAL, ignore_errors=True)
         raise
     try:
-        for change in writes:
-            if change.after:
-                (folder / change.path).parent.mkdir(parents=True, exist_ok=True)
-                (journal / "new" / change.path).replace(folder / change.path)
-            else:
-                (folder / change.path).unlink(missing_ok=True)
-        (journal / "README.md").replace(own / "README.md")
-        _sync(folder, [change.path for change in writes])
-        (journal / records.NAME).replace(own / records.NAME)  # from here on, the upgrade is done
-    except OSError:
+        _apply(folder, before, writes)
+        (own / JOURNAL / records.NAME).replace(record)  # from here on, the upgrade is done
+    except (OSError, UserError):
         _put_back(folder)
         raise
+    gone = {parent for change in writes if not change.after for parent in PurePosixPath(change.path).parents}
+    for parent in sorted(map(str, gone - {PurePosixPath()}), key=len, reverse=True):
+        with contextlib.suppress(OSError):  # something else is in it
+            (folder / parent).rmdir()
     return _tidy(folder)
+
+
+def _stage(folder: Path, before: Tree, writes: Sequence[Change], new: Record) -> None:
+    """Write everything beside: each file as it is and as it will be, their digests, the backup and the new record."""
+    partial = folder / records.FOLDER / PARTIAL
+    after = {change.path: change.after for change in writes if change.after}
+    for part, tree in (("old", before), ("new", after)):
+        for path, one in tree.items():
+            copying.write(partial / part / path, one, synced=True)
+            if path in before:
+                (partial / part / path).chmod(_mode(folder / path, one.executable))
+    digests = {change.path: [_digest(before.get(change.path)), _digest(change.after)] for change in writes}
+    staged = {PLAN: json.dumps(digests, indent=1).encode(), **copying.record_files(new)}
+    if before:
+        record = folder / records.FOLDER / records.NAME
+        kept = {f"{records.FOLDER}/{records.NAME}": trees.file(record.read_bytes())} if record.is_file() else {}
+        staged[BACKUP] = records.archive(before | kept)
+    for name, content in staged.items():
+        copying.write(partial / name, trees.file(content), synced=True)
+
+
+def _apply(folder: Path, before: Tree, writes: Sequence[Change]) -> None:
+    """Move the staged files to their places, and flush the folders."""
+    journal = folder / records.FOLDER / JOURNAL
+    for change in writes:
+        now = trees.of_copy(folder, {change.path}).get(change.path)
+        if _digest(now) != _digest(before.get(change.path)):
+            raise UserError(f"{folder / change.path} was edited while the upgrade ran: run it again")
+        if change.after:
+            (folder / change.path).parent.mkdir(parents=True, exist_ok=True)
+            (journal / "new" / change.path).replace(folder / change.path)
+        else:
+            (folder / change.path).unlink(missing_ok=True)
+    (journal / "README.md").replace(folder / records.FOLDER / "README.md")
+    _sync(folder, [change.path for change in writes])
 
 
 def _digest(one: trees.File | None) -> str:
     return one.digest if one else ""
 
 
-def _keep_mode(like: Path, path: Path) -> None:
-    """Give a file the mode of another one, without the right to run it, which it has or lacks itself."""
-    path.chmod((like.stat().st_mode & 0o7666) | (path.stat().st_mode & 0o111))
+def _mode(path: Path, executable: bool) -> int:
+    """The mode of a file, in which who may read it may also run it, or nobody may."""
+    mode = path.stat().st_mode & 0o7777
+    if bool(mode & 0o100) == executable:
+        return mode
+    return mode | (mode & 0o444) >> 2 if executable else mode & ~0o111
 
 
 def _sync(folder: Path, paths: Sequence[str]) -> None:
@@ -208,11 +229,19 @@ def _put_back(folder: Path) -> int:
     """
     own = folder / records.FOLDER
     journal = own / JOURNAL
-    plan = json.loads((journal / PLAN).read_text())
+    try:
+        plan = {
+            path: (str(before), str(after))
+            for path, (before, after) in json.loads((journal / PLAN).read_text()).items()
+        }
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(
+            f"{journal / PLAN} is damaged: compare the files with those in {journal}, then remove it"
+        ) from error
+    if strange := [path for path in plan if not trees.is_safe(path)]:
+        raise UserError(f"{journal / PLAN} names {strange[0]!r:.300}, which no copy has: remove {journal}")
     back = 0
     for path, (before, after) in plan.items():
-        if not trees.is_safe(path):
-            raise UserError(f"{journal / PLAN} names {path!r:.300}, which no copy has: remove {journal}")
         now = _digest(trees.of_copy(folder, {path}).get(path))
         if now == after and before != after:
             if before:
