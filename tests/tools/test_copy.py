@@ -672,7 +672,8 @@ def test_trains_after(recipe: str, newer: Path, small_data: dict[str, Path], tmp
     text = (copy / "train.py").read_text()
     assert all(line in text for line in [*lines, "UPSTREAM = 4\n", "UPSTREAM += 1\n"])
     assert (copy / "common/run/newer.py").exists()
-    flags = ["--max-steps", "2", *runner.small(recipe), "--out", "runs", "--name", "one"]
+    layout = runner.layout(recipe, 1).flags  # of one process
+    flags = ["--max-steps", "2", *runner.small(recipe), *layout, "--out", "runs", "--name", "one"]
     if recipe in runner.SUPERVISED:
         flags += ["--data", str(small_data[runner.workload(recipe)])]
     flags = [one if one != "resnet6" else "resnet18" for one in flags]  # which only the tests' ranks have
