@@ -1,5 +1,6 @@
 """The plumbing that all recipes share: how a run is started, stopped, saved and logged. It contains no strategy."""
 
+__version__ = "0.2.0"  # of Brigade, also in a copy; pyproject.toml reads it here
 MOST_SHOWN = 2_000  # characters of an error
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from common import UserError, printable
+from common import UserError, __version__, printable
 
 Answer = TypeVar("Answer")
 # Packages whose versions decide numbers and data, where they are used.
@@ -48,16 +48,15 @@ def size() -> int:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the `PACKAGES` that this process has imported so far."""
+    """Versions of Brigade, of Python, and of the `PACKAGES` that this process has imported so far."""
     found = {name: str(sys.modules[name].__version__) for name in PACKAGES if sys.modules.get(name)}
-    return {"python": platform.python_version()} | found
+    return {"brigade": __version__, "python": platform.python_version()} | found
 
 
 def code_digests(recipe: str) -> dict[str, str]:
     """SHA-256 of train.py and of each file of common/, to compare between ranks and to record with the run."""
-    common = Path(__file__).parent
-    files = {str(path.relative_to(common.parent)): path for path in sorted(common.rglob("*.py"))}
-    files |= {"train.py": Path(recipe)}
+    top = Path(__file__).parents[1]
+    files = {str(one.relative_to(top)): one for one in sorted(top.glob("common/**/*.py"))} | {"train.py": Path(recipe)}
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in files.items()}
 
 

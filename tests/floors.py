@@ -242,8 +242,8 @@ def variables(text: str) -> set[str]:
 
 
 def is_constant(name: str) -> bool:
-    """Whether a name at the top level promises that nobody changes it: STEP, and types such as Sums and _Chunk."""
-    return name.lstrip("_")[:1].isupper()
+    """Whether a name at the top level promises that nobody changes it: STEP, __version__, types as Sums and _Chunk."""
+    return name.lstrip("_")[:1].isupper() or (name.startswith("__") and name.endswith("__"))
 
 
 def backwards(root: Path) -> list[str]:

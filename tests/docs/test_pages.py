@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from common import session
 from common.workloads import gpt
+from tools.copy.__main__ import parser as copier
 from tools.evaluate import flags as evaluate
 from tools.plan.__main__ import parser as planner
 from tools.profile.__main__ import main as profile
@@ -48,7 +49,7 @@ OTHER_FLAGS = {
     "since",
     "local-rank",
     "local_rank",
-    *(word.removeprefix("--") for action in planner()._actions for word in action.option_strings),
+    *(word[2:] for one in (planner(), copier()) for action in one._actions for word in action.option_strings),
     *(name.replace("_", "-") for name in inspect.signature(profile).parameters),
     *(field.name for field in dataclasses.fields(evaluate.Args)),
     *(field.name for field in dataclasses.fields(prove.Args)),

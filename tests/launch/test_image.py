@@ -52,6 +52,14 @@ def test_versions_are_exact() -> None:
     assert {re.match("[a-z-]+", one)[0] for one in asked} <= pinned  # type: ignore[index]
 
 
+def test_what_is_installed_first_has_what_it_needs() -> None:
+    """The version is read from a file, which must be there before the code is."""
+    first = TEXT[: TEXT.index("--no-install-project")]
+    copied = {name for line in re.findall(r"^COPY (.*) \S+$", first, re.MULTILINE) for name in line.split()}
+    project = PROJECT["project"]
+    assert copied == {"pyproject.toml", project["readme"], "LICENSE", PROJECT["tool"]["hatch"]["version"]["path"]}
+
+
 def test_user_is_that_of_the_pods() -> None:
     """By number, as Kubernetes cannot tell whether a name is root's; code and packages are not the user's."""
     context = pod_template()["securityContext"]
@@ -91,9 +99,11 @@ def workspace() -> Iterator[Path]:
         for name in COPIED:
             source = runner.ROOT / name
             if source.is_dir():
-                shutil.copytree(source, place / name, ignore=shutil.ignore_patterns("__pycache__"))
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(source, place / name, ignore=ignored, dirs_exist_ok=True)
             else:
-                shutil.copy(source, place)
+                (place / name).parent.mkdir(exist_ok=True)
+                shutil.copy(source, place / name)
         (place / "runs").mkdir()
         yield place
 

@@ -3,12 +3,15 @@
 Between the many layouts of a language model: tests/recipes/test_layouts.py.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from itertools import pairwise, permutations
 from pathlib import Path
 
+import common
 import pytest
+from common import manifest
 
 from tests.conftest import each_recipe, write_parquet, write_text
 from tests.harness import mutants, runner
@@ -122,6 +125,32 @@ def test_there_and_back(tiny: Tiny, tmp_path: Path) -> None:
     joined["val/loss"] = {len(path): joined["val/loss"][len(path)]}  # each part ends with an evaluation
     for tag, values in whole.items():
         assert joined[tag] == pytest.approx(values, rel=1e-9), tag
+
+
+@pytest.mark.parametrize("version", ["0.1.0", None, "99.0"])
+def test_run_of_another_version(version: str | None, reference: Reference, tiny: Tiny, tmp_path: Path) -> None:
+    """Of an older one, of one that recorded none, and of a newer one: continues, and records who continued it."""
+    _, curves = reference("ddp_resnet", 1, "float32")
+    flags = ("--dtype", "float32")
+    out = tmp_path / "parts"
+    run("ddp_resnet", 1, out, tiny, *flags, "--stop-after", "2")
+    for path in (out / "config.json", out / "checkpoints/step_00000002/MANIFEST.json"):
+        facts = manifest.read_json(path)
+        assert facts["versions"].pop("brigade") == common.__version__
+        if version:
+            facts["versions"]["brigade"] = version
+        if path.name == manifest.NAME:
+            files = facts.pop("files")
+            del facts["sha256"], facts["format"]
+            manifest.write(path.parent, facts, files)
+        else:
+            path.write_text(json.dumps(facts))
+    parts = run("ddp_resnet", 1, out, tiny, *flags)
+    assert parts["train/loss"] == curves["train/loss"]
+    assert manifest.read_json(out / "config.json")["versions"]["brigade"] == common.__version__
+    first, last = (manifest.read_json(out / f"checkpoints/step_{step:08d}/MANIFEST.json") for step in (2, STEPS))
+    assert first["versions"].get("brigade") == version
+    assert last["versions"]["brigade"] == common.__version__
 
 
 def test_mutant_fails(reference: Reference, tiny: Tiny, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import ranks, seal
+from common import __version__, ranks, seal
 from common.protect import diagnose, health
 from tools.doctor import findings, group, network
 from tools.doctor.around import ALL_WELL, BEGUN, DONE, FOLDER, LOCAL, MET, REPORT
@@ -193,7 +193,7 @@ def join(exam: Exam, asked: Asked, host: str, rank: int, size: int) -> tuple[sea
 def facts(exam: Exam, asked: Asked, host: str, device: torch.device, local_rank: int) -> group.Facts:
     """What this rank knows of itself."""
     packages = [{"PIL": "pillow"}.get(name, name) for name in ranks.PACKAGES]
-    versions = {"python": platform.python_version()}
+    versions = {"brigade": __version__, "python": platform.python_version()}
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
