@@ -1,0 +1,175 @@
+"""Whether a file trains as its twin does: both run on the same ranks, and what they have done is compared."""
+
+import math
+import multiprocessing
+import multiprocessing.connection
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tools.exercise import preload, rank  # noqa: F401 (the ranks are forks of this process)
+from tools.exercise.exercises import Exercise
+from tools.exercise.rank import Record
+
+TOLERANCE = 1e-9  # relative, in float64
+TIMEOUT_S = 60.0  # without a step of any rank: what a step takes in fractions of a second does not end
+GRACE_S = 3.0  # for the others, when one rank has failed
+_CONTEXT = multiprocessing.get_context("fork")
+
+Leg = tuple[str, list[str], bool]  # what it is called, the flags, and whether it crashes in its save
+
+
+def legs(exercise: Exercise, folder: Path) -> list[Leg]:
+    """The consecutive starts of a training that the check compares."""
+    flag, half, whole = ("--epochs", "1", "2") if exercise.recipe.endswith("resnet") else ("--steps", "3", "6")
+    found: list[Leg] = [("", [flag, whole], False)]
+    if exercise.resumes:
+        path = ["--checkpoint", str(folder / "saved")]
+        found += [
+            ("stopped halfway", [flag, half, *path], False),
+            ("continued, with a crash in its save", [flag, whole, *path], True),
+            ("continued after that crash", [flag, whole, *path], False),
+        ]
+    return found
+
+
+def check(exercise: Exercise, path: Path, say: Callable[[str], None], timeout_s: float = TIMEOUT_S) -> str:
+    """Compare a file with the twin of an exercise.
+
+    Args:
+        exercise: whose twin, sizes and legs.
+        path: the file.
+        say: gets a line about each number of processes that is right.
+        timeout_s: without a step, until the ranks count as hanging.
+
+    Returns:
+        What is different, or "".
+    """
+    for size in exercise.sizes:
+        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+            pairs = zip(legs(exercise, Path(one)), legs(exercise, Path(other)), strict=True)
+            for (name, argv, crash), (_, our_argv, _) in pairs:
+                wanted = run(exercise.twin, argv, size, crash, timeout_s)
+                found = run(path, our_argv, size, crash, timeout_s)
+                difference = differs(found, wanted, timeout_s)
+                if difference:
+                    return f"{processes(size)}{f', {name}' if name else ''}: {difference}"
+        say(f"{processes(size)}: as the twin")
+    return ""
+
+
+def processes(size: int) -> str:
+    """How many, in words."""
+    return f"on {size} process{'es' if size > 1 else ''}"
+
+
+def free_port() -> int:
+    """Of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run(path: Path, argv: list[str], size: int, crash: bool, timeout_s: float) -> list[Record]:
+    """Run a file's main in one process for each rank; one that does not end has the steps it has reported."""
+    port = free_port()
+    pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(size)]
+    ranks = [
+        _CONTEXT.Process(target=rank.serve, args=(end, i, size, port, str(path.resolve()), argv, crash), daemon=True)
+        for i, (_, end) in enumerate(pipes)
+    ]
+    records: dict[int, Record] = {}
+    steps = [0] * size
+    try:
+        for one in ranks:
+            one.start()
+        for _, end in pipes:
+            end.close()
+        deadline = time.monotonic() + timeout_s
+        while len(records) < size and time.monotonic() < deadline:
+            ready = multiprocessing.connection.wait(
+                [pipe for i, (pipe, _) in enumerate(pipes) if i not in records], max(0.0, deadline - time.monotonic())
+            )
+            for i, (pipe, _) in enumerate(pipes):
+                if pipe not in ready:
+                    continue
+                try:
+                    kind, value = pipe.recv()
+                except EOFError:
+                    kind, value = "end", Record(error="the process ended without an error of Python's")
+                if kind == "step":
+                    steps[i] = value
+                    deadline = max(deadline, time.monotonic() + timeout_s) if not failed(records) else deadline
+                else:
+                    records[i] = value
+                    if value.error or value.crashed:
+                        deadline = min(deadline, time.monotonic() + GRACE_S)
+    finally:
+        for one in ranks:
+            if one.pid:
+                one.kill()
+                one.join()
+        for pipe, _ in pipes:
+            pipe.close()
+    return [records.get(i) or Record(losses=[math.nan] * steps[i], hangs=not failed(records)) for i in range(size)]
+
+
+def failed(records: dict[int, Record]) -> bool:
+    """Whether a rank has failed, or crashed as it was asked to: the others cannot continue."""
+    return any(record.error or record.crashed for record in records.values())
+
+
+def differs(found: Sequence[Record], wanted: Sequence[Record], timeout_s: float = TIMEOUT_S) -> str:
+    """The first difference between what all ranks have done and what they should have done, or ""."""
+    assert not any(record.error or record.hangs for record in wanted), wanted
+    for i, record in enumerate(found):
+        if record.error:
+            return f"rank {i} fails in step {len(record.losses) + 1}: {record.error}"
+    hanging = [i for i, record in enumerate(found) if record.hangs]
+    if hanging:
+        where = ", ".join(f"rank {i} in step {len(found[i].losses) + 1}" for i in hanging)
+        others = [str(i) for i in range(len(found)) if i not in hanging]
+        ended = f"; rank {', '.join(others)} had ended" if others else ""
+        return f"it hangs: nothing happened for {timeout_s:.0f} s. Waiting: {where}{ended}"
+    for step in range(max(len(record.losses) for record in [*found, *wanted])):
+        for i, (mine, right) in enumerate(zip(found, wanted, strict=True)):
+            if step >= min(len(mine.losses), len(right.losses)):
+                return f"rank {i} makes {len(mine.losses)} steps, the twin {len(right.losses)}"
+            for what, one, other in (
+                ("loss", mine.losses[step], right.losses[step]),
+                ("gradient norm", mine.norms[step], right.norms[step]),
+            ):
+                if not math.isclose(one, other, rel_tol=TOLERANCE):
+                    return (
+                        f"step {step + 1}, rank {i}: the {what} is {one:.9g}, the twin's {other:.9g}{times(one, other)}"
+                    )
+    for i, (mine, right) in enumerate(zip(found, wanted, strict=True)):
+        for what, one, other in (
+            ("samples read for each step", mine.reads, right.reads),
+            ("numbers kept from step to step (weights and optimizer)", mine.held, right.held),
+            ("most weights that are whole at once in a step", mine.whole, right.whole),
+            ("does it print", bool(mine.printed), bool(right.printed)),
+            ("names in the checkpoint", short(mine.names), short(right.names)),
+        ):
+            if one != other:
+                return f"the losses are right. Rank {i}, {what}: {one}; the twin: {other}"
+    return ""
+
+
+def times(one: float, other: float) -> str:
+    """How far they are apart, where it can be said."""
+    if not math.isfinite(one) or not other:
+        return ""
+    apart = abs(one / other - 1)
+    return (
+        f" ({one / other:.3f} times)"
+        if apart >= 0.001
+        else f" (apart by {apart:.0e} of it, allowed is {TOLERANCE:.0e})"
+    )
+
+
+def short(names: Sequence[str]) -> str:
+    """The first of some names, and how many there are."""
+    return f"{len(names)}, the first {names[0]}" if names else "none"
