@@ -8,7 +8,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from common import UserError
 from tools.exercise import preload, rank  # noqa: F401 (the ranks are forks of this process)
 from tools.exercise.exercises import Exercise
 from tools.exercise.rank import Record
@@ -46,6 +48,9 @@ def check(exercise: Exercise, path: Path, say: Callable[[str], None], timeout_s:
 
     Returns:
         What is different, or "".
+
+    Raises:
+        UserError: this machine is so busy that the twin counts as hanging.
     """
     for size in exercise.sizes:
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
@@ -87,25 +92,7 @@ def run(path: Path, argv: list[str], size: int, crash: bool, timeout_s: float) -
             one.start()
         for _, end in pipes:
             end.close()
-        deadline = time.monotonic() + timeout_s
-        while len(records) < size and time.monotonic() < deadline:
-            ready = multiprocessing.connection.wait(
-                [pipe for i, (pipe, _) in enumerate(pipes) if i not in records], max(0.0, deadline - time.monotonic())
-            )
-            for i, (pipe, _) in enumerate(pipes):
-                if pipe not in ready:
-                    continue
-                try:
-                    kind, value = pipe.recv()
-                except EOFError:
-                    kind, value = "end", Record(error="the process ended without an error of Python's")
-                if kind == "step":
-                    steps[i] = value
-                    deadline = max(deadline, time.monotonic() + timeout_s) if not failed(records) else deadline
-                else:
-                    records[i] = value
-                    if value.error or value.crashed:
-                        deadline = min(deadline, time.monotonic() + GRACE_S)
+        listen(dict(enumerate(pipe for pipe, _ in pipes)), records, steps, timeout_s)
     finally:
         for one in ranks:
             if one.pid:
@@ -116,6 +103,26 @@ def run(path: Path, argv: list[str], size: int, crash: bool, timeout_s: float) -
     return [records.get(i) or Record(losses=[math.nan] * steps[i], hangs=not failed(records)) for i in range(size)]
 
 
+def listen(open_ones: dict[int, Any], records: dict[int, Record], steps: list[int], timeout_s: float) -> None:
+    """Note the steps and the end of each rank, until all have ended or nothing happens any more."""
+    deadline = time.monotonic() + timeout_s
+    while open_ones and time.monotonic() < deadline:
+        ready = multiprocessing.connection.wait([*open_ones.values()], max(0.0, deadline - time.monotonic()))
+        for i in [i for i, pipe in open_ones.items() if pipe in ready]:
+            try:
+                kind, value = open_ones[i].recv()
+            except EOFError:
+                kind, value = "end", Record(error="the process ended without an error of Python's")
+            if kind == "step":
+                steps[i] = value
+                deadline = deadline if failed(records) else time.monotonic() + timeout_s
+                continue
+            records[i] = value
+            del open_ones[i]
+            if failed(records):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+
+
 def failed(records: dict[int, Record]) -> bool:
     """Whether a rank has failed, or crashed as it was asked to: the others cannot continue."""
     return any(record.error or record.crashed for record in records.values())
@@ -123,7 +130,11 @@ def failed(records: dict[int, Record]) -> bool:
 
 def differs(found: Sequence[Record], wanted: Sequence[Record], timeout_s: float = TIMEOUT_S) -> str:
     """The first difference between what all ranks have done and what they should have done, or ""."""
-    assert not any(record.error or record.hangs for record in wanted), wanted
+    if any(record.hangs for record in wanted):
+        raise UserError(
+            f"the twin itself made no step in {timeout_s:.0f} s: this machine is busy. Give it --timeout 300"
+        )
+    assert not any(record.error for record in wanted), wanted
     for i, record in enumerate(found):
         if record.error:
             return f"rank {i} fails in step {len(record.losses) + 1}: {record.error}"
@@ -146,16 +157,25 @@ def differs(found: Sequence[Record], wanted: Sequence[Record], timeout_s: float 
                         f"step {step + 1}, rank {i}: the {what} is {one:.9g}, the twin's {other:.9g}{times(one, other)}"
                     )
     for i, (mine, right) in enumerate(zip(found, wanted, strict=True)):
-        for what, one, other in (
-            ("samples read for each step", mine.reads, right.reads),
-            ("numbers kept from step to step (weights and optimizer)", mine.held, right.held),
-            ("most weights that are whole at once in a step", mine.whole, right.whole),
-            ("does it print", bool(mine.printed), bool(right.printed)),
-            ("names in the checkpoint", short(mine.names), short(right.names)),
-        ):
-            if one != other:
-                return f"the losses are right. Rank {i}, {what}: {one}; the twin: {other}"
+        for what, this, that in zip(KEPT, kept(mine), kept(right), strict=True):
+            if this != that:
+                return f"the losses are right. Rank {i}, {what}: {this}; the twin: {that}"
     return ""
+
+
+KEPT = (
+    "samples read for each step",
+    "numbers kept from step to step (weights and optimizer)",
+    "most weights that are whole at once in a step",
+    "does it print",
+    "names in the checkpoint",
+)
+
+
+def kept(record: Record) -> list[object]:
+    """What a rank has done beside computing, in the order of KEPT."""
+    names = f"{len(record.names)}, the first {record.names[0]}" if record.names else "none"
+    return [record.reads, record.held, record.whole, "yes" if record.printed else "no", names]
 
 
 def times(one: float, other: float) -> str:
@@ -168,8 +188,3 @@ def times(one: float, other: float) -> str:
         if apart >= 0.001
         else f" (apart by {apart:.0e} of it, allowed is {TOLERANCE:.0e})"
     )
-
-
-def short(names: Sequence[str]) -> str:
-    """The first of some names, and how many there are."""
-    return f"{len(names)}, the first {names[0]}" if names else "none"

@@ -195,8 +195,8 @@ EXERCISES = (
         "5a",
         "a bump after each resume",
         "ddp_resnet",
-        "A training that was never stopped is right. One that continues from its checkpoint makes other steps: the loss "
-        "has a bump there.",
+        "A training that was never stopped is right. One that continues from its checkpoint makes other steps: the "
+        "loss has a bump there.",
         "What does SGD with momentum know, beside the weights?",
         (('    optimizer.load_state_dict(state["optimizer"])\n', ""),),
         resumes=True,
@@ -266,15 +266,16 @@ EXERCISES = (
     ),
     Exercise(
         "7b",
-        "right on two, wrong on four",
+        "groups that never meet",
         "tensor_gpt",
-        "On two processes, all is well. On four, the losses are wrong: neighbours share a batch, and others share a "
-        "matrix.",
-        "Draw the mesh of four processes: which ones are next to each other on its last axis?",
+        "On two processes, which are one group, all is well. On four, the two groups train apart: each follows the "
+        "gradient of its own half of the batch.",
+        "Who averages the gradients of the groups?",
         (
             (
-                '(dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))',
-                '(tp, dist.get_world_size() // tp), mesh_dim_names=("tp", "dp"))',
+                '    for block in model.blocks.values():\n        fully_shard(block, mesh=mesh["dp"])\n'
+                '    return fully_shard(model, mesh=mesh["dp"])\n',
+                "    return model\n",
             ),
         ),
         (2, 4),

@@ -101,9 +101,9 @@ def small_resnet(*_: object) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 4 * 4, CLASSES))
 
 
-def small_shape(vocab_size: int, **given: int) -> gpt.Shape:
+def small_shape(vocab_size: int, num_layers: int, num_heads: int, width: int) -> gpt.Shape:
     """Of a GPT as deep as the file asks for, and narrow."""
-    return gpt.Shape(**{"vocab_size": vocab_size, **given, "width": 32, "mlp_width": 44})
+    return gpt.Shape(vocab_size, num_layers, num_heads, min(width, 32), mlp_width=44)
 
 
 def load(path: Path) -> ModuleType:
@@ -179,7 +179,7 @@ class Crash(BaseException):
 @contextlib.contextmanager
 def crash_in_save() -> Iterator[None]:
     """Let torch.save write half of a file, and end there."""
-    real = torch.save
+    real: Any = torch.save
 
     def half(state: object, to: Any) -> None:
         real(state, to)
@@ -187,11 +187,12 @@ def crash_in_save() -> Iterator[None]:
             file.truncate(Path(to).stat().st_size // 2)
         raise Crash
 
-    torch.save = half
+    patched: Any = torch
+    patched.save = half
     try:
         yield
     finally:
-        torch.save = real
+        patched.save = real
 
 
 def names_in(path: Path) -> list[str]:

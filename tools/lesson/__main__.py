@@ -1,4 +1,4 @@
-"""What changes from one recipe to the next: `python -m tools.lesson ddp_resnet fsdp_gpt` prints the diff as a lesson."""
+"""What changes from one recipe to another: `python -m tools.lesson ddp_resnet fsdp_gpt` prints it as a lesson."""
 
 from pathlib import Path
 from typing import Annotated
