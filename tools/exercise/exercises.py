@@ -282,11 +282,12 @@ EXERCISES = (
     ),
     Exercise(
         "7c",
-        "a part of the norm",
+        "a sum that everybody gets",
         "tensor_gpt",
-        "The training is right. The gradient norm that the log shows is too small, and smaller with more processes.",
-        "What does a DTensor hold on this process, and how does one ask for the whole value?",
-        (("grad_norm.full_tensor()", "grad_norm.to_local()"),),
+        "One process is right. With two, the first block fails: it adds a tensor of all positions to one of half of "
+        "them.",
+        "Which positions does each process hold between two pairs of matrices?",
+        (("parallel.RowwiseParallel(output_layouts=Shard(1))\n", "parallel.RowwiseParallel()\n"),),
     ),
     # --- 8: pipeline
     Exercise(
