@@ -18,10 +18,10 @@ from tests.harness.runner import ROOT
 TWO = "torchrun --nproc-per-node 2 recipes/{}/bare.py {}"
 STOPPED = TWO.format("ddp_resnet", "--epochs 1 --checkpoint {folder}/ddp.pt")
 COMMANDS = {  # of each chapter
-    "01-one-process": ["python recipes/dp_resnet/bare.py --epochs 3"],
+    "01-one-process": ["python recipes/dp_resnet/bare.py --epochs 1"],
     "02-ddp": [TWO.format("ddp_resnet", "--epochs 2")],
-    "03-all-reduce": [TWO.format("allreduce_resnet", "--epochs 2")],
-    "04-accumulation": [TWO.format("multinode_resnet", "--epochs 2")],
+    "03-all-reduce": [TWO.format("allreduce_resnet", "--epochs 1")],
+    "04-accumulation": [TWO.format("multinode_resnet", "--epochs 1")],
     "05-checkpoints": [STOPPED, STOPPED.replace("--epochs 1", "--epochs 2")],
     "06-fsdp": [TWO.format("fsdp_gpt", "--steps 20")],
     "07-tensor": [TWO.format("tensor_gpt", "--steps 20")],
