@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0  # without a step of any rank: what a step takes in fractions o
 GRACE_S = 3.0  # for the others, when one rank has failed
 _CONTEXT = multiprocessing.get_context("fork")
 
-Leg = tuple[str, list[str], bool]  # what it is called, the flags, and whether it crashes in its save
+Leg = tuple[str, list[str], bool]  # its name, the flags, and whether it crashes in its save
 
 
 def legs(exercise: Exercise, folder: Path) -> list[Leg]:
