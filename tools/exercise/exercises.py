@@ -278,7 +278,7 @@ EXERCISES = (
                 "    return model\n",
             ),
         ),
-        (2, 4),
+        (4,),
     ),
     Exercise(
         "7c",
@@ -359,7 +359,7 @@ EXERCISES = (
         "10a",
         "too far a step",
         "diloco_gpt",
-        "One process is right. With N, each outer step goes N times as far as the replicas went on average.",
+        "One process is right. With N, each outer step goes N times as far as the replicas moved on average.",
         "The outer gradient is a mean.",
         (("        before.grad /= dist.get_world_size()\n", ""),),
     ),
