@@ -11,7 +11,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from common.workloads import gpt
+from tools.exercise.compare import Record
 
 SAMPLES = 42  # of the data set; a multiple of nothing that divides them
 CLASSES = 10
@@ -30,35 +30,6 @@ TOKENS = 61
 LENGTH = 16  # tokens of a sequence
 # In the place of the constants of a twin. The micro-batches are of unequal size.
 CONSTANTS = {"BATCH": 16, "MICRO_BATCH": 5, "MICRO_BATCHES": 4, "INNER_STEPS": 2}
-
-
-@dataclass
-class Record:
-    """What one rank did.
-
-    Attributes:
-        losses: of each step, as train_step returned it.
-        norms: of the gradient, likewise.
-        reads: samples that it read for each step.
-        held: elements of parameters and of the optimizer's state that it keeps from step to step.
-        whole: most elements of parameters that were whole at once, where parameters are split.
-        printed: lines.
-        names: of the model's tensors in the checkpoint, where that is one file.
-        crashed: whether it ended in the middle of a save, as it was asked to.
-        error: how it failed, or "".
-        hangs: whether it had to be ended.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    reads: list[int] = field(default_factory=list)
-    held: int = 0
-    whole: int = 0
-    printed: list[str] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    crashed: bool = False
-    error: str = ""
-    hangs: bool = False
 
 
 class Few:
