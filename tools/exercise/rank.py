@@ -181,7 +181,6 @@ def serve(connection: Any, rank: int, size: int, port: int, path: str, argv: lis
     warnings.simplefilter("ignore")
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     record = Record()
