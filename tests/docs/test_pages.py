@@ -16,6 +16,8 @@ from common import session
 from common.workloads import gpt
 from tools.copy.__main__ import parser as copier
 from tools.evaluate import flags as evaluate
+from tools.exercise.__main__ import parser as exerciser
+from tools.lesson.__main__ import main as lesson_flags
 from tools.plan.__main__ import parser as planner
 from tools.profile.__main__ import main as profile
 from tools.prove import flags as prove
@@ -26,6 +28,7 @@ from tests.recipes import test_porting
 
 ROOT = runner.ROOT
 DOCS = sorted(ROOT.glob("docs/**/*.md"))
+COURSE = ROOT / "docs" / "course"
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS, *ROOT.glob("recipes/*/README.md")])
 README = (ROOT / "README.md").read_text()
 # What pages name of other programs, and of cli.parse itself.
@@ -49,8 +52,9 @@ OTHER_FLAGS = {
     "since",
     "local-rank",
     "local_rank",
-    *(word[2:] for one in (planner(), copier()) for action in one._actions for word in action.option_strings),
+    *(word[2:] for one in (planner(), copier(), exerciser()) for action in one._actions for word in action.option_strings),
     *(name.replace("_", "-") for name in inspect.signature(profile).parameters),
+    *(name.replace("_", "-") for name in inspect.signature(lesson_flags).parameters),
     *(field.name for field in dataclasses.fields(evaluate.Args)),
     *(field.name for field in dataclasses.fields(prove.Args)),
 }  # of other programs as well
@@ -379,15 +383,17 @@ def test_map_names_every_module() -> None:
 
 
 def test_index_names_every_page_once() -> None:
-    """In lists that number from 1."""
+    """In lists that number from 1; the chapters of the course stand in an index of their own."""
     index = (ROOT / "docs" / "index.md").read_text()
     linked = re.findall(r"^\d+\. \[[^]]+\]\(([\w/-]+\.(?:md|html))\)", index, re.MULTILINE)
-    assert sorted(linked) == sorted(
-        str(path.relative_to(ROOT / "docs")) for path in [*DOCS, *ROOT.glob("docs/*.html")] if path.name != "index.md"
-    )
+    there = [path for path in [*DOCS, *ROOT.glob("docs/*.html")] if path.name != "index.md" and path.parent != COURSE]
+    assert sorted(linked) == sorted([*(str(path.relative_to(ROOT / "docs")) for path in there), "course/index.md"])
     lists = [re.findall(r"^(\d+)\. ", part, re.MULTILINE) for part in index.split("\n## ")[1:]]
     assert [len(numbers) > 0 for numbers in lists] == [True] * 3
     assert all(numbers == [str(i) for i in range(1, len(numbers) + 1)] for numbers in lists)
+    chapters = re.findall(r"^(\d+)\. \[[^]]+\]\((\S+)\): ", (COURSE / "index.md").read_text(), re.MULTILINE)
+    names = sorted(path.name for path in COURSE.glob("[0-9]*.md"))
+    assert chapters == [(str(i), name) for i, name in enumerate(names, 1)]
 
 
 def filled(path: Path) -> set[str]:
@@ -403,7 +409,8 @@ def test_page_has_the_parts_of_its_command(page: Path) -> None:
     in_tests = {"checkpoints": "tests/layouts_table.py", "gpu-counts": "tests/cuda_table.py", "tests": "tests/timed.py"}
     several = {"performance": ("duel", "memory", "stop_scale"), "survival": ("survival", "saves", "restart")}
     several["large_batch"] = ("large_batch", "variance")
-    names = [f"benchmarks/{name}.py" for name in several.get(page.stem, (page.stem,))]
+    chapter = page.parent == COURSE and page.name != "index.md"
+    names = [f"benchmarks/{name}.py" for name in ("course",) * chapter or several.get(page.stem, (page.stem,))]
     commands = [ROOT / name for name in (in_tests.get(page.stem, names[0]), *names[1:])]
     has = set(pages.parts(page.read_text()))
     if page.stem == "faults":
