@@ -1,4 +1,4 @@
-"""Draw who holds what, and what is sent when: `uv run python -m tools.diagrams` writes docs/diagrams/*.svg.
+"""Draw who holds what, and what is sent when: `python -m tools.diagrams` writes docs/diagrams/*.svg.
 
 A recipe's docstring is all that a picture is made from: its table of what each rank holds, its other tables, and the
 sentences that name what a step sends. Words that this program does not know stop it, so no picture shows a guess.

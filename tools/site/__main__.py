@@ -1,4 +1,4 @@
-"""All pages as a site with a search, for a browser without a network: `uv run --group site python -m tools.site`."""
+"""All pages as a site with a search, for a browser without a network: `python -m tools.site`."""
 
 import json
 import re
@@ -65,7 +65,12 @@ nav = {toml(stage.nav())}
 variant = "classic"
 language = "en"
 font = false
-features = ["content.code.copy", "navigation.footer", "navigation.indexes", "navigation.top", "search.highlight"]
+features = ["content.code.copy", "navigation.footer", "navigation.top", "search.highlight"]
+
+[[project.theme.palette]]
+media = "(prefers-color-scheme)"
+toggle.icon = "material/brightness-auto"
+toggle.name = "Light colors"
 
 [[project.theme.palette]]
 media = "(prefers-color-scheme: light)"
@@ -77,7 +82,7 @@ toggle.name = "Dark colors"
 media = "(prefers-color-scheme: dark)"
 scheme = {dark}
 toggle.icon = "material/weather-sunny"
-toggle.name = "Light colors"
+toggle.name = "Colors as the system has them"
 
 [project.plugins.search]
 [project.plugins.offline]
@@ -118,8 +123,13 @@ def build(out: Path) -> check.Report:
         (pages / "style.css").write_text(STYLE)
         (Path(folder) / "zensical.toml").write_text(configuration())
         generator = [sys.executable, "-m", "zensical", "build", "--strict", "--clean"]
-        ended = subprocess.run(
-            generator, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        ended = subprocess.run(  # noqa: S603
+            generator,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
         )
         if ended.returncode or not made.is_dir():
             said = re.sub(r"\x1b\[[\d;]*m", "", f"{ended.stdout}{ended.stderr}".partition("Traceback")[0])

@@ -1,4 +1,4 @@
-"""What a built site links to, and what it loads: every page and anchor must be there, and nothing comes from outside."""
+"""What a built site links to, and what it loads: every page and anchor must be there, nothing is from outside."""
 
 import dataclasses
 import re
@@ -85,7 +85,8 @@ def leads_somewhere(page: Path, target: str, pages: dict[Path, Parsed], site: Pa
     parts = urlsplit(target)
     file = page
     if parts.path:
-        file = (site / parts.path.lstrip("/") if parts.path.startswith("/") else page.parent / unquote(parts.path)).resolve()
+        start = site if parts.path.startswith("/") else page.parent
+        file = (start / unquote(parts.path).lstrip("/")).resolve()
     if file.is_dir():
         return False  # a browser without a server shows a list of files
     if not file.is_file():

@@ -1,8 +1,8 @@
 """The pages as the generator reads them: the repository's own, with links that lead to pages of the site.
 
-The pages are written for a plain git host, where a link leads to a folder or a source file. Here each of these becomes a
-page. Nothing in the repository is changed. The order of the pages is that of docs/index.md, of the table of recipes in
-README.md, and of the chain of recipes for the lessons.
+The pages are written for a plain git host, where a link leads to a folder or a source file. Here each of these becomes
+a page. Nothing in the repository is changed. The order of the pages is that of docs/index.md, of the table of recipes
+in README.md, and of the chain of recipes for the lessons.
 """
 
 import functools
@@ -137,17 +137,19 @@ def adapted(text: str) -> str:
 
     def change(part: str) -> str:
         part = part.replace("<details>", '<details markdown="1">')
-        lines, in_list = [], False
+        lines: list[str] = []
+        in_list = False
         for line in part.splitlines(keepends=True):
             if re.match(r"([-*]|\d+\.) ", line):
                 in_list = True
             elif line.strip() and not line.startswith("  "):
                 in_list = in_list and bool(lines) and bool(lines[-1].strip())  # a lazy line of an entry
             if in_list and re.match(r" {2,3}\S", line):
-                line = f"    {line.lstrip()}"
-            if line.startswith("|"):
-                line = re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), line)
-            lines.append(line)
+                lines.append(f"    {line.lstrip()}")
+            elif line.startswith("|"):
+                lines.append(re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), line))
+            else:
+                lines.append(line)
         return "".join(lines)
 
     return outside_of_code(text, change)
@@ -190,8 +192,8 @@ def lessons_page() -> str:
         for base, name in bases()
     ]
     head = (
-        "# Lessons\n\nEach recipe has a base, and differs from it by its strategy. A lesson is the difference of the two "
-        "twins, the strategy alone on one page.\n\n| from, to | size |\n|---|---|\n"
+        "# Lessons\n\nEach recipe has a base, and differs from it by its strategy. A lesson is the difference of the "
+        "two twins, the strategy alone on one page.\n\n| from, to | size |\n|---|---|\n"
     )
     return head + "\n".join(rows) + "\n"
 
@@ -200,9 +202,8 @@ def files_of(name: str) -> str:
     """What a recipe's page shows at its end: its files, and the lesson that leads to it."""
     files = sorted(path.name for path in (ROOT / "recipes" / name).glob("*.py"))
     said = f"\n\n## Read it here\n\n{', '.join(f'[{one}]({one}.md)' for one in reversed(files))}"
-    lessons = [
-        f"[from {base} to {other}](../../{lesson_name(base, other)})" for base, other in bases() if name in (base, other)
-    ]
+    pairs = [pair for pair in bases() if name in pair]
+    lessons = [f"[from {base} to {other}](../../{lesson_name(base, other)})" for base, other in pairs]
     return said + (f". Lessons: {', '.join(lessons)}" if lessons else "") + ".\n"
 
 
@@ -213,7 +214,10 @@ def entries(index: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Title of each section of a page of pages, and what its numbered lists link to: title and staged file."""
     for part in re.split(r"^## ", (ROOT / index).read_text(), flags=re.MULTILINE)[1:]:
         rows = re.findall(r"^\d+\. \[([^]]+)\]\(([^)#]+)\)", part, re.MULTILINE)
-        yield part.partition("\n")[0], [(title, posixpath.normpath(f"{index.parent}/{target}")) for title, target in rows]
+        yield (
+            part.partition("\n")[0],
+            [(title, posixpath.normpath(f"{index.parent}/{target}")) for title, target in rows],
+        )
 
 
 def nav() -> Nav:
@@ -232,7 +236,8 @@ def nav() -> Nav:
         found.append({"Course": [{heading(path): staged(path)} for path in first]})
     for title, rows in entries(Path("docs/index.md")):
         inside = [{name: target} for name, target in rows if not target.startswith("docs/course/")]
-        found.append({title: inside})
+        if inside:
+            found.append({title: inside})
     known = {"README.md": "index.md", "docs/index.md": ""}
     others = [path for path in written() if path.parts[0] not in ("docs", "recipes") and str(path) not in known]
     found.append({"Project": [{heading(path): str(path)} for path in others]})
