@@ -9,8 +9,9 @@ the batch between them and gathers the outputs. Each backward pass adds up the c
     optimizer state    all                   none
     batch              an equal part         an equal part
 
-One step sends, through one Python process: the parameters and inputs from the first GPU to the others, and the
-outputs and gradients back. None of it goes through a process group.
+One step sends, through one Python process: in a forward pass, parameters and inputs from the first GPU to the others,
+and the outputs back; in a backward pass, the outputs' gradients to the others, and the parameters' gradients back.
+None of it goes through a process group.
 
     python recipes/dp_resnet/train.py                            # one process, all GPUs, or the CPU
     CUDA_VISIBLE_DEVICES=0,1 python recipes/dp_resnet/train.py   # two GPUs

@@ -10,8 +10,8 @@ gathered within a group, such as a machine, and only gradients are sent between 
     batch                         an equal part of its sequences
 
 Each micro-batch all-gathers every block's parameters, in the forward pass and (without --no-reshard-after-forward)
-again in the backward pass. The last one of a step reduce-scatters every block's gradients and, with HSDP, all-reduces
-the results. Clipping adds one all-reduce.
+again in the backward pass. The last backward pass of a step reduce-scatters every block's gradients and, with HSDP,
+all-reduces the results. Clipping adds one all-reduce.
 
     bash launch/torchrun.sh recipes/fsdp_gpt                                             # one per GPU, else 2
     NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/fsdp_gpt --dp-replicate 2           # HSDP, 2 groups of 2

@@ -10,7 +10,7 @@ micro-batches of the step, and --compress makes them smaller. BatchNorm normalis
     batch                          an equal part, in micro-batches of --micro-batch-size
 
 One step sends: one all-reduce of the gradients, in its last backward pass, whole, in bfloat16, or as two thin
-matrices for each weight (powersgd); a broadcast of running statistics as in ddp_resnet.
+matrices for each weight (powersgd); a broadcast of running statistics before a forward pass, as in ddp_resnet.
 
     bash launch/slurm.sh -N2 --gpus-per-node=8 recipes/multinode_resnet                       # Slurm
     export RUN_KEY=$(openssl rand -hex 32)    # without Slurm: a secret, the same value on each machine

@@ -10,8 +10,8 @@ Gradients, normalised advantages and BatchNorm's statistics are computed over al
     environments       an equal part, and their samples
 
 One step, or update, sends: two all-reduces of one number for the mean and deviation of the advantages; one all-reduce
-of the gradients per minibatch; one of an epoch's sums, by which all ranks decide whether to stop the update; four per
-BatchNorm layer and minibatch.
+of the gradients in the backward pass of each minibatch; one of an epoch's sums, by which all ranks decide whether to
+stop the update; two per BatchNorm layer, in one forward pass over the whole rollout at the end of the update.
 
     python recipes/syncbn_ppo/train.py                                        # one process
     bash launch/torchrun.sh recipes/syncbn_ppo                                # one per GPU, else 2 on the CPU

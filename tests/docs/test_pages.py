@@ -52,7 +52,7 @@ OTHER_FLAGS = {
     "since",
     "local-rank",
     "local_rank",
-    *(word[2:] for one in (planner(), copier(), exerciser()) for action in one._actions for word in action.option_strings),
+    *(word[2:] for made in (planner, copier, exerciser) for one in made()._actions for word in one.option_strings),
     *(name.replace("_", "-") for name in inspect.signature(profile).parameters),
     *(name.replace("_", "-") for name in inspect.signature(lesson_flags).parameters),
     *(field.name for field in dataclasses.fields(evaluate.Args)),
