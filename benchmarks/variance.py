@@ -35,33 +35,30 @@ def square(vector: torch.Tensor) -> float:
 
 
 class Sums:
-    """Of the mean gradient of N ranks: its mean over draws, and the mean of its square norm.
-
-    A draw of eight parts is eight of one rank, four of two, two of four, and one of eight.
-    """
+    """Of the mean gradient of N ranks over draws: its mean, and the mean of its square norm."""
 
     def __init__(self, num_parameters: int) -> None:
-        self.mean = torch.zeros(num_parameters)
+        self.mean = {size: torch.zeros(num_parameters) for size in RANKS}
         self.square = dict.fromkeys(RANKS, 0.0)
         self.draws = 0
 
     def add(self, parts: torch.Tensor) -> None:
         """Take one draw: the gradients (8, P) of parts that do not overlap."""
         self.draws += 1
-        self.mean.lerp_(parts.mean(0), 1 / self.draws)
         for size in RANKS:
-            means = [group.mean(0) for group in parts.split(size)]
-            found = sum(map(square, means)) / len(means)
-            self.square[size] += (found - self.square[size]) / self.draws
-
-    def gradient(self) -> float:
-        """Square norm of the gradient without noise: of the mean of all draws, less the noise that it has left."""
-        most = self.square[RANKS[-1]] - square(self.mean)  # (draws - 1) / draws of the variance of eight ranks' mean
-        return square(self.mean) - most / (self.draws - 1)
+            mean = parts[:size].mean(0)
+            self.mean[size].lerp_(mean, 1 / self.draws)
+            self.square[size] += (square(mean) - self.square[size]) / self.draws
 
     def variance(self, size: int) -> float:
         """Variance of the mean gradient of so many ranks, summed over the parameters."""
-        return self.square[size] - self.gradient()
+        lost = self.draws / (self.draws - 1)  # the mean of the same draws takes one degree of freedom
+        return lost * (self.square[size] - square(self.mean[size]))
+
+    def gradient(self) -> float:
+        """Square norm of the gradient without noise: of the mean of all draws, less the noise that it has left."""
+        size = RANKS[-1]
+        return square(self.mean[size]) - self.variance(size) / self.draws
 
 
 def measure(model: nn.Module, train: images.Images, generator: np.random.Generator, draws: int) -> Sums:
@@ -95,7 +92,7 @@ def rows(place: str, found: Sums, samples: int) -> list[str]:
 def main() -> None:
     """Measure at the initial weights and after some steps, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=24)
+    parser.add_argument("--draws", type=int, default=32)
     draws = parser.parse_args().draws
     began, busy = time.monotonic(), time.process_time()
     torch.set_num_threads(1)
