@@ -49,7 +49,7 @@ def without_outside(site: Path) -> None:
 
 
 def configuration() -> str:
-    """What the generator is told. JSON's strings, lists and numbers are those of TOML."""
+    """What the generator reads. JSON's strings, lists and numbers are those of TOML."""
     dark, light = '"slate"', '"default"'
     return f"""\
 [project]
