@@ -5,10 +5,10 @@
     gradients, optimizer state    of its own layers
     batch                         each pipeline: an equal part, in micro-batches of --micro-batch-size
 
---schedule decides when each rank computes which stage, and so how long ranks wait. Neighbours send
-on the activations of every micro-batch (samples x length x width) in its forward pass; they send back the gradients of
-these in its backward pass. Three all-reduces follow: all gradients of a stage over the pipelines; a tied embedding's
-over its two stages; the norm over all ranks.
+--schedule decides when each rank computes which stage, and so how long ranks wait. Neighbours send on the activations
+of every micro-batch (samples x length x width) in its forward pass; they send back the gradients of these in its
+backward pass. Three all-reduces follow: all gradients of a stage over the pipelines; a tied embedding's over its two
+stages; the norm over all ranks.
 
     bash launch/torchrun.sh recipes/pipeline_gpt                                         # 2 stages
     NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/pipeline_gpt --pp 2                 # 2 pipelines of 2

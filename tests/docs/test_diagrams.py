@@ -6,11 +6,10 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from tools.diagrams import draw as diagrams
 
 from tests.harness import runner
-from tools import diagrams
 
-NAMES = diagrams.names()
 # Recipe, words of its docstring, and others that mean another division.
 CHANGES = {
     "who holds": ("ddp_gpt", "optimizer state    all, a replica", "optimizer state    1/N"),
@@ -25,18 +24,17 @@ def docstring(recipe: str) -> str:
     return ast.get_docstring(ast.parse(runner.source(recipe))) or ""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", runner.RECIPES)
 def test_committed_picture_is_what_the_docstring_says(name: str) -> None:
     committed = (diagrams.FOLDER / f"{name}.svg").read_text()
     assert committed == diagrams.draw(diagrams.read(name)), "run python -m tools.diagrams"
 
 
 def test_each_recipe_shows_its_own() -> None:
-    assert runner.RECIPES == NAMES
-    for name in NAMES:
+    for name in runner.RECIPES:
         shown = re.findall(r"docs/diagrams/(\w+)\.svg", (runner.ROOT / "recipes" / name / "README.md").read_text())
         assert shown == [name]
-    assert sorted(path.stem for path in diagrams.FOLDER.iterdir()) == NAMES
+    assert sorted(path.stem for path in diagrams.FOLDER.iterdir()) == runner.RECIPES
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -80,7 +78,7 @@ def test_what_ranks_hold() -> None:
     assert batches == [{0}, {0}, {1}, {1}]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", runner.RECIPES)
 def test_picture_stands_alone(name: str) -> None:
     """It is XML, has colors for both schemes, words for those who do not see it, and asks for no other file."""
     text = (diagrams.FOLDER / f"{name}.svg").read_text()

@@ -17,6 +17,7 @@ from tools import command
 from tools.site import check, stage
 
 TIMEOUT_S = 300
+MARK = ".brigade-site"  # a folder with this file is replaced, another one never
 STYLE = """\
 /* Nothing of a page is wider than a phone: long words break, and tables and code scroll by themselves. */
 .md-typeset { overflow-wrap: break-word; }
@@ -114,7 +115,7 @@ def build(out: Path) -> check.Report:
     Raises:
         UserError: the folder holds something else, the generator is missing or warns, or a link is dead.
     """
-    if out.exists() and any(out.iterdir()) and not (out / "style.css").exists():
+    if out.exists() and any(out.iterdir()) and not (out / MARK).exists():
         raise UserError(f"--out {out} holds other files: name a folder that is empty, or that an earlier call has made")
     with tempfile.TemporaryDirectory(prefix="brigade-site-") as folder:
         pages, made = Path(folder, "pages"), Path(folder, "site")
@@ -137,6 +138,7 @@ def build(out: Path) -> check.Report:
             raise UserError(f"the generator has ended with code {ended.returncode}{more}:\n{said}")
         without_outside(made)
         shutil.rmtree(out, ignore_errors=True)
+        (made / MARK).touch()
         shutil.copytree(made, out)
     report = check.look(out)
     if report.dead or report.outside:

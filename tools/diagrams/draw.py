@@ -1,4 +1,4 @@
-"""Draw who holds what, and what is sent when: `python -m tools.diagrams` writes docs/diagrams/*.svg.
+"""A picture of who holds what, and what is sent when.
 
 A recipe's docstring is all that a picture is made from: its table of what each rank holds, its other tables, and the
 sentences that name what a step sends. Words that this program does not know stop it, so no picture shows a guess.
@@ -11,9 +11,9 @@ import html
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tools.about import ROOT
+
 FOLDER = ROOT / "docs" / "diagrams"
 RANKS = 4
 
@@ -598,20 +598,3 @@ def draw(recipe: Recipe) -> str:
             "</svg>\n",
         ]
     )
-
-
-def names() -> list[str]:
-    """All recipes."""
-    return sorted(path.parent.name for path in ROOT.glob("recipes/*/train.py"))
-
-
-def main() -> None:
-    """Write the picture of each recipe."""
-    FOLDER.mkdir(exist_ok=True)
-    for name in names():
-        (FOLDER / f"{name}.svg").write_text(draw(read(name)))
-    print(f"wrote {len(names())} pictures to {FOLDER.relative_to(ROOT)}")
-
-
-if __name__ == "__main__":
-    main()
