@@ -19,6 +19,8 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tools.copy import trees
+
 from tests import floors
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,10 +173,13 @@ def marked(text: str, *deleted: str) -> list[int]:
 
 def copied(root: Path, *deleted: str) -> int:
     """Lines of programs that a copy of ddp_resnet brings, as docs/adapt.md makes it; after deletion of floors."""
+    left_out = trees.foreign(trees.of_checkout(root), COPIED) if (root / "tools" / "copy").exists() else set()
     roof = root / "common" / f"{floors.FLOORS[0]}.py"
     lines = -len(marked(roof.read_text(), *deleted))
     for path in [file for part in (f"recipes/{COPIED}", "common", "launch") for file in (root / part).rglob("*")]:
         inside = path.relative_to(root).parts
+        if "/".join(inside) in left_out:
+            continue
         if path.is_file() and path.suffix in PROGRAMS and "__pycache__" not in inside:
             lines += len(path.read_text().splitlines()) * (inside[:1] != ("common",) or inside[1] not in deleted)
     return lines

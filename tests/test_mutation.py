@@ -3,6 +3,8 @@
 import ast
 import collections
 import functools
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +104,16 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert samples[0] == samples[1]
     assert samples[0].startswith("--sample 5 --seed 3\n")
     assert len(samples[0].splitlines()) == 6
+
+
+@pytest.mark.rest
+def test_tests_of_faults_exist() -> None:
+    """A test that has another name now would stop the run of all faults, after some of them."""
+    asked = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
+    asked += ["-m", "faults or not faults"]  # of the fault matrix all, and of the others
+    files = sorted({test.partition("::")[0] for fault in mutation.FAULTS for test in fault.tests})
+    done = subprocess.run(
+        [*asked, *files], cwd=runner.ROOT, capture_output=True, text=True, timeout=runner.HANG_S, check=True
+    )
+    there = {name for line in done.stdout.splitlines() for name in (line, line.partition("[")[0])}
+    assert [test for fault in mutation.FAULTS for test in fault.tests if test not in there] == []

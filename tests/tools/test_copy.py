@@ -103,7 +103,7 @@ def places(tmp_path: Path) -> Places:
 
 
 def test_copy_is_what_cp_makes(tmp_path: Path) -> None:
-    """And needs nothing that is installed: -S hides it."""
+    """But for what only other recipes import; and needs nothing that is installed: -S hides it."""
     done = subprocess.run(
         [sys.executable, "-S", "-m", "tools.copy", "recipes/dp_resnet", str(tmp_path / "copy")],
         cwd=runner.ROOT,
@@ -117,6 +117,13 @@ def test_copy_is_what_cp_makes(tmp_path: Path) -> None:
     for part in ("common", "launch"):
         shutil.copytree(runner.ROOT / part, by_cp / part, ignore=compiled)
     shutil.copy(runner.ROOT / "pyproject.toml", by_cp)
+    foreign = trees.foreign(trees.of_checkout(runner.ROOT), "dp_resnet")
+    assert "common/workloads/gpt.py" in foreign
+    assert not foreign & {
+        f"common/workloads/{name}.py" for name in ("__init__", "resnet", "images", "dataset", "rates")
+    }
+    for path in foreign:
+        (by_cp / path).unlink()
     copy = snapshot(tmp_path / "copy")
     assert {"train.py", "README.md", "launch.env", "pyproject.toml", "launch/torchrun.sh"} < copy.keys()
     assert {name: one for name, one in copy.items() if not name.startswith(".brigade/")} == snapshot(by_cp)
@@ -125,6 +132,35 @@ def test_copy_is_what_cp_makes(tmp_path: Path) -> None:
 
 
 compiled = shutil.ignore_patterns("__pycache__")
+
+
+@pytest.mark.parametrize("recipe", runner.RECIPES)
+def test_each_import_of_a_copy_is_there(recipe: str) -> None:
+    files = trees.copied(trees.of_checkout(runner.ROOT), recipe)
+    everything = trees.of_checkout(runner.ROOT)
+    for path, one in files.items():
+        for name in trees._imports(one.content or b"") if path.endswith(".py") else ():
+            module = f"{name.replace('.', '/')}.py"
+            assert module not in everything or module in files, f"{path} imports {name}"
+
+
+def test_mutant_that_leaves_out_what_common_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = trees.foreign
+    monkeypatch.setattr(trees, "foreign", lambda *asked: real(*asked) | {"common/workloads/rates.py"})
+    with pytest.raises(AssertionError, match=r"imports common\.workloads\.rates"):
+        test_each_import_of_a_copy_is_there("ddp_resnet")
+
+
+def test_program_that_is_no_python_brings_all() -> None:
+    checkout = trees.of_checkout(runner.ROOT) | {"recipes/ddp_gpt/train.py": trees.file(b"def")}
+    assert trees.foreign(checkout, "ddp_resnet") == set()
+
+
+def test_upgrade_keeps_what_cp_has_brought() -> None:
+    """A copy that `cp -r` made has workloads of other recipes, which must stay of one version with the rest."""
+    checkout = trees.of_checkout(runner.ROOT)
+    whole = trees.copied(checkout, "ddp_resnet", keep=checkout)
+    assert "common/workloads/gpt.py" in trees.copied(checkout, "ddp_resnet", keep=whole)
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ def copy(root: Path, recipe: str, folder: Path) -> str:
         shutil.rmtree(staged, ignore_errors=True)
         raise
     return (
-        f"{folder}: {len(files)} files of recipes/{name}, {', '.join(trees.PARTS)}; Brigade {version}\n"
+        f"{folder}: {len(files)} files of recipes/{name}, {', '.join(trees.PARTS)}, without what only other recipes "
+        f"import; Brigade {version}\n"
         f"start    cd {shlex.quote(str(folder))} && bash launch/torchrun.sh .\n"
         f"upgrade  python -m tools.copy --upgrade {shlex.quote(str(folder))}   (in a newer checkout; needs .brigade/)"
     )

@@ -1,12 +1,14 @@
 """The files of a checkout, of a commit and of a copy, as dicts from a path to its content."""
 
+import ast
+import functools
 import hashlib
 import io
 import os
 import re
 import subprocess
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -15,6 +17,7 @@ from common import UserError, printable
 PARTS = ("common", "launch", "pyproject.toml")  # of a checkout, that a copy gets beside the files of its recipe
 # What may lie in a checkout and is not of it, as .gitignore says; names that begin with a dot are left out as well.
 LEFT_OUT = re.compile(r"__pycache__|runs|dist|uv\.lock|.*\.egg-info|slurm-.*\.log|\..*")
+WORKLOADS = "common/workloads/"
 SITE = "launch/site.sh"  # the user's own, which launch/slurm.sh reads: copied, and never upgraded
 MOST_FILES = 5_000
 MOST_BYTES = 2**26  # of all files together
@@ -143,11 +146,60 @@ def recipes(checkout: Mapping[str, File]) -> list[str]:
     return sorted(path.split("/")[1] for path in checkout if re.fullmatch(r"recipes/[^/]+/train\.py", path))
 
 
-def copied(checkout: Tree, recipe: str) -> Tree:
-    """The files of a copy of a recipe: the recipe's own are at its top, as `cp -r` puts them."""
+def copied(checkout: Tree, recipe: str, keep: Collection[str] = ()) -> Tree:
+    """The files of a copy of a recipe: the recipe's own are at its top, as `cp -r` puts them.
+
+    Args:
+        checkout: all files.
+        recipe: its name.
+        keep: workloads that come along although they are `foreign`.
+    """
     own = f"recipes/{recipe}/"
     found = {path.removeprefix(own): one for path, one in checkout.items() if path.startswith(own)}
-    return {path: one for path, one in checkout.items() if path.split("/")[0] in PARTS} | found
+    left_out = foreign(checkout, recipe) - {*keep}
+    shared = {path: one for path, one in checkout.items() if path.split("/")[0] in PARTS and path not in left_out}
+    return shared | found
+
+
+def foreign(checkout: Tree, recipe: str) -> set[str]:
+    """Modules of common/workloads/ that other recipes import and this one does not, such as the GPT beside a ResNet.
+
+    What no recipe imports stays, with what it imports: data sets of users begin there.
+    """
+    everything = {path for path in checkout if path.startswith(WORKLOADS) and path.endswith(".py")}
+    programs = [path for path in checkout if path.endswith(".py") and path not in everything]
+    shared = [path for path in programs if not path.startswith("recipes/")]
+    own = [path for path in programs if path.startswith(f"recipes/{recipe}/")]
+    try:
+        for_users = everything - _imported(checkout, programs)
+        return everything - for_users - _imported(checkout, [*own, *shared, *for_users])
+    except (SyntaxError, ValueError):  # somebody is editing: rather too much than too little
+        return set()
+
+
+def _imported(checkout: Tree, programs: Iterable[str]) -> set[str]:
+    """Modules of common/workloads/ that programs import, also through each other."""
+    todo = [*programs]
+    found: set[str] = set()
+    while todo:
+        for name in _imports(checkout[todo.pop()].content or b""):
+            path = f"{name.replace('.', '/')}.py"
+            if path.startswith(WORKLOADS) and path in checkout and path not in found:
+                found.add(path)
+                todo.append(path)
+    return found
+
+
+@functools.cache
+def _imports(content: bytes) -> frozenset[str]:
+    """Names that may be modules, of all imports of a program."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(content)):
+        if isinstance(node, ast.Import):
+            found |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{one.name}" for one in node.names)}
+    return frozenset(found)
 
 
 def upgraded(tree: Tree) -> Tree:

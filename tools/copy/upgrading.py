@@ -68,7 +68,7 @@ def upgrade(root: Path, folder: Path, origin: str = "", recipe: str = "", dry_ru
         if wanted not in trees.recipes(checkout):
             known = ", ".join(trees.recipes(checkout))
             raise UserError(f"{root} has no recipes/{wanted}: take its successor by --recipe, one of {known}")
-        theirs = trees.upgraded(trees.copied(checkout, wanted))
+        theirs = trees.upgraded(trees.copied(checkout, wanted, keep=base.files))
         new = Record(trees.version(theirs), wanted, theirs)
         mine = trees.of_copy(folder, {*base.files, *theirs})
         changes = merging.plan(base.files, mine, theirs, new.version)
@@ -104,7 +104,7 @@ def _base(root: Path, folder: Path, origin: str, recipe: str) -> Record:
     checkout = trees.of_checkout(Path(origin)) if Path(origin).is_dir() else trees.of_commit(root, origin)
     known = trees.recipes(checkout)
     name = Path(recipe).name if Path(recipe).name in known else _most_like(checkout, folder)
-    files = trees.upgraded(trees.copied(checkout, name))
+    files = trees.upgraded(trees.copied(checkout, name, keep=checkout))  # as `cp -r` makes it
     return Record(trees.version(files), name, files)
 
 
