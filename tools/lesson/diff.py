@@ -134,7 +134,12 @@ def sections(path: Path) -> dict[str, list[str]]:
             docstring = node.body[0]
             for number in range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1):
                 lines[number - 1] = None
-    starts = banners(text) or functions(tree)
+    starts = banners(text)
+    if not starts:
+        starts = functions(tree)
+        for node in tree.body:  # what calls main belongs to no function, and not to the constants either
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
+                lines[node.lineno - 1 : node.end_lineno] = [None] * ((node.end_lineno or node.lineno) - node.lineno + 1)
     found: dict[str, list[str | None]] = {}
     for number, line in enumerate(lines, 1):
         name = next(name for first, last, name in reversed([(0, len(lines), TOP), *starts]) if first <= number <= last)
