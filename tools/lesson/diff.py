@@ -134,12 +134,7 @@ def sections(path: Path) -> dict[str, list[str]]:
             docstring = node.body[0]
             for number in range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1):
                 lines[number - 1] = None
-    starts = banners(text)
-    if not starts:
-        starts = functions(tree)
-        for node in tree.body:  # what calls main belongs to no function, and not to the constants either
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
-                lines[node.lineno - 1 : node.end_lineno] = [None] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+    starts = banners(text) or functions(tree)
     found: dict[str, list[str | None]] = {}
     for number, line in enumerate(lines, 1):
         name = next(name for first, last, name in reversed([(0, len(lines), TOP), *starts]) if first <= number <= last)
@@ -157,12 +152,14 @@ def banners(text: str) -> list[tuple[int, int, str]]:
 
 
 def functions(tree: ast.Module) -> list[tuple[int, int, str]]:
-    """First line, last line and name of each function and class."""
+    """First line, last line and name of each function and class; what calls main is a part of it."""
     found = []
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
             found.append((first, node.end_lineno or first, node.name))
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
+            found.append((node.lineno, node.end_lineno or node.lineno, "main"))
     return found
 
 
