@@ -159,7 +159,7 @@ def functions(tree: ast.Module) -> list[tuple[int, int, str]]:
             first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
             found.append((first, node.end_lineno or first, node.name))
         if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
-            found.append((node.lineno, node.end_lineno or node.lineno, "main"))
+            found.append((node.lineno - 1, node.end_lineno or node.lineno, "main"))  # with an empty line above
     return found
 
 
