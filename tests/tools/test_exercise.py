@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from common import UserError
@@ -53,7 +54,7 @@ def check(key: str, path: str, timeout_s: float) -> None:
     """In a process of its own, whose forks are the ranks."""
     from tools.exercise import check
 
-    found = check.check(exercises.find(key), Path(path), lambda line: print(line, flush=True), timeout_s)
+    found = check.check(exercises.find(key), Path(path), lambda words: print(words, end="", flush=True), timeout_s)
     print(f"found: {found}", flush=True)
 
 
@@ -83,28 +84,116 @@ def test_twin_passes(key: str) -> None:
     assert found(exercise, exercise.twin) == ""
 
 
+WRONG = (  # changes of a twin that train as it does where one does not look twice
+    ("4b", "contextlib.nullcontext() if is_last else model.no_sync()", "contextlib.nullcontext()", "passes that send"),
+    ("7a", "chosen[rank // tp :: size // tp]", "chosen", "on 4 processes: .*samples read"),
+    (
+        "7b",
+        '    for block in model.blocks.values():\n        fully_shard(block, mesh=mesh["dp"])\n',
+        "",
+        "weights that it has at once",
+    ),
+    ("8c", "int(name) * size // model.shape.num_layers", "int(name) // (model.shape.num_layers // size)", "on 3 proc"),
+)
+
+
+@pytest.mark.parametrize(("key", "old", "new", "said"), WRONG, ids=[one[0] for one in WRONG])
+@pytest.mark.rest
+def test_half_a_fix_is_refused(key: str, old: str, new: str, said: str, tmp_path: Path) -> None:
+    assert re.search(said, found(exercises.find(key), changed(tmp_path, key, old, new)))
+
+
+RIGHT = (("2c", "dist.all_reduce(mean)  # for the log alone", "dist.reduce(mean, 0)"),)
+
+
+@pytest.mark.parametrize(("key", "old", "new"), RIGHT, ids=[one[0] for one in RIGHT])
+@pytest.mark.rest
+def test_another_fix_is_accepted(key: str, old: str, new: str, tmp_path: Path) -> None:
+    assert found(exercises.find(key), changed(tmp_path, key, old, new)) == ""
+
+
+def changed(folder: Path, key: str, old: str, new: str) -> Path:
+    """The twin of an exercise, with another text in one place."""
+    text = exercises.find(key).twin.read_text()
+    assert text.count(old) == 1
+    path = folder / f"exercise_{key}.py"
+    path.write_text(text.replace(old, new))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [
+        ("3b", "first process's weights to all"),
+        ("5b", "beside the old file"),
+        ("5c", "without the wrapper"),
+        ("6b", "gathered one by one"),
+        ("6c", "a part for each"),
+        ("6c", "this process's part"),
+        ("7a", "the same in every process"),
+        ("7a", "this group's part"),
+        ("8a", "added up, not averaged"),
+        ("8a", "the layers of all processes"),
+        ("8b", "the same in every process: "),
+    ],
+)
+def test_no_comment_gives_the_answer(key: str, answer: str) -> None:
+    exercise = exercises.find(key)
+    assert answer in exercise.twin.read_text()
+    assert answer not in exercise.faulty()
+
+
+def test_continues_before_it_crashes() -> None:
+    """A plain resume comes first, so that a fault in load is not said to be one of a crash."""
+    from tools.exercise import check
+
+    made = check.legs(exercises.find("10c"), Path("x"))
+    assert [(argv[1], crash) for _, argv, crash in made] == [
+        ("6", False),
+        ("3", False),
+        ("6", False),
+        ("9", True),
+        ("9", False),
+    ]
+    assert [check.AGAIN in name for name, _, _ in made] == [False, False, True, True, True]
+    assert len(check.legs(exercises.find("10b"), Path("x"))) == 1
+
+
+def test_constants_are_those_of_the_twin() -> None:
+    assert exercises.find("10b").constants() == {"BATCH": 16, "INNER_STEPS": 2}
+    assert exercises.find("8a").constants() == {"BATCH": 16, "MICRO_BATCHES": 4}
+
+
 # --- What differs, without ranks ----------------------------------------------------------------------------
 
 
 def test_first_difference() -> None:
-    right = Record([1.0, 2.0], [3.0, 4.0], [8, 8], 10, 5, ["epoch"], ["weight"])
+    right = Record([1.0, 2.0], [3.0, 4.0], [8, 8], [1, 1], 10, 5, ["epoch"], ["weight"])
 
-    def said(*changes: dict[str, object]) -> str:
-        return compare.differs([dataclasses.replace(right, **one) for one in changes], [right] * len(changes), 7)
+    def said(*changes: dict[str, object], **more: Any) -> str:
+        mine = [dataclasses.replace(right, **one) for one in changes]
+        return compare.differs(mine, [right] * len(changes), 7, **more)
 
     assert said({}, {}) == ""
     assert said({"losses": [1.0, 2.0 + 1e-9]}) == "", "within the tolerance"
-    assert said({"losses": [1.0, 2.0 + 1e-8]}).startswith("step 2, rank 0: the loss is 2.00000001, the twin's 2 (apart")
-    assert said({"losses": [1.0, 5.0]}, {"norms": [6.0, 4.0]}) == (
-        "step 1, rank 1: the gradient norm is 6, the twin's 3 (2.000 times)"
+    assert said({"losses": [1.0, 2.0 + 2e-8]}, since=" after it continued") == (
+        "step 2 after it continued, rank 0: the loss is 2.00000002, the twin's 2 (1.00000001 times)"
     )
+    assert said({"losses": [1.0, 5.0]}, {"norms": [6.0, 4.0]}) == (
+        "step 1, rank 1: the gradient norm is 6, the twin's 3 (2 times)"
+    )
+    assert said({}, {"losses": [1.0, 5.0]}, rank_0_logs=True) == ""
+    assert said({"losses": [1.0, 5.0]}, {}, rank_0_logs=True).startswith("step 2, rank 0: the loss is 5")
+    assert said({}, {"norms": [6.0, 4.0]}, rank_0_logs=True).startswith("step 1, rank 1: the gradient norm")
     assert said({"losses": [1.0]}) == "rank 0 makes 1 steps, the twin 2"
     assert said({}, {"error": "ValueError: x", "losses": [1.0]}) == "rank 1 fails in step 2: ValueError: x"
     assert said({"hangs": True, "losses": [1.0]}, {}) == (
-        "it hangs: nothing happened for 7 s. Waiting: rank 0 in step 2; rank 1 had ended"
+        "it hangs: nothing happened for 7 s. Waiting: rank 0 in step 2; rank 1 had ended. "
+        "One of them has skipped a collective that others wait in"
     )
+    assert said({"hangs": True, "losses": []}, {"hangs": True, "losses": []}).endswith("rank 1 in step 1")
     assert said({}, {"reads": [8, 16]}).endswith("Rank 1, samples read for each step: [8, 16]; the twin: [8, 8]")
-    for name, value in (("held", 11), ("whole", 6), ("printed", []), ("names", ["module.weight"])):
+    for name, value in (("sends", [2, 2]), ("held", 11), ("most", 6), ("printed", []), ("names", ["module.weight"])):
         assert said({name: value}).startswith("the losses are right. Rank 0, "), name
 
 

@@ -61,6 +61,14 @@ def test_sections(lesson: diff.Lesson) -> None:
     assert lesson.count() == "6 changed lines: 3 removed, 3 added, in 3 of 5 sections"
 
 
+def test_call_of_main_belongs_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "one.py"
+    path.write_text(BEFORE + '\n\nif __name__ == "__main__":\n    steps(1)\n')
+    found = diff.sections(path)
+    assert found[diff.TOP] == ["import os", "", "X = 1"]
+    assert found["main"] == ['if __name__ == "__main__":', "    steps(1)"]
+
+
 def test_text_has_colours_where_they_are_asked_for(lesson: diff.Lesson) -> None:
     plain = show.text(lesson, 0, colours=False)
     assert "\033" not in plain

@@ -15,22 +15,26 @@ from tools.exercise.compare import Record, differs
 from tools.exercise.exercises import Exercise
 
 TIMEOUT_S = 60.0  # without a step of any rank: what a step takes in fractions of a second does not end
+AGAIN = "continued"
 GRACE_S = 3.0  # for the others, when one rank has failed
+RESNET = ("--epochs", "1", "2", "3")
+GPT = ("--steps", "3", "6", "9")
 _CONTEXT = multiprocessing.get_context("fork")
 
-Leg = tuple[str, list[str], bool]  # its name, the flags, and whether it crashes in its save
+Leg = tuple[str, list[str], bool]  # what has happened before a comma, the flags, and whether it crashes in its save
 
 
 def legs(exercise: Exercise, folder: Path) -> list[Leg]:
     """The consecutive starts of a training that the check compares."""
-    flag, half, whole = ("--epochs", "1", "2") if exercise.recipe.endswith("resnet") else ("--steps", "3", "6")
-    found: list[Leg] = [("", [flag, whole], False)]
+    flag, first, second, third = RESNET if exercise.recipe.endswith("resnet") else GPT
+    found: list[Leg] = [("", [flag, second], False)]
     if exercise.resumes:
         path = ["--checkpoint", str(folder / "saved")]
         found += [
-            ("stopped halfway", [flag, half, *path], False),
-            ("continued, with a crash in its save", [flag, whole, *path], True),
-            ("continued after that crash", [flag, whole, *path], False),
+            ("stopped early", [flag, first, *path], False),
+            ("continued", [flag, second, *path], False),
+            ("continued until a crash in its next save", [flag, third, *path], True),
+            ("continued after that crash", [flag, third, *path], False),
         ]
     return found
 
@@ -41,7 +45,7 @@ def check(exercise: Exercise, path: Path, say: Callable[[str], None], timeout_s:
     Args:
         exercise: whose twin, sizes and legs.
         path: the file.
-        say: gets a line about each number of processes that is right.
+        say: gets half a line before each training, and the other half behind it.
         timeout_s: without a step, until the ranks count as hanging.
 
     Returns:
@@ -54,12 +58,15 @@ def check(exercise: Exercise, path: Path, say: Callable[[str], None], timeout_s:
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
             pairs = zip(legs(exercise, Path(one)), legs(exercise, Path(other)), strict=True)
             for (name, argv, crash), (_, our_argv, _) in pairs:
+                where = f"{processes(size)}{f', {name}' if name else ''}"
+                say(f"  {where} ... ")
                 wanted = run(exercise.twin, argv, size, crash, timeout_s)
                 found = run(path, our_argv, size, crash, timeout_s)
-                difference = differs(found, wanted, timeout_s)
+                since = f" after it {AGAIN}" if AGAIN in name else ""
+                difference = differs(found, wanted, timeout_s, rank_0_logs=exercise.rank_0_logs, since=since)
+                say("not as the twin\n" if difference else "as the twin\n")
                 if difference:
-                    return f"{processes(size)}{f', {name}' if name else ''}: {difference}"
-        say(f"{processes(size)}: as the twin")
+                    return f"{where}: {difference}"
     return ""
 
 

@@ -17,8 +17,9 @@ class Record:
         losses: of each step, as train_step returned it.
         norms: of the gradient, likewise.
         reads: samples that it read for each step.
+        sends: backward passes of each step in which DDP sends.
         held: elements of parameters and of the optimizer's state that it keeps from step to step.
-        whole: most elements of parameters that were whole at once, where parameters are split.
+        most: elements of parameters that it had at once in a step, at most, where parameters are split.
         printed: lines.
         names: of the model's tensors in the checkpoint, where that is one file.
         crashed: whether it ended in the middle of a save, as it was asked to.
@@ -29,8 +30,9 @@ class Record:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
+    sends: list[int] = field(default_factory=list)
     held: int = 0
-    whole: int = 0
+    most: int = 0
     printed: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     crashed: bool = False
@@ -38,22 +40,28 @@ class Record:
     hangs: bool = False
 
 
-def differs(found: Sequence[Record], wanted: Sequence[Record], timeout_s: float) -> str:
-    """The first difference between what all ranks have done and what they should have done, or ""."""
+def differs(
+    found: Sequence[Record], wanted: Sequence[Record], timeout_s: float, *, rank_0_logs: bool = False, since: str = ""
+) -> str:
+    """The first difference between what all ranks have done and what they should have done, or "".
+
+    Args:
+        found: of each rank.
+        wanted: of each rank of the twin.
+        timeout_s: after which a rank was said to hang.
+        rank_0_logs: whether the mean loss counts on rank 0 alone.
+        since: where steps are counted from, such as " after it continued".
+
+    Raises:
+        UserError: this machine is so busy that the twin hangs.
+    """
     if any(record.hangs for record in wanted):
         raise UserError(
             f"the twin itself made no step in {timeout_s:.0f} s: this machine is busy. Give it --timeout 300"
         )
     assert not any(record.error for record in wanted), wanted
-    for i, record in enumerate(found):
-        if record.error:
-            return f"rank {i} fails in step {len(record.losses) + 1}: {record.error}"
-    hanging = [i for i, record in enumerate(found) if record.hangs]
-    if hanging:
-        where = ", ".join(f"rank {i} in step {len(found[i].losses) + 1}" for i in hanging)
-        others = [str(i) for i in range(len(found)) if i not in hanging]
-        ended = f"; rank {', '.join(others)} had ended" if others else ""
-        return f"it hangs: nothing happened for {timeout_s:.0f} s. Waiting: {where}{ended}"
+    if end := fails(found, timeout_s, since):
+        return end
     for step in range(max(len(record.losses) for record in [*found, *wanted])):
         for i, (mine, right) in enumerate(zip(found, wanted, strict=True)):
             if step >= min(len(mine.losses), len(right.losses)):
@@ -62,10 +70,11 @@ def differs(found: Sequence[Record], wanted: Sequence[Record], timeout_s: float)
                 ("loss", mine.losses[step], right.losses[step]),
                 ("gradient norm", mine.norms[step], right.norms[step]),
             ):
+                if what == "loss" and i and rank_0_logs:
+                    continue
                 if not math.isclose(one, other, rel_tol=TOLERANCE):
-                    return (
-                        f"step {step + 1}, rank {i}: the {what} is {one:.9g}, the twin's {other:.9g}{times(one, other)}"
-                    )
+                    where = f"step {step + 1}{since}, rank {i}"
+                    return f"{where}: the {what} is {one:.9g}, the twin's {other:.9g}{times(one, other)}"
     for i, (mine, right) in enumerate(zip(found, wanted, strict=True)):
         for what, this, that in zip(KEPT, kept(mine), kept(right), strict=True):
             if this != that:
@@ -73,10 +82,27 @@ def differs(found: Sequence[Record], wanted: Sequence[Record], timeout_s: float)
     return ""
 
 
+def fails(found: Sequence[Record], timeout_s: float, since: str) -> str:
+    """How a rank has failed, or which ones wait for ever, or ""."""
+    for i, record in enumerate(found):
+        if record.error:
+            return f"rank {i} fails in step {len(record.losses) + 1}{since}: {record.error}"
+    hanging = [i for i, record in enumerate(found) if record.hangs]
+    if hanging:
+        steps = {len(record.losses) for record in found}
+        where = ", ".join(f"rank {i} in step {len(found[i].losses) + 1}{since}" for i in hanging)
+        others = [str(i) for i in range(len(found)) if i not in hanging]
+        ended = f"; rank {', '.join(others)} had ended" if others else ""
+        skipped = ". One of them has skipped a collective that others wait in" if others or len(steps) > 1 else ""
+        return f"it hangs: nothing happened for {timeout_s:.0f} s. Waiting: {where}{ended}{skipped}"
+    return ""
+
+
 KEPT = (
     "samples read for each step",
+    "backward passes that send, for each step",
     "numbers kept from step to step (weights and optimizer)",
-    "most weights that are whole at once in a step",
+    "numbers of weights that it has at once in a step, at most",
     "does it print",
     "names in the checkpoint",
 )
@@ -85,16 +111,9 @@ KEPT = (
 def kept(record: Record) -> list[object]:
     """What a rank has done beside computing, in the order of KEPT."""
     names = f"{len(record.names)}, the first {record.names[0]}" if record.names else "none"
-    return [record.reads, record.held, record.whole, "yes" if record.printed else "no", names]
+    return [record.reads, record.sends, record.held, record.most, "yes" if record.printed else "no", names]
 
 
 def times(one: float, other: float) -> str:
     """How far they are apart, where it can be said."""
-    if not math.isfinite(one) or not other:
-        return ""
-    apart = abs(one / other - 1)
-    return (
-        f" ({one / other:.3f} times)"
-        if apart >= 0.001
-        else f" (apart by {apart:.0e} of it, allowed is {TOLERANCE:.0e})"
-    )
+    return f" ({one / other:.10g} times)" if math.isfinite(one) and other else ""

@@ -1,5 +1,6 @@
 """The thirty exercises of docs/course: each is a bare.py with one planted fault, kept as the text that it replaces."""
 
+import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ class Exercise:
         changes: pairs of a text of bare.py, which stands there once, and what the exercise has in its place.
         sizes: numbers of processes that the check runs.
         resumes: whether the check also stops a training and continues it from its checkpoint.
+        rank_0_logs: whether the mean loss counts on rank 0 alone.
     """
 
     key: str
@@ -31,11 +33,17 @@ class Exercise:
     changes: tuple[tuple[str, str], ...]
     sizes: tuple[int, ...] = (1, 2)
     resumes: bool = False
+    rank_0_logs: bool = False
 
     @property
     def twin(self) -> Path:
         """The file without the fault."""
         return ROOT / "recipes" / self.recipe / "bare.py"
+
+    def constants(self) -> dict[str, int]:
+        """Those of the twin that the check makes small."""
+        text = self.twin.read_text()
+        return {name: value for name, value in CONSTANTS.items() if re.search(rf"^{name} = ", text, re.MULTILINE)}
 
     def faulty(self) -> str:
         """The twin's text with the fault."""
@@ -64,10 +72,16 @@ def find(key: str) -> Exercise:
     return found[0]
 
 
+# In the place of the constants of a twin. The micro-batches are of unequal size.
+CONSTANTS = {"BATCH": 16, "MICRO_BATCH": 5, "MICRO_BATCHES": 4, "INNER_STEPS": 2}
+
 LOG = "    mean = loss.detach().clone()\n    dist.all_reduce(mean)  # for the log alone\n"
 WRITE = '        torch.save(state, f"{path}.part")\n        os.replace(f"{path}.part", path)\n'
 PARALLEL_GPT = "    model = parallelize(make_model(train.vocab_size), device)\n"
 ADAM = "    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)\n"
+SAVED_BESIDE = '"""Let one process write, first beside the old file: a crash in the middle leaves that one."""'
+CHOSEN = "        chosen = np.random.default_rng(step).integers(len(train), size=BATCH)"
+SAME = "  # the same in every process\n"
 AFTER_SPLIT = "    # After the split: these parameters are others.\n"
 
 EXERCISES = (
@@ -99,7 +113,8 @@ EXERCISES = (
         "1c",
         "the same order in each epoch",
         "dp_resnet",
-        "The second epoch reads the images in the order of the first: the same images meet in the same batches again.",
+        "The second epoch reads the images in the order of the first: the same images meet in the same batches again. "
+        "The order must depend on the epoch and on nothing else, so that a continued run repeats it.",
         "What does the order of the images depend on?",
         (("torch.Generator().manual_seed(epoch)", "torch.Generator().manual_seed(0)"),),
         (1,),
@@ -128,6 +143,7 @@ EXERCISES = (
         "Somebody saved time: as rank 0 alone prints, rank 0 alone computes the mean loss. Now two processes fail.",
         "Which calls must all processes make, each of them, in the same order?",
         ((LOG, "    mean = loss.detach().clone()\n    if dist.get_rank() == 0:\n        dist.all_reduce(mean)\n"),),
+        rank_0_logs=True,
     ),
     # --- 3: the all-reduce by hand
     Exercise(
@@ -142,11 +158,14 @@ EXERCISES = (
         "3b",
         "each starts elsewhere",
         "allreduce_resnet",
-        "Each process draws initial weights of its own, and nobody corrects that: all get the same gradients, and stay "
-        "as far apart as they began.",
-        "Two lines of the twin each make sure that all processes start alike. Either would do.",
+        "The check lets each process draw initial weights of its own, whatever its seed. Nobody corrects that: all get "
+        "the same gradients, and hardly come nearer to each other. All should start with the weights of rank 0.",
+        "Which collective gives all processes what one of them has?",
         (
-            ("    torch.manual_seed(0)\n", "    torch.manual_seed(rank)\n"),
+            (
+                "Send the first process's weights to all, once; and let each gradient be sent as soon as it is there.",
+                "Let each gradient be sent as soon as it is there.",
+            ),
             ("        dist.broadcast(parameter.detach(), src=0)\n", ""),
         ),
     ),
@@ -177,7 +196,8 @@ EXERCISES = (
         "4b",
         "never sent",
         "multinode_resnet",
-        "Accumulation has made the step wonderfully cheap on two processes: nothing crosses the network any more.",
+        "Accumulation has made the step wonderfully cheap on two processes: nothing crosses the network any more. "
+        "One all-reduce of the gradients in a step is right, however many micro-batches it has.",
         "In which of the backward passes does DDP send?",
         (("is_last = i == len(micro_batches) - 1", "is_last = i == len(micro_batches)"),),
     ),
@@ -207,7 +227,7 @@ EXERCISES = (
         "ddp_resnet",
         "The machine failed in the middle of a save. The file of the epoch before, which was good, is gone as well.",
         "When may the old file disappear?",
-        ((WRITE, "        torch.save(state, path)\n"),),
+        ((SAVED_BESIDE, '"""Let one process write."""'), (WRITE, "        torch.save(state, path)\n")),
         resumes=True,
     ),
     Exercise(
@@ -245,7 +265,15 @@ EXERCISES = (
         "All numbers are right, and each process keeps only its part. Yet the model does not fit: at one moment of the "
         "step, all of it is there at once.",
         "What does FSDP gather at a time?",
-        (("    for block in model.blocks.values():\n        fully_shard(block)\n", ""),),
+        (
+            (
+                "Split each block's parameters over the processes, in place; and then what is left: embedding, last "
+                "norm, head.\n\n    Parts that are split first are gathered one by one. The model as one part would be "
+                'whole on each process.\n    """\n',
+                'Split the parameters over the processes, in place."""\n',
+            ),
+            ("    for block in model.blocks.values():\n        fully_shard(block)\n", ""),
+        ),
     ),
     Exercise(
         "6c",
@@ -253,7 +281,15 @@ EXERCISES = (
         "fsdp_gpt",
         "All losses are right to the last digit, and two processes take as long for a step as one.",
         "How many sequences does each process read?",
-        (("        mine = chosen[rank::size]  # a part for each\n", "        mine = chosen\n"),),
+        (
+            (
+                CHOSEN + SAME + "        mine = chosen[rank::size]  # a part for each\n"
+                "        batch = train.read(np.zeros_like(mine), mine)",
+                CHOSEN + "\n        batch = train.read(np.zeros_like(chosen), chosen)",
+            ),
+            ("One step on this process's part of a batch; returns", "One step; returns"),
+            ("their parts are equal, so it is the mean over the batch.", "so it is the mean over the batch."),
+        ),
     ),
     # --- 7: tensor parallelism
     Exercise(
@@ -262,7 +298,15 @@ EXERCISES = (
         "tensor_gpt",
         "Each process reads a part of the batch of its own, as in DDP. The losses are wrong on two processes.",
         "Which processes work on the same sequence?",
-        (("chosen[rank // tp :: size // tp]  # a part for each group", "chosen[rank::size]"),),
+        (
+            (
+                CHOSEN + SAME + "        mine = chosen[rank // tp :: size // tp]  # a part for each group\n",
+                CHOSEN + "\n        mine = chosen[rank::size]\n",
+            ),
+            ("One step on this group's part of a batch; returns", "One step; returns"),
+            ("  # the gradient is the mean over the groups; their parts are equal, so over the batch", ""),
+        ),
+        (1, 2, 4),
     ),
     Exercise(
         "7b",
@@ -270,7 +314,7 @@ EXERCISES = (
         "tensor_gpt",
         "On two processes, which are one group, all is well. On four, the two groups train apart: each follows the "
         "gradient of its own half of the batch.",
-        "Who averages the gradients of the groups?",
+        "Who averages the gradients of the groups? In units as small as those of chapter 6.",
         (
             (
                 '    for block in model.blocks.values():\n        fully_shard(block, mesh=mesh["dp"])\n'
@@ -296,7 +340,11 @@ EXERCISES = (
         "pipeline_gpt",
         "On two processes, each divides its gradients by another norm: that of the layers it has.",
         "Which parameters does the norm of a gradient count?",
-        (("    dist.all_reduce(square)\n", ""),),
+        (
+            ("    # Each parameter is in one process: what there is of all is added up, not averaged.\n", ""),
+            ("and the gradient norm over the layers of all processes.", "and the gradient norm."),
+            ("    dist.all_reduce(square)\n", ""),
+        ),
         (1, 2, 4),
     ),
     Exercise(
@@ -307,8 +355,9 @@ EXERCISES = (
         "Who reads the tokens, who reads the targets, and do they belong together?",
         (
             (
-                "np.random.default_rng(step).integers(\n            len(train), size=BATCH\n        )",
-                "np.random.default_rng([step, rank]).integers(\n            len(train), size=BATCH\n        )",
+                "np.random.default_rng(step).integers(\n            len(train), size=BATCH\n        )"
+                "  # the same in every process: the last one needs the targets\n",
+                "np.random.default_rng([step, rank]).integers(len(train), size=BATCH)\n",
             ),
         ),
         (1, 2, 4),
@@ -317,10 +366,11 @@ EXERCISES = (
         "8c",
         "layers for two",
         "pipeline_gpt",
-        "Two processes share the four layers fairly, and the numbers are right. On one or on four, something is wrong.",
-        "Compute by hand which process has layer 3, of 1, 2 and 4 processes.",
+        "Two processes share the four layers fairly, and the numbers are right. On one, three or four, something is "
+        "wrong.",
+        "Compute by hand which process has layer 3, of 1, 2, 3 and 4 processes.",
         (("int(name) * size // model.shape.num_layers != rank]", "int(name) // 2 != rank]"),),
-        (1, 2, 4),
+        (1, 2, 3, 4),
     ),
     # --- 9: context parallelism
     Exercise(

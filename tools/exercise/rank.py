@@ -20,16 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from common.workloads import gpt
 from tools.exercise.compare import Record
+from tools.exercise.exercises import CONSTANTS
 
 SAMPLES = 42  # of the data set; a multiple of nothing that divides them
 CLASSES = 10
 TOKENS = 61
 LENGTH = 16  # tokens of a sequence
-# In the place of the constants of a twin. The micro-batches are of unequal size.
-CONSTANTS = {"BATCH": 16, "MICRO_BATCH": 5, "MICRO_BATCHES": 4, "INNER_STEPS": 2}
 
 
 class Few:
@@ -66,7 +66,8 @@ def some_text(draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def small_resnet(*_: object) -> nn.Module:
-    """Convolutions and BatchNorm, as many as a check needs."""
+    """Convolutions and BatchNorm, as many as a check needs. Each rank draws other weights, whatever the file's seed."""
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     layers: list[nn.Module] = [nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
     layers += [nn.Conv2d(8, 8, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 4 * 4, CLASSES))
@@ -96,11 +97,13 @@ def watched(module: ModuleType, record: Record, report: Callable[[int], None]) -
     small["gpt"] = SimpleNamespace(GPT=gpt.GPT, Shape=small_shape, sequence_losses=gpt.sequence_losses)
     small["print"] = lambda *words, **_: record.printed.append(" ".join(map(str, words)))
     train_step, parallelize = module.train_step, module.parallelize
+    sends = [0]  # forward passes since the last step whose backward pass lets DDP send
 
     def noted_step(model: Any, optimizer: Any, *batch: torch.Tensor) -> Any:
         record.reads.append(few.read_now)
-        few.read_now = 0
+        few.read_now = sends[0] = 0
         loss, norm = train_step(model, optimizer, *batch)
+        record.sends.append(sends[0])
         record.losses.append(float(loss))
         record.norms.append(float(norm))
         record.held = held(model, optimizer)
@@ -109,15 +112,20 @@ def watched(module: ModuleType, record: Record, report: Callable[[int], None]) -
 
     def noted_parallelize(*args: Any) -> Any:
         model = parallelize(*args)
-        if any(isinstance(one, DTensor) for one in model.parameters()):  # split: how much of it is whole at once?
+        if isinstance(model, DistributedDataParallel):
+            model.register_forward_pre_hook(count)
+        if any(isinstance(one, DTensor) for one in model.parameters()):  # split: how much of it is here at once?
             for part in model.modules():
                 if not list(part.children()):
                     part.register_forward_pre_hook(lambda *_: look(model))
         return model
 
     def look(model: Any) -> None:
-        parts = [one.numel() for one in model.parameters() if not isinstance(one, DTensor)]
-        record.whole = max(record.whole, sum(parts))
+        with torch.no_grad():
+            record.most = max(record.most, sum(local(one).numel() for one in model.parameters()))
+
+    def count(model: Any, *_: object) -> None:
+        sends[0] += model.require_backward_grad_sync
 
     vars(module).update(small, train_step=noted_step, parallelize=noted_parallelize)
 
@@ -125,8 +133,12 @@ def watched(module: ModuleType, record: Record, report: Callable[[int], None]) -
 def held(model: Any, optimizer: torch.optim.Optimizer) -> int:
     """Elements of parameters and of the optimizer's state in this process."""
     states = [one for state in optimizer.state.values() for one in state.values() if torch.is_tensor(one) and one.ndim]
-    parts = [one.to_local() if isinstance(one, DTensor) else one for one in [*model.parameters(), *states]]
-    return sum(part.numel() for part in parts)
+    return sum(local(one).numel() for one in [*model.parameters(), *states])
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def run_main(path: Path, argv: list[str], record: Record, report: Callable[[int], None]) -> None:

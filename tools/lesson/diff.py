@@ -152,12 +152,14 @@ def banners(text: str) -> list[tuple[int, int, str]]:
 
 
 def functions(tree: ast.Module) -> list[tuple[int, int, str]]:
-    """First line, last line and name of each function and class."""
+    """First line, last line and name of each function and class; what calls main is a part of it."""
     found = []
     for node in tree.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
             found.append((first, node.end_lineno or first, node.name))
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'":
+            found.append((node.lineno - 1, node.end_lineno or node.lineno, "main"))  # with an empty line above
     return found
 
 
