@@ -156,11 +156,17 @@ def test_program_that_is_no_python_brings_all() -> None:
     assert trees.foreign(checkout, "ddp_resnet") == set()
 
 
-def test_upgrade_keeps_what_cp_has_brought() -> None:
+def test_upgrade_keeps_what_cp_has_brought(tmp_path: Path) -> None:
     """A copy that `cp -r` made has workloads of other recipes, which must stay of one version with the rest."""
-    checkout = trees.of_checkout(runner.ROOT)
-    whole = trees.copied(checkout, "ddp_resnet", keep=checkout)
-    assert "common/workloads/gpt.py" in trees.copied(checkout, "ddp_resnet", keep=whole)
+    by_cp = Path(shutil.copytree(runner.ROOT / "recipes/ddp_resnet", tmp_path / "cp", ignore=compiled))
+    for part in ("common", "launch"):
+        shutil.copytree(runner.ROOT / part, by_cp / part, ignore=compiled)
+    shutil.copy(runner.ROOT / "pyproject.toml", by_cp)
+    upgrading.upgrade(runner.ROOT, by_cp, origin=str(runner.ROOT))
+    assert (by_cp / "common/workloads/gpt.py").is_file()
+    record = records.read(by_cp)
+    assert record
+    assert "common/workloads/gpt.py" in record.files
 
 
 @pytest.mark.parametrize(
