@@ -58,7 +58,7 @@ class Args(session.TrainArgs):
 
     # run
     out: str = f"runs/{Path(__file__).parent.name}"  # folder that holds the runs
-    epochs: bounds.PositiveInt = 15  # length of the training in epochs, if max_steps is 0
+    epochs: bounds.PositiveInt = 20  # length of the training in epochs, if max_steps is 0
     max_steps: bounds.NonNegativeInt = 0  # length of the training in optimizer steps; 0 for epochs
     # data
     data: str = "digits"  # "digits" (built in), a folder, or a data set of the Hugging Face hub
@@ -71,7 +71,7 @@ class Args(session.TrainArgs):
     # batch and rate
     global_batch_size: bounds.PositiveInt = 128  # samples per optimizer step, over all ranks
     micro_batch_size: bounds.Smaller = 0  # most samples of a rank's forward pass; 0 for one micro-batch per step
-    lr: bounds.NonNegativeFloat = 0.2  # peak learning rate at lr_reference_batch samples per step, scaled linearly
+    lr: bounds.NonNegativeFloat = 0.4  # peak learning rate at lr_reference_batch samples per step, scaled linearly
     lr_reference_batch: bounds.PositiveInt = 256  # samples per step that lr was chosen for
     weight_decay: bounds.NonNegativeFloat = 5e-4  # weight decay of weights; none on norms and biases
     momentum: bounds.Fraction = 0.9  # momentum of SGD
@@ -80,7 +80,7 @@ class Args(session.TrainArgs):
     warmup_steps: bounds.NonNegativeInt = 10  # steps of linear warm-up
     max_grad_norm: bounds.NonNegativeFloat = 0.0  # clip the global gradient norm to this; 0 for never
     # model
-    model: str = "resnet18"  # a residual network of torchvision
+    model: str = "auto"  # a residual network such as resnet50; auto: resnet20 up to 16 pixels, else resnet18
     # strategy
     sync_bn: bool = False  # compute BatchNorm's statistics over the samples of all ranks
     sync: Literal["bucket", "flat", "parameter", "ring", "tree", "rank0"] = "bucket"  # the gradients' way, as above

@@ -67,10 +67,10 @@ def load(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> int:
 
 
 def main() -> None:
-    """Train a ResNet-18 on the digits."""
-    parser = argparse.ArgumentParser(description="Train a ResNet-18 on the digits.")
-    parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--lr", type=float, default=0.1)
+    """Train a ResNet-20 on the digits."""
+    parser = argparse.ArgumentParser(description="Train a ResNet-20 on the digits.")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--lr", type=float, default=0.2)
     parser.add_argument("--checkpoint", type=Path, help="written after each epoch; if it is there, continue from it")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ["LOCAL_RANK"]))
@@ -78,7 +78,7 @@ def main() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     train: Any = images.load("digits", run_seed=0, flip=False)[0]
     torch.manual_seed(0)
-    model = resnet.make_resnet("resnet18", train.channels, len(train.class_names), train.size)
+    model = resnet.make_resnet("resnet20", train.channels, len(train.class_names), train.size)
     model = parallelize(model, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
     done = load(args.checkpoint, model, optimizer) if args.checkpoint and args.checkpoint.exists() else 0

@@ -169,6 +169,36 @@ class Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize(("most", "operator"), [(6, False), (5, True)])
+def test_short_texts_in_bfloat16_are_attended_to_by_the_definition(
+    most: int, operator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads what the operator reads, and no later token, also with grouped heads."""
+    monkeypatch.setattr(gpt, "WRITTEN_OUT", most)
+    inputs, grad, _ = attention(0, True, torch.bfloat16)
+    exact = [x.double().requires_grad_() for x in inputs]
+    wanted = nn.functional.scaled_dot_product_attention(*exact, is_causal=True, enable_gqa=True)
+    leaves = [x.requires_grad_() for x in inputs]
+    called = Called()
+    with called:
+        out = gpt.causal_attention(*leaves)
+    assert any("flash_attention" in name for name in called.names) == operator, called.names
+    for one, other in zip(
+        (out, *torch.autograd.grad(out, leaves, grad)),
+        (wanted, *torch.autograd.grad(wanted, exact, grad.double())),
+        strict=True,
+    ):
+        torch.testing.assert_close(one.double(), other, rtol=0.05, atol=0.05)
+
+
+def test_other_types_are_attended_to_by_the_operator() -> None:
+    for dtype in (torch.float32, torch.float64):
+        called = Called()
+        with called:
+            gpt.causal_attention(*attention(0, True, dtype)[0])
+        assert any("flash_attention" in name for name in called.names), called.names
+
+
 def test_repeated_heads_compute_the_same() -> None:
     (query, key, value), _, (wanted, *_) = attention(0, True, torch.float64)
     repeated = [private_api.for_each_query(one, query) for one in (key, value)]
