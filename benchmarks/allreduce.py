@@ -206,6 +206,7 @@ def step_seconds(sync: str, rate: str, folder: Path, recipe: Path | None = None)
             one.shape(rate)
         flags = ["--max-steps", str(LAST + 1), "--log-every", "1", "--eval-every", "1000", "--save-every", "1000"]
         flags += ["--check-every", "0", "--out", str(folder / "runs"), "--name", "run", "--dtype", "float32"]
+        flags += ["--model", "resnet18"]
         flags += [] if sync == "ddp" else ["--sync", "flat" if sync == "none" else sync]
         command = ["bash", str(ROOT / "launch/torchrun.sh"), str(recipe), *flags]
         where = {"NNODES": "2", "MASTER_ADDR": both[0].address, "NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1"}

@@ -20,7 +20,7 @@ SHAPES = [(16, 4, 32, 48), (16, 4, 64, 48), (16, 4, 128, 48), (8, 4, 256, 48), (
 SHAPES += [(4, 8, 128, 64), (1, 8, 512, 64), (4, 8, 128, 128), (1, 8, 512, 128)]
 JSON, PAGE = (ROOT / "docs" / "measured" / f"attention.{kind}" for kind in ("json", "md"))
 HEAD = """\
-| B, heads, T, D | operator, ms | of it backward | definition, ms | of it backward | definition / operator | error, both |
+| B, heads, T, D | operator, ms | of it backward | definition, ms | of it backward | definition / operator | errors |
 |---|--:|--:|--:|--:|--:|--:|"""
 
 

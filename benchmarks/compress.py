@@ -18,7 +18,8 @@ from tests.harness import machines, mutants, pages, runner
 from tests.harness.runner import ROOT
 
 RATES = {"1 Gbit/s": "1gbit", "100 Mbit/s": "100mbit"}
-LENGTH = ("--max-steps", "202", "--warmup-steps", "30")  # of a training whose accuracy counts
+# Of a training whose accuracy counts.
+LENGTH = ("--model", "resnet18", "--lr", "0.2", "--max-steps", "202", "--warmup-steps", "30")
 FIRST, LAST = 4, 8  # steps that are measured: with --warmup-steps 2, powersgd compresses from the third on
 MULTINODE = "recipes/multinode_resnet"
 SETTINGS = {
@@ -47,7 +48,8 @@ def measure(setting: tuple[str, ...], rate: str, folder: Path) -> tuple[float, f
         for one in both:
             one.shape(rate)
         flags = ["--max-steps", str(LAST + 1), "--warmup-steps", "2", "--log-every", "1", "--eval-every", "1000"]
-        flags += ["--save-every", "1000", "--out", str(folder / "runs"), "--name", "run", *setting[1:]]
+        flags += ["--save-every", "1000", "--out", str(folder / "runs"), "--name", "run", "--model", "resnet18"]
+        flags += setting[1:]
         command = ["bash", str(ROOT / "launch/torchrun.sh"), str(recipe_of(setting, folder)), *flags]
         where = {"NNODES": "2", "MASTER_ADDR": both[0].address, "NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
         where |= {"RUN_KEY": secrets.token_hex(32)}

@@ -35,7 +35,7 @@ class Training:
 # the recipes have by default. The second model is small: it runs often. Its steps are few, since Adam, which divides by
 # a gradient's size, makes of the rounding of a gradient that is all but 0 a step like any other.
 WORKLOADS = {
-    "resnet": Training("ResNet-18 on digits", 100, 24, ("--lr", "0.05", "--warmup-steps", "4")),
+    "resnet": Training("ResNet-18 on digits", 100, 24, ("--model", "resnet18", "--lr", "0.05", "--warmup-steps", "4")),
     "gpt": Training(
         "GPT on Python's own text", 24, 120, ("--num-layers", "9", "--width", "64", "--seq-len", "32", "--lr", "0.004")
     ),

@@ -37,7 +37,7 @@ def flags(how: str, batch: int) -> list[str]:
 def accuracy(how: str, batch: int, seed: int, folder: Path) -> float:
     """val/top1 after EPOCHS."""
     name = f"{batch}-{HOW.index(how)}-{seed}"
-    common = ["--epochs", str(EPOCHS), "--global-batch-size", str(batch), "--seed", str(seed)]
+    common = ["--model", "resnet18", "--epochs", str(EPOCHS), "--global-batch-size", str(batch), "--seed", str(seed)]
     common += ["--eval-every", "100000", "--save-every", "100000", "--out", str(folder), "--name", name]
     result = runner.run_recipe("multinode_resnet", 2, *common, *flags(how, batch), timeout_s=1800)
     assert result.ok, str(result)

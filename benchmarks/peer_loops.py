@@ -337,7 +337,7 @@ def brigade(workload: str, steps: int, seed: int, out: str, flags: list[str]) ->
     session.Session.steps = ticking  # type: ignore[method-assign,assignment]
     never = ("--eval-every", "1000000", "--save-every", "1000000")
     where = ("--out", out, "--name", "run", "--seed", str(seed), "--max-steps", str(steps))
-    side = ("--image-size", str(what.side)) if what.side else ()
+    side = ("--image-size", str(what.side), "--model", "resnet18", "--lr", "0.2") if what.side else ()
     sys.argv = [str(ROOT / "recipes" / what.recipe / "train.py"), *where, *never, *side, *flags]
     runpy.run_path(sys.argv[0], run_name="__main__")
     return {"clock": clocks[0], "model": held[0]}

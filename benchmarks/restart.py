@@ -17,6 +17,7 @@ from tests.harness.runner import ROOT
 
 TIMES, KILL_AFTER, SAVE_EVERY = 5, 12, 5
 FLAGS = {"max-steps": 20, "log-every": 1, "save-every": SAVE_EVERY, "eval-every": 1000, "name": "run"}
+FLAGS |= {"model": "resnet18"}
 MARKS = {
     "a survivor names the dead rank": r"dead or frozen",
     "the ranks that have been started again say which checkpoint they resume": r"resuming",

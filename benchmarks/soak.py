@@ -29,6 +29,7 @@ RECIPE, RANKS = "recipes/ddp_resnet", 2
 PAUSE_S = 20.0
 FLAGS = ["--global-batch-size", "64", "--dtype", "float32", "--save-every", "5", "--async-save", "--log-every", "1"]
 FLAGS += ["--eval-every", "1000000", "--hang-timeout", "5", "--keep", "3", "--warmup-steps", "10", "--lr", "0.05"]
+FLAGS += ["--model", "resnet18"]
 
 
 def start(out: Path, name: str, steps: int) -> subprocess.Popen[bytes]:

@@ -132,7 +132,7 @@ def check_fits(path: Path, model: nn.Module) -> None:
 
 def _refuse_differences(path: Path, what: str, wanted: keymap.Tensors, found: keymap.Tensors) -> None:
     if differences := keymap.differences(wanted, found):
-        advice = f"use the flags that it was trained with, or begin a new run with what fits: --init {path} --name NEW"
+        advice = f"use its flags: --config {path.parent.parent}/config.json; or begin anew: --init {path} --name NEW"
         raise UserError("\n  ".join([f"checkpoint {path} does not fit {what} ({advice}):", *differences]))
 
 

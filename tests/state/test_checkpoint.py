@@ -98,8 +98,8 @@ def test_other_models_are_refused_before_their_weights_are_made(saved: Path) -> 
     with pytest.raises(UserError) as refusal:
         checkpoint.check_fits(saved, model)
     assert str(refusal.value).splitlines() == [
-        f"checkpoint {saved} does not fit this model (use the flags that it was trained with, or begin a new run with "
-        f"what fits: --init {saved} --name NEW):",
+        f"checkpoint {saved} does not fit this model (use its flags: --config {saved.parent.parent}/config.json; "
+        f"or begin anew: --init {saved} --name NEW):",
         "  conv.weight: (6, 3, 3, 3) in the checkpoint, (6, 1, 3, 3) in the model",
         *(f"  {name}: only in the checkpoint" for name in checkpoint.tensors_in(saved) if name in LISTED),
         "  and 3 more",
@@ -121,8 +121,8 @@ def test_a_part_of_another_shape_is_refused_before_anything_is_filled(saved: Pat
     with pytest.raises(UserError) as refusal:
         checkpoint.load(saved, state)
     assert str(refusal.value).splitlines() == [
-        f"checkpoint {saved} does not fit this model or optimizer (use the flags that it was trained with, or begin a "
-        f"new run with what fits: --init {saved} --name NEW):",
+        f"checkpoint {saved} does not fit this model or optimizer (use its flags: --config "
+        f"{saved.parent.parent}/config.json; or begin anew: --init {saved} --name NEW):",
         "  conv.weight: (6, 3, 3, 3) in the checkpoint, (6, 1, 3, 3) in the model",
         "  optimizer.more: only in the model",
     ]

@@ -1,9 +1,9 @@
-"""The residual networks are torchvision's, but for a stem that suits the images."""
+"""The residual networks are torchvision's, but for a stem that suits the images, and the thin ones for CIFAR-10."""
 
 import pytest
 import torch
 from common import UserError, seed
-from common.workloads.resnet import make_resnet, memory_format
+from common.workloads.resnet import THIN, make_resnet, memory_format
 from torch import nn
 
 
@@ -47,6 +47,34 @@ def test_initial_weights(channels: int, size: int) -> None:
     assert not torch.equal(other.fc.weight, model.fc.weight)
 
 
+@pytest.mark.parametrize(("name", "blocks"), THIN.items())
+def test_thin_networks(name: str, blocks: int) -> None:
+    """He et al.'s table of section 4.2: the layers in a name, and about as many parameters as they count."""
+    model = make_resnet(name, 3, 10, 32)
+    weighty = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    shortcuts = [module for module in weighty if getattr(module, "kernel_size", None) == (1, 1)]
+    assert len(weighty) - len(shortcuts) == int(name.removeprefix("resnet"))
+    millions = {"resnet20": 0.27, "resnet32": 0.46, "resnet44": 0.66, "resnet56": 0.85, "resnet110": 1.7}[name]
+    own = sum(one.numel() for one in model.parameters()) - sum(one.weight.numel() for one in shortcuts)
+    assert own / 1e6 == pytest.approx(millions, rel=0.03)
+    stages = [model.layer1, model.layer2, model.layer3]
+    assert [len(stage) for stage in stages] == [blocks] * 3
+    sides: list[int] = []
+    for stage in stages:
+        stage.register_forward_hook(lambda *args: sides.append(args[2].shape[-1]))
+    assert model.eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert sides == [32, 16, 8]
+    assert all(not block.bn2.weight.any() for stage in stages for block in stage), "each block starts as the identity"
+    assert model.conv1.weight.std().item() == pytest.approx((2 / (16 * 9)) ** 0.5, rel=0.15)
+
+
+def test_auto_is_by_the_size_of_the_images() -> None:
+    with torch.device("meta"):
+        found = {size: len(make_resnet("auto", 1, 10, size).state_dict()) for size in (8, 16, 17, 32, 224)}
+        thin, wide = (len(make_resnet(name, 1, 10, 32).state_dict()) for name in ("resnet20", "resnet18"))
+    assert found == {8: thin, 16: thin, 17: wide, 32: wide, 224: wide}
+
+
 @pytest.mark.parametrize("name", ["vgg16", "resnet", "ResNet18", ""])
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=f"--model {name} is not a residual network"):
@@ -57,7 +85,7 @@ def test_proposed_names_are_accepted() -> None:
     with pytest.raises(UserError) as refusal:
         make_resnet("none", 3, 10, 8)
     names = str(refusal.value).split("use ")[1].split(", ")
-    assert {"resnet18", "resnet50", "wide_resnet50_2", "resnext50_32x4d"} <= set(names)
+    assert {"auto", "resnet20", "resnet18", "resnet50", "wide_resnet50_2", "resnext50_32x4d"} <= set(names)
     for name in names:
         with torch.device("meta"):
             model = make_resnet(name, 1, 3, 16)
