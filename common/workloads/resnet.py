@@ -8,7 +8,8 @@ from torch import nn
 
 from common import UserError, precision
 
-SMALL_IMAGE, TINY_IMAGE = 64, 16  # pixels of a side
+SMALL_IMAGE = 64  # pixels of a side
+TINY_IMAGE = 16
 # Blocks of a stage (He et al. 2015, section 4.2, https://arxiv.org/abs/1512.03385): 6 n + 2 layers.
 THIN = {"resnet20": 3, "resnet32": 5, "resnet44": 7, "resnet56": 9, "resnet110": 18}
 WIDTHS = (16, 32, 64)  # channels of its stages

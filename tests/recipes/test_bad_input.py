@@ -459,7 +459,7 @@ def test_dp_resnet_in_two_processes(out: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flags", "message"),
-    [(["--lr", "0.3"], "flag lr 0.3, rank 0 with 0.2"), (["--flip"], "flag flip True, rank 0 with False")],
+    [(["--lr", "0.3"], "flag lr 0.3, rank 0 with 0.4"), (["--flip"], "flag flip True, rank 0 with False")],
 )
 def test_ranks_with_different_flags(flags: list[str], message: str, out: Path) -> None:
     result = runner.run_recipe(DDP, 3, "--out", str(out), "--global-batch-size", "12", rank_flags={2: flags})
