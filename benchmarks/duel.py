@@ -1,10 +1,10 @@
-"""Each recipe's loop beside the same strategy bare: `uv run python -m benchmarks.duel`.
+"""Each recipe's loop beside its bare twin: `uv run python -m benchmarks.duel`.
 
-It writes docs/measured/performance.md. Three arms take turns in one run of a recipe, 10 steps each: its own
-loop, and twice a short loop of plain torch over a second model under the same strategy. So all have the same process,
-caches and neighbours. The second bare arm is the noise floor: it differs from the first by chance alone. The models are
-tiny, because the loop costs the same beside the training of any model. Names of recipes as arguments: measure these
-alone; the rows of the others stay.
+It writes docs/measured/performance.md. Arms take turns in one run of a recipe, 10 steps each: its own loop, and twice
+the step of its bare.py on a second model. So all have the same process, caches and neighbours. The second of these is
+the noise floor: it differs from the first by chance alone. A twin averages its loss over the ranks in each step, a
+recipe where it logs: what that takes is measured as well. The models are tiny, because the loop costs the same beside
+the training of any model. Names of recipes as arguments: measure these alone; the rows of the others stay.
 """
 
 import dataclasses
@@ -19,26 +19,27 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from benchmarks import bare, plots
+from benchmarks import plots, twins
 from common import ranks, session
 from tests.harness import pages, runner, short_resnet  # noqa: F401 (--model resnet6)
 from tests.harness.runner import ROOT
 
 ROUNDS = 40
-ARMS = ("recipe", "bare", "bare again")
+ARMS = ("recipe", "twin", "twin again")
+MEANS = "means of losses"
 JSON = ROOT / "docs" / "measured" / "performance.json"
 HEAD = """\
-| recipe | bare, ms a step | the loop adds, ms | that is | bare against itself | steps/s, bare | with the loop | less |
-|---|---|---|---|---|---|---|---|"""
+| recipe | twin, ms a step | mean loss | loop adds, ms | that is | twin against itself | steps/s, twin | loop | less |
+|---|---|---|---|---|---|---|---|---|"""
 
 
 # --- One rank ---------------------------------------------------------------------------------------------
 
 
 def measure(recipe: str, path: str, argv: list[str], out: str) -> None:
-    """Run a recipe, whose loop pauses after each segment for one of each bare arm; writes what this rank took."""
+    """Run a recipe, whose loop pauses after each segment for one of each other arm; writes what this rank took."""
     real_steps, real_init = session.Session.steps, session.Session.__init__
-    found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
+    found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in (*ARMS, MEANS)}
     meshes: list[Any] = []
 
     def clock() -> tuple[float, float]:
@@ -54,16 +55,19 @@ def measure(recipe: str, path: str, argv: list[str], out: str) -> None:
         real_init(run, args, world, mesh, *more)
 
     def steps(run: session.Session, dp_rank: int) -> Iterator[int]:
-        segment = bare.loop(recipe, runpy.run_path(path, run_name="bare"), run._args, meshes[0])
+        twin = twins.loop(recipe, runpy.run_path(path, run_name="twin"), run._args, meshes[0])
         began = clock()
         for number, step in enumerate(real_steps(run, dp_rank)):
-            if number % bare.SEGMENT == 0 and number:
+            if number % twins.SEGMENT == 0 and number:
                 note("recipe", began)
                 # In turn first, so that neither has always the other's warm caches.
-                for arm in ARMS[1:] if number // bare.SEGMENT % 2 else ARMS[:0:-1]:
+                for arm in ARMS[1:] if number // twins.SEGMENT % 2 else ARMS[:0:-1]:
                     began = clock()
-                    segment()
+                    twin.segment()
                     note(arm, began)
+                began = clock()
+                twin.means()
+                note(MEANS, began)
                 began = clock()
             yield step
 
@@ -79,32 +83,32 @@ def measure(recipe: str, path: str, argv: list[str], out: str) -> None:
 def duel(recipe: str, folder: Path) -> dict[str, Any]:
     """Seconds a step of each arm and round: of processors, all ranks together; and by the clock."""
     path = str(ROOT / "recipes" / recipe / "train.py")
-    flags = {"out": folder / "runs", "name": "one", "max-steps": (ROUNDS + 1) * bare.SEGMENT + 1, **bare.FLAGS}
-    argv = [path, *(f"--{name}={value}" for name, value in flags.items())]
-    argv += [*runner.layout(recipe, bare.SIZE).flags, *runner.small(recipe)]
-    result = runner.spawn(measure, [(recipe, path, argv, str(folder))] * bare.SIZE, timeout_s=900.0)
+    steps = (ROUNDS + 1) * twins.SEGMENT + 1
+    argv = twins.argv(path, recipe, folder / "runs", steps, *runner.small(recipe))
+    result = runner.spawn(measure, [(recipe, path, argv, str(folder))] * twins.SIZE, timeout_s=900.0)
     assert result.ok, str(result)
-    each = [json.loads((folder / str(rank)).read_text()) for rank in range(bare.SIZE)]
+    each = [json.loads((folder / str(rank)).read_text()) for rank in range(twins.SIZE)]
     found = {}
-    for arm in ARMS:
+    for arm in (*ARMS, MEANS):
         rounds = [*zip(*(one[arm] for one in each), strict=True)]  # of all ranks
         found[arm] = {
-            "cpu_s": [sum(cpu_s for cpu_s, _ in one) / bare.SEGMENT for one in rounds],
-            "wall_s": [max(wall_s for _, wall_s in one) / bare.SEGMENT for one in rounds],
+            "cpu_s": [sum(cpu_s for cpu_s, _ in one) / twins.SEGMENT for one in rounds],
+            "wall_s": [max(wall_s for _, wall_s in one) / twins.SEGMENT for one in rounds],
         }
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a loop adds to a bare one, round by round; and the bare one to itself, which is the noise."""
+    """What a loop adds to its twin's, round by round; and the twin to itself, which is the noise."""
 
-    bare_ms: list[float]
+    twin_ms: list[float]
+    mean_ms: list[float]
     added_ms: list[float]
     added: list[float]  # in percent
     noise: list[float]
     noise_ms: list[float]
-    bare_rate: list[float]  # steps per second, by the clock
+    twin_rate: list[float]  # steps per second, by the clock
     rate: list[float]
 
     @classmethod
@@ -114,11 +118,12 @@ class Cost:
         plain = [statistics.mean(both) for both in zip(one, two, strict=True)]
         return cls(
             [1e3 * s for s in plain],
+            [1e3 * s for s in found[MEANS]["cpu_s"]],
             [1e3 * (mine - theirs) for mine, theirs in zip(own, plain, strict=True)],
             [100 * (mine / theirs - 1) for mine, theirs in zip(own, plain, strict=True)],
             [100 * (b / a - 1) for a, b in zip(one, two, strict=True)],
             [1e3 * (b - a) for a, b in zip(one, two, strict=True)],
-            [1 / s for s in found["bare"]["wall_s"]],
+            [1 / s for s in found["twin"]["wall_s"]],
             [1 / s for s in found["recipe"]["wall_s"]],
         )
 
@@ -137,16 +142,21 @@ def spread(values: list[float], form: str) -> str:
 
 def row(recipe: str, cost: Cost) -> str:
     """A line of the table."""
-    cells = [recipe, spread(cost.bare_ms, ".2f"), spread(cost.added_ms, "+.2f")]
+    cells = [
+        recipe,
+        spread(cost.twin_ms, ".2f"),
+        f"{statistics.median(cost.mean_ms):.2f}",
+        spread(cost.added_ms, "+.2f"),
+    ]
     cells += [f"{spread(one, '+.1f')} %" for one in (cost.added, cost.noise)]
-    rates = [statistics.median(one) for one in (cost.bare_rate, cost.rate)]
+    rates = [statistics.median(one) for one in (cost.twin_rate, cost.rate)]
     cells += [*(f"{rate:.1f}" for rate in rates), f"{100 * (1 - rates[1] / rates[0]):.0f} %"]
     return f"| {' | '.join(cells)} |"
 
 
 def write(known: dict[str, Any]) -> None:
     """Fill the page with what is known, and draw it."""
-    costs = {recipe: Cost.of(known[recipe]["seconds a step"]) for recipe in bare.RECIPES if recipe in known}
+    costs = {recipe: Cost.of(known[recipe]["seconds a step"]) for recipe in twins.RECIPES if recipe in known}
     pages.write(
         ROOT / "docs" / "measured" / "performance.md",
         measured="\n\n".join(dict.fromkeys(known[recipe]["measured"] for recipe in costs)),
@@ -154,7 +164,7 @@ def write(known: dict[str, Any]) -> None:
     )
     panels = {
         "what Brigade's loop adds": {recipe: middle_half(cost.added_ms) for recipe, cost in costs.items()},
-        "noise: bare loop against itself": {recipe: middle_half(cost.noise_ms) for recipe, cost in costs.items()},
+        "noise: twin against itself": {recipe: middle_half(cost.noise_ms) for recipe, cost in costs.items()},
     }
     unit = "processor time of a step, ms, both ranks together: median and middle half of the rounds"
     plot = ROOT / "docs" / "measured" / "performance.png"
@@ -163,11 +173,11 @@ def write(known: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure recipes one after the other; each is written at once, and rows of the others stay."""
-    for recipe in sys.argv[1:] or bare.RECIPES:
+    for recipe in sys.argv[1:] or twins.RECIPES:
         with tempfile.TemporaryDirectory() as folder:
             arms = duel(recipe, Path(folder))
         print(row(recipe, Cost.of(arms)), flush=True)
-        conditions = f"{bare.SIZE} ranks of one thread on gloo, {ROUNDS} rounds of {bare.SEGMENT} steps"
+        conditions = f"{twins.SIZE} ranks of one thread on gloo, {ROUNDS} rounds of {twins.SEGMENT} steps"
         measured = pages.measured(" ".join(["uv run python -m benchmarks.duel", *sys.argv[1:]]), conditions)
         known = json.loads(JSON.read_text()) if JSON.exists() else {}
         known[recipe] = {"measured": measured, "seconds a step": arms}

@@ -1,4 +1,4 @@
-"""Peak memory of recipes beside the same strategy bare: `uv run python -m benchmarks.memory`.
+"""Peak memory of recipes beside their bare twins: `uv run python -m benchmarks.memory`.
 
 It writes a part of docs/measured/performance.md. Each arm is a run of its own, because memory that an allocator
 keeps after one would hide the other. A rank's peak is the largest part of it that ever was in memory, program and
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import bare
+from benchmarks import twins
 from common import devices, ranks, session
 from common.run import cli, process_group
 from tests.harness import pages, runner
@@ -28,7 +28,7 @@ SIZES = {
     "gpt": ("--num-layers", "4", "--width", "768", "--num-heads", "12", "--seq-len", "128"),
 }
 HEAD = """\
-| recipe | bare, MiB | recipe, MiB | the recipe needs more, MiB | with evaluation and save, MiB |
+| recipe | twin, MiB | recipe, MiB | the recipe needs more, MiB | with evaluation and save, MiB |
 |---|---|---|---|---|"""
 
 
@@ -39,14 +39,14 @@ def peak_mib() -> float:
     return int(found[1]) / 1024
 
 
-def measure_bare(recipe: str, path: str, argv: list[str], out: str) -> None:
-    """A rank of the bare loop, which writes its peak."""
-    part = runpy.run_path(path, run_name="bare")
+def measure_twin(recipe: str, path: str, argv: list[str], out: str) -> None:
+    """A rank of the twin, which writes its peak."""
+    part = runpy.run_path(path, run_name="twin")
     sys.argv = argv
     args = cli.parse(part["Args"])
     devices.configure(args.matmul_precision, args.deterministic)
     world = process_group.start(args.backend, args.dtype)
-    bare.loop(recipe, part, args, part["make_mesh"](args, world))
+    twins.loop(recipe, part, args, part["make_mesh"](args, world))
     Path(out, str(world.rank)).write_text(json.dumps([peak_mib()]))
     process_group.finish(world.process)
 
@@ -58,7 +58,7 @@ def measure_recipe(_recipe: str, path: str, argv: list[str], out: str) -> None:
 
     def steps(run: session.Session, dp_rank: int) -> Iterator[int]:
         for step in real(run, dp_rank):
-            if step == bare.SEGMENT + 1:
+            if step == twins.SEGMENT + 1:
                 peaks.append(peak_mib())
             yield step
 
@@ -71,18 +71,16 @@ def once(recipe: str, arm: Any) -> list[float]:
     """The peaks of the rank that needs most."""
     path = str(ROOT / "recipes" / recipe / "train.py")
     with tempfile.TemporaryDirectory() as folder:
-        flags = {"out": f"{folder}/runs", "name": "one", "max-steps": bare.SEGMENT + 1, **bare.FLAGS}
-        argv = [path, *(f"--{name}={value}" for name, value in flags.items())]
-        argv += [*runner.layout(recipe, bare.SIZE).flags, *SIZES[runner.workload(recipe)]]
-        result = runner.spawn(arm, [(recipe, path, argv, folder)] * bare.SIZE, timeout_s=600.0)
+        argv = twins.argv(path, recipe, f"{folder}/runs", twins.SEGMENT + 1, *SIZES[runner.workload(recipe)])
+        result = runner.spawn(arm, [(recipe, path, argv, folder)] * twins.SIZE, timeout_s=600.0)
         assert result.ok, str(result)
-        each = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(bare.SIZE)]
+        each = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(twins.SIZE)]
     return [max(peaks) for peaks in zip(*each, strict=True)]
 
 
 def row(recipe: str, peaks: dict[str, list[list[float]]]) -> str:
     """A line of the table."""
-    without = [peak for (peak,) in peaks["bare"]]
+    without = [peak for (peak,) in peaks["twin"]]
     trains, whole = zip(*peaks["recipe"], strict=True)
     more = [mine - theirs for mine, theirs in zip(trains, without, strict=True)]
     cells = [pages.spread(values, form) for values, form in ((without, ".0f"), (trains, ".0f"), (more, "+.0f"))]
@@ -91,19 +89,19 @@ def row(recipe: str, peaks: dict[str, list[list[float]]]) -> str:
 
 def main() -> None:
     """Measure recipes one after the other, the arms by turns; each is written at once."""
-    for recipe in sys.argv[1:] or bare.RECIPES:
-        arms = {"bare": measure_bare, "recipe": measure_recipe}
+    for recipe in sys.argv[1:] or twins.RECIPES:
+        arms = {"twin": measure_twin, "recipe": measure_recipe}
         peaks: dict[str, list[list[float]]] = {name: [] for name in arms}
         for _ in range(ROUNDS):
             for name, arm in arms.items():
                 peaks[name].append(once(recipe, arm))
         print(row(recipe, peaks), flush=True)
-        conditions = f"{bare.SIZE} ranks of one thread on gloo, {ROUNDS} rounds"
+        conditions = f"{twins.SIZE} ranks of one thread on gloo, {ROUNDS} rounds"
         measured = pages.measured(" ".join(["uv run python -m benchmarks.memory", *sys.argv[1:]]), conditions)
         known: dict[str, Any] = json.loads(JSON.read_text()) if JSON.exists() else {}
         known[recipe] = {"measured": measured, "MiB": peaks}
         JSON.write_text(json.dumps(known) + "\n")
-        found = {name: known[name] for name in bare.RECIPES if name in known}
+        found = {name: known[name] for name in twins.RECIPES if name in known}
         pages.write(
             ROOT / "docs" / "measured" / "performance.md",
             measured_memory="\n\n".join(dict.fromkeys(one["measured"] for one in found.values())),
