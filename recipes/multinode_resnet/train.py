@@ -16,8 +16,8 @@ matrices for each weight (powersgd); a broadcast of running statistics before a 
     export RUN_KEY=$(openssl rand -hex 32)    # without Slurm: a secret, the same value on each machine
     NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 bash launch/torchrun.sh recipes/multinode_resnet   # NODE_RANK=1 there
 
-Measured: val/top1 0.9890 after 202 steps, 2 processes, AMD EPYC, torch 2.15.0 (docs/measured/compress.md).
-NCCL: not run.
+Measured: val/top1 0.9890 of a ResNet-18 after 202 steps, 2 processes, AMD EPYC, torch 2.15.0
+(docs/measured/compress.md). NCCL: not run.
 
 Base: recipes/ddp_resnet. Open: 0 1 3
 """
