@@ -97,7 +97,7 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     """
     if query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= WRITTEN_OUT:
         key, value = (private_api.for_each_query(x, query) for x in (key, value))
-        after = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).triu(1)
+        after = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
         return (query * query.shape[3] ** -0.5 @ key.mT).masked_fill(after, -torch.inf).softmax(3) @ value
     if query.is_cuda and not private_api.has_flash(query):
         # Of the operators of GPUs, only this one takes grouped heads. For others, torch would keep all T x T scores.

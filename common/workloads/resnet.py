@@ -24,7 +24,7 @@ def make_resnet(name: str, in_channels: int, num_classes: int, image_size: int) 
 
     Args:
         name: a residual network of torchvision, such as resnet18, resnet50 or wide_resnet50_2; one of THIN; or auto:
-            resnet20 for images up to 16 pixels, which has a twentieth of resnet18's operations, else resnet18.
+            resnet20 for images up to 16 pixels, which has a fourteenth of resnet18's operations, else resnet18.
         in_channels: 1 for grey images, 3 for colour.
         num_classes: length of the logits.
         image_size: side of the square input, in pixels.
