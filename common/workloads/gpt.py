@@ -18,15 +18,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import checkpoint
 
-from common import UserError, seed
+from common import UserError, precision, seed
 from common.workloads import gpt_names, private_api
 from common.workloads.gpt_shape import Shape, ShapeArgs, parse_scaling  # noqa: F401 (recipes take both from here)
 
 INIT_STD = 0.02
 Recompute = Literal["none", "selective", "full"]
 KEPT = ("aten::mm", "aten::addmm", "aten::bmm")  # products of matrices
-# Tokens of a text up to which a CPU attends in bfloat16 by the definition (docs/measured/attention.md).
-WRITTEN_OUT = 512
+# Tokens of a text up to which a CPU that computes in bfloat16 attends by the definition (docs/measured/attention.md).
+WRITTEN_OUT = 512 if precision.compute_dtype("auto", torch.device("cpu")) == torch.bfloat16 else 0
 FLOAT_LOGITS = 2**29  # that are computed with in float32 at a time: 2 GiB
 
 
