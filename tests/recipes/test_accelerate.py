@@ -457,8 +457,9 @@ def test_sizes_that_do_not_fit(tmp_path: Path) -> None:
 def test_evaluation_is_exact(count: int, tmp_path: Path) -> None:
     """Each held-out sequence counts once, also where there are fewer than ranks."""
     data = write_text(tmp_path / "data", 101, count)
-    flags = ("--dtype", "float64", "--stop-after", "1")
+    flags = ("--dtype", "float64", "--stop-after", "1", "--eval-every", "1")
     wanted = trained(1, tmp_path / "1", data, *flags)[2]
+    assert list(wanted) == [1], "a stop alone causes no evaluation"
     assert trained(4, tmp_path / "4", data, *flags)[2] == pytest.approx(wanted, rel=1e-12)
     how = {"variables": sharding(FSDP2, 4), "stand_in": "GPUs"}  # whose ranks wait for each other in each forward pass
     assert trained(4, tmp_path / "fsdp2", data, *flags, **how)[2] == pytest.approx(wanted, rel=1e-12)
