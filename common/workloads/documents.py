@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from common import UserError, manifest, places, printable
-from common.workloads import packed
+from common.workloads import packed, parsing
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -159,7 +159,9 @@ def _choose(name: str, rows: "Dataset", wanted: str) -> list[str]:
         raise UserError(
             f"--data {name} has no column of strings: {kinds}{chat}. In a folder, use .txt, .jsonl or .parquet files"
         )
-    some = rows.select_columns(strings)[:: max(1, len(rows) // 16)]  # rows from all over the set
+    some = parsing.cells(
+        rows.select_columns(strings), slice(None, None, max(1, len(rows) // 16))
+    )  # rows from all over the set
     return [max(strings, key=lambda key: sum(len(text or "") for text in some[key]))]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from common import UserError, manifest, ranks
+from common.workloads import parsing
 from common.workloads.unreadable import Cell, Unreadable, UnreadableImageError, image_name
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _noted: list[str] = []  # the image of 16 bits that the note has named
 
 def cells(rows: "Dataset", indices: np.ndarray) -> list[Cell]:
     """Encoded images of one column, read together: one by one would take `datasets` a quarter of the time."""
-    return rows[indices.tolist()][rows.column_names[0]]
+    return parsing.cells(rows, indices.tolist())[rows.column_names[0]]
 
 
 def decode_or_next(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import filelock
 
 from common import UserError, manifest, ranks
+from common.workloads import parsing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -148,7 +149,7 @@ def with_images(rows: "Dataset", root: Path) -> "Dataset":
 
     for key, kind in rows.features.items():
         if str(getattr(kind, "dtype", "")).endswith("string"):
-            paths = rows[key]
+            paths = parsing.column(rows, key)
             first = next((path for path in paths if path), "")
             if Path(first).suffix.lower() in SUFFIXES and (root / first).is_file():
                 whole = [path and str(root / path) for path in paths]

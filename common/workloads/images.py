@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from common import UserError, ranks, seed
-from common.workloads import augment, image_decode, image_folder, splits
+from common.workloads import augment, image_decode, image_folder, parsing, splits
 from common.workloads.unreadable import Unreadable
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _load_rows(name: str, image_size: int, skip_unreadable: bool) -> tuple[Image
         train, validation = (image_folder.with_images(split, splits.folder_of(name)) for split in (train, validation))
     columns = train.features
     image, label = _columns(name, columns)
-    values = [split[label][:] for split in (train, validation)]
+    values = [parsing.column(split, label) for split in (train, validation)]
     class_names = getattr(columns[label], "names", None)
     if class_names is None:  # plain numbers or names; -1 is one that the training split lacks
         present = {value: i for i, value in enumerate(sorted({*values[0]} - {None}))}

@@ -18,7 +18,7 @@ import filelock
 import numpy as np
 
 from common import UserError, manifest, printable, ranks
-from common.workloads import private_api
+from common.workloads import parsing, private_api
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -224,7 +224,7 @@ def _write_part(parts: Path, number: int, rows: "Dataset", own: range, encoder: 
     num_tokens = 0
     with partial.open("wb") as file:
         for start in own[::BATCH_ROWS]:
-            tokens, some = encoder.encode(rows[start : min(start + BATCH_ROWS, own.stop)])
+            tokens, some = encoder.encode(parsing.cells(rows, slice(start, min(start + BATCH_ROWS, own.stop))))
             file.write(tokens.data)
             num_bytes += some
             num_tokens += len(tokens)

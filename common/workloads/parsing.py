@@ -8,7 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from common import UserError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 LEAST_S = 600  # of processor time, for any folder
 SLOWEST = 10**5  # bytes that a parser reads in a second, at the least: a fraction of what the slowest was seen to read
@@ -69,6 +74,27 @@ def _follow(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
+
+
+def cells(rows: "Dataset", which: slice | list[int] | int) -> Any:
+    """`rows[which]`: the cells by column. A parser does not look at the strings of parquet and Arrow files; this does.
+
+    Raises:
+        UserError: one of them is not UTF-8.
+    """
+    try:
+        return rows[which]
+    except UnicodeDecodeError as error:
+        of = ", ".join(map(repr, rows.column_names))
+        raise UserError(
+            f"--data: a text of the column {of} is not UTF-8 ({error.reason} at its byte {error.start}): write the "
+            "table again with texts in UTF-8"
+        ) from error
+
+
+def column(rows: "Dataset", name: str) -> list[Any]:
+    """All cells of one column, as `cells` reads them."""
+    return cells(rows.select_columns(name), slice(None))[name]
 
 
 def limit_s(folder: Path) -> int:

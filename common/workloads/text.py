@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from common import UserError, ranks, seed
-from common.workloads import documents, packed, splits, token_files
+from common.workloads import documents, packed, parsing, splits, token_files
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -178,7 +178,9 @@ def _load_rows(name: str, seq_len: int, vocabulary: documents.Vocabulary | None,
     held_out = ""
     if validation is None:
         # Of these columns alone: `datasets` would decode an image beside them, by any of Pillow's formats.
-        only = train.select_columns(encoder.columns)[0] if len(train) == len(encoder.columns) == 1 else {}
+        only = (
+            parsing.cells(train.select_columns(encoder.columns), 0) if len(train) == len(encoder.columns) == 1 else {}
+        )
         content = only.get(encoder.columns[0])
         if isinstance(content, str):
             train, validation = _cut(encoder.columns[0], content)

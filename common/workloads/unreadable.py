@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from common import UserError, printable, ranks
+from common.workloads import parsing
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -75,7 +76,7 @@ class Unreadable:
         found = sorted(set().union(*ranks.gather(self._marks.nonzero().flatten().tolist())))
         if len(found) > self._reported:
             self._reported = len(found)
-            cells = self._rows[found[:NAMED]][self._rows.column_names[0]]
+            cells = parsing.cells(self._rows, found[:NAMED])[self._rows.column_names[0]]
             names = ", ".join(image_name(cell, index) for cell, index in zip(cells, found, strict=False))
             ranks.print0(
                 f"note: --skip-unreadable: {len(found):,} of the {len(self._marks):,} {self._split} images could not "

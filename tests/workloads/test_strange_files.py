@@ -25,6 +25,7 @@ from common.workloads import (
     images,
     parsing,
     pretrained,
+    splits,
     text,
     token_files,
 )
@@ -321,6 +322,36 @@ def test_a_parser_that_crashes_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n")
     with pytest.raises(UserError, match=r"parses its files has crashed with SIGSEGV: one is damaged, or made for that"):
         read_text(tmp_path)
+
+
+def chosen_text(folder: Path) -> None:
+    text.load(str(folder), 8)
+
+
+def named_text(folder: Path) -> None:
+    text.load(str(folder), 8, columns="text")
+
+
+def names_of_images(folder: Path) -> None:
+    rows, _ = splits.load(str(folder))
+    image_folder.with_images(rows, folder)
+
+
+@pytest.mark.parametrize("read", [chosen_text, named_text, names_of_images])
+def test_a_text_that_is_not_utf8_is_a_sentence(read: Callable[[Path], None], tmp_path: Path) -> None:
+    """A parser of parquet files does not look at strings: whoever reads the cells first does."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    ends = pa.array(range(0, 4 * 41, 4), pa.int32()).buffers()[1]
+    odd = pa.Array.from_buffers(pa.string(), 40, [None, ends, pa.py_buffer(b"a\xff\xfeb" * 40)])
+    folder = tmp_path / "data"
+    folder.mkdir()
+    parquet.write_table(pa.table({"text": odd}), folder / "train.parquet")
+    with pytest.raises(
+        UserError, match=r"a text of the column 'text' is not UTF-8 \(invalid start byte at its byte 1\)"
+    ):
+        read(folder)
 
 
 class Busy:
