@@ -227,7 +227,8 @@ def run_schedule(model: Any, batches: list[data.Batch], run: Callable[..., Any])
     losses: list[torch.Tensor] = []
     # Only the rank with the first stage passes inputs; the last stage compares with the targets.
     run(*([F.pad(inputs, fill)] if model.ends[0] else []), target=F.pad(targets, fill, value=-100), losses=losses)
-    loss = torch.stack(losses).sum() / model.weight if losses else torch.zeros((), device=inputs.device)
+    # Detached: its graph would hold a micro-batch's activations until the next step.
+    loss = torch.stack(losses).detach().sum() / model.weight if losses else torch.zeros((), device=inputs.device)
     # Only the rank with the last stage counts, or samples would count once per stage.
     return {"loss": loss, "count": torch.full((), len(inputs) * bool(losses), device=loss.device)}
 
@@ -238,7 +239,8 @@ def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scal
     # The mean over the samples of the whole step; gradients are added up over the pipelines, which are dp_size.
     model.weight = scale / model.mesh["dp"].size() / step[0].step_samples
     sums = run_schedule(model, step, model.schedule.step)
-    if mine := trained(model):  # in one buffer, because by now the activations' memory is free
+    mine = trained(model) if model.mesh["dp"].size() > 1 else []  # one pipeline alone has the sums
+    if mine:  # in one buffer, because by now the activations' memory is free
         total = torch.cat([p.grad.flatten() for p in mine])
         dist.all_reduce(total, group=model.mesh.get_group("dp"))
         for p, part in zip(mine, total.split([p.numel() for p in mine]), strict=True):

@@ -28,7 +28,7 @@ from typing import Any
 
 from common import devices
 from common.run import stop
-from common.train import flops
+from common.train import flops, guard, metrics
 from tools.about import RECIPES, ROOT, choices, has_flag, is_single, source, trainings, workload
 
 # As launch/torchrun.sh has it: a rank whose store ends may print a stack of C++, or not, as the threads happen to run.
@@ -463,9 +463,26 @@ def unmeasured() -> Iterator[None]:
         flops.count_sample = real
 
 
+@contextlib.contextmanager
+def without_graphs() -> Iterator[None]:
+    """Let a training fail whose sums of a step hold a graph: that would keep activations until the next step."""
+    real = guard.FiniteGuard.unscale_gradients
+
+    def unscale(finite: guard.FiniteGuard, sums: metrics.Sums) -> None:
+        kept = [key for key, value in sums.items() if value.requires_grad]
+        assert not kept, f"the sums of {kept} hold a graph"
+        real(finite, sums)
+
+    guard.FiniteGuard.unscale_gradients = unscale  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        guard.FiniteGuard.unscale_gradients = real  # type: ignore[method-assign]
+
+
 def run_unmeasured(path: str, argv: list[str]) -> None:
     """Run a train.py in this process without a count of FLOPs."""
-    with unmeasured():
+    with unmeasured(), without_graphs():
         run_path(path, argv)
 
 

@@ -328,6 +328,13 @@ FAULTS = (
         "gradients are added up over the stages in place of the pipelines",
         'dist.all_reduce(total, group=model.mesh.get_group("dp"))',
         'dist.all_reduce(total[:8], group=model.mesh.get_group("pp"))',
+        equal("pipeline_gpt-2-pp-1-schedule-1F1B-num-layers-3"),
+    ),
+    of(
+        "pipeline_gpt",
+        "the losses of a step keep their graph",
+        "torch.stack(losses).detach().sum()",
+        "torch.stack(losses).sum()",
         equal("pipeline_gpt-2-pp-2-schedule-1F1B-num-layers-5"),
     ),
     of(
