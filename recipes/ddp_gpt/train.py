@@ -26,7 +26,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ from common.run import cli, exits
 from common.run.process import Process, World
 from common.state import start
 from common.train import data, flops, guard, initial, metrics, sampler, schedule
-from common.workloads import gpt, rates, step_loss, text
+from common.workloads import gpt, muon, rates, step_loss, text
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 
@@ -65,6 +65,7 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     micro_batch_size: bounds.Smaller = 0  # most sequences of a rank's forward pass; 0 for one micro-batch per step
     lr: bounds.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
     lr_reference_batch: bounds.PositiveInt = 32  # sequences per step that lr was chosen for
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon is for the blocks' matrices, with AdamW for the rest
     weight_decay: bounds.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
     rates: str = ""  # factors on the rate of parts, 0 to freeze them: "all=0,PART=1"; "" for 1 everywhere
     warmup_steps: bounds.NonNegativeInt = 20  # steps of linear warm-up
@@ -91,10 +92,11 @@ def make_model(args: Args, train: text.Text) -> nn.Module:
 
 
 def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
-    """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101); no weight decay on norms."""
+    """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101), or Muon; no weight decay on norms."""
     lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
     groups = rates.groups(model, args.rates, lr, args.weight_decay)
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    adamw = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    return muon.for_matrices(model, adamw, args.dtype) if args.optimizer == "muon" else adamw
 
 
 def lr_factor(args: Args, step: int, max_steps: int) -> float:

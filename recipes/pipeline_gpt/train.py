@@ -40,7 +40,7 @@ from common.run import cli, exits
 from common.run.process import Process, World
 from common.state import start
 from common.train import data, flops, guard, initial, metrics, sampler, schedule
-from common.workloads import gpt, rates, step_loss, text
+from common.workloads import gpt, muon, rates, step_loss, text
 
 # --- 1 Arguments ------------------------------------------------------------------------------------------
 
@@ -68,6 +68,7 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     )
     lr: bounds.NonNegativeFloat = 2e-3  # peak learning rate at lr_reference_batch sequences per step, scaled linearly
     lr_reference_batch: bounds.PositiveInt = 32  # sequences per step that lr was chosen for
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon is for the blocks' matrices, with AdamW for the rest
     weight_decay: bounds.NonNegativeFloat = 0.1  # weight decay of matrices; none on norms
     rates: str = ""  # factors on the rate of parts, 0 to freeze them: "all=0,PART=1"; "" for 1 everywhere
     warmup_steps: bounds.NonNegativeInt = 20  # steps of linear warm-up
@@ -99,10 +100,11 @@ def make_model(args: Args, train: text.Text) -> nn.Module:
 
 
 def make_optimizer(args: Args, model: nn.Module) -> Optimizer:
-    """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101); no weight decay on norms."""
+    """AdamW (Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101), or Muon; no weight decay on norms."""
     lr = schedule.linear_scaling(args.lr, args.global_batch_size, args.lr_reference_batch)
     groups = rates.groups(model, args.rates, lr, args.weight_decay)
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    adamw = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    return muon.for_matrices(model, adamw, args.dtype) if args.optimizer == "muon" else adamw
 
 
 def lr_factor(args: Args, step: int, max_steps: int) -> float:
@@ -162,6 +164,7 @@ class Pipeline(nn.Module):
     division: sampler.Division
     schedule: Any  # of torch, which sends micro-batches through the stages
     weight: Any = 1.0  # of each loss in the gradient
+    process_group: Any = None  # the ranks with the same stages, as DistributedDataParallel calls it
     tied_group: Any = None  # the two ranks that each have a copy of a tied embedding, if this rank is one of them
 
     def compile(self) -> None:
@@ -200,6 +203,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     pipeline.stages = nn.ModuleDict({str(i): stage for i, stage in stages.items()})
     pipeline.ends = stages.get(0), stages.get(num_stages - 1)
     pipeline.mesh = mesh
+    pipeline.process_group = mesh.get_group("dp")
     pipeline.division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, mesh["dp"].size())
     if args.tied and all(pipeline.ends):  # on one rank: it is one parameter
         pipeline.ends[1].embed = pipeline.ends[0].embed

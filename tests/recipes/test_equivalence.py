@@ -86,8 +86,9 @@ def plain_gpt_loop(
     sizes: tuple[tuple[str, Any], ...] = (),
     tied: bool = False,
     parts: tuple[tuple[str, float], ...] = (),
+    moved: Callable[[torch.nn.Module, torch.optim.Optimizer], torch.optim.Optimizer] = lambda _, adamw: adamw,
 ) -> Curve:
-    """The same for a language model."""
+    """The same for a language model; `moved` exchanges the optimizer."""
     shape = {"num_layers": 3, "num_heads": 4, "width": 40, "mlp_width": 44, "seq_len": 16} | dict(sizes)
     train, validation = text.load(folder, shape.pop("seq_len"))
     with torch.device("meta"):
@@ -101,7 +102,7 @@ def plain_gpt_loop(
             groups = [group | {"params": [p for p in group["params"] if p is not parameter]} for group in groups]
             groups.append({"params": [parameter], "weight_decay": DECAY * (parameter.ndim > 1), "factor": of_part})
             parameter.requires_grad_(of_part > 0)
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    optimizer = moved(model, torch.optim.AdamW(groups, betas=(0.9, 0.95)))
     order = sampler.permutation(len(train), 0, 0)
     every = np.arange(len(validation))
     steps = math.ceil(len(train) / BATCH)
