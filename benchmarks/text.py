@@ -63,7 +63,7 @@ def main() -> None:
 
 def write_files(root: Path, size: int) -> None:
     """Python's own text, over and over, as lines and as 16-bit tokens."""
-    documents = list(text.stdlib_documents().values())
+    documents = list(stdlib.read_documents().values())
     train = b"\n".join(documents[20:])
     validation = b"\n".join(documents[:20])
     train = train.replace(b"\r", b"").decode("ascii", "replace").replace("\ufffd", "?").encode()

@@ -43,7 +43,7 @@ LESSONS = {
     ("ddp_gpt", "fsdp_gpt"): 38,
     ("fsdp_gpt", "tensor_gpt"): 70,
     ("ddp_gpt", "accelerate_gpt"): 70,
-    ("ddp_gpt", "pipeline_gpt"): 145,
+    ("ddp_gpt", "pipeline_gpt"): 150,
 }
 
 

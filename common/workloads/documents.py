@@ -2,25 +2,25 @@
 
 import contextlib
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from common import UserError, manifest, places, printable
-from common.workloads import packed, parsing
+from common import UserError, manifest, places
+from common.workloads import document_rows, packed, parsing
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
     from tokenizers import Tokenizer
 
+    from common.workloads import chats
+
 # Names of the token that ends a document, where no tokenizer_config.json beside the tokenizer tells it.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 MOST_TOKENS = 2**31
-MOST_SAID = 300  # characters of what a template says
 BETWEEN = "\n"  # columns of a row, and rows of bytes or lines
 
 
@@ -85,7 +85,15 @@ class Encoder:
         digest: hash of all that decides the tokens of a row.
     """
 
-    def __init__(self, name: str, rows: "Dataset", vocabulary: Vocabulary | None, columns: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        rows: "Dataset",
+        vocabulary: Vocabulary | None,
+        columns: str,
+        attend: str = "row",
+        loss_on: str = "all",
+    ) -> None:
         """Choose the columns of a set.
 
         Args:
@@ -93,57 +101,112 @@ class Encoder:
             rows: its training split.
             vocabulary: of a tokenizer; None makes each byte of UTF-8 a token.
             columns: names of the columns to read, with commas between; "" for the column of strings with the most text.
+            attend: "documents" marks where each row begins, "row" does not.
+            loss_on: "answers" marks what the assistant did not write, "all" does not.
 
         Raises:
-            UserError: there is no such column, or none of strings; or chats have no template.
+            UserError: there is no such column, or none of strings, or none of chats for answers; or chats have no
+                template.
         """
         self._model = vocabulary.model if vocabulary else None
-        self._render: Callable[[Any], str] = str
+        self._template: Any = None
         self.vocab_size = vocabulary.size if vocabulary else 256
         self.end = ""
-        self.columns = _choose(name, rows, columns)
+        self.columns = _choose(name, rows, columns, loss_on)
+        self._answers = loss_on == "answers"
         about = [*self.columns]
         if vocabulary:
             if rows.info.builder_name != "text":  # whose rows are lines, not documents
                 self.end = end_token(vocabulary)
             about += [vocabulary.digest, self.end]
         if chats := [column for column in self.columns if _is_chat(rows.features[column])]:
-            self._render = _chat_template(name, chats[0], vocabulary)
+            self._template = _chat_template(name, chats[0], vocabulary)
             facts = vocabulary.facts if vocabulary else {}
             about += [facts["chat_template"], repr(_special(facts))]
-        self.dtype = packed.token_type(self.vocab_size)
+        self._apart = attend == "documents"
+        if self._apart:
+            about += [attend, loss_on]
+        # A token and its marks are one number.
+        num_marks = (document_rows.START | self._answers * document_rows.PROMPT) + 1 if self._apart else 1
+        self.dtype = packed.token_type(self.vocab_size * num_marks)
         self.digest = hashlib.sha256(repr(about).encode()).hexdigest()
 
     def encode(self, batch: Mapping[str, Sequence[Any]]) -> tuple[np.ndarray, int]:
-        """Tokens of some rows, one after the other, (n,), and the bytes of their texts."""
+        """Tokens of some rows, one after the other, (n,), and the bytes of their texts.
+
+        Where documents are kept apart, each is a token plus `vocab_size` times its marks: see `document_rows`.
+        """
         rows = zip(*(batch[column] for column in self.columns), strict=True)
         ending = "" if self.end else BETWEEN
-        texts = [text + ending for text in map(self._text, rows) if text is not None]
+        written = [one for one in map(self._text, rows) if one is not None]
+        texts = [text + ending for text, _ in written]
         encoded = [text.encode() for text in texts]
         num_bytes = sum(map(len, encoded))
         if self._model is None:
-            return np.frombuffer(b"".join(encoded), np.uint8), num_bytes
+            tokens = np.frombuffer(b"".join(encoded), np.uint8)
+            return self._marked(tokens, [*map(len, encoded)]) if self._apart else tokens, num_bytes
         end = [self._model.token_to_id(self.end)] if self.end else []
+        encode = self._model.encode_batch if self._answers else self._model.encode_batch_fast  # which has no offsets
         # Each row separately, so that tokens do not depend on how rows are grouped.
         try:
             with _panics():
-                found = self._model.encode_batch_fast(texts, add_special_tokens=False)
+                found = encode(texts, add_special_tokens=False)
         except Exception as error:
             raise UserError(f"--tokenizer fails on a text of --data: {error}") from error
-        tokens = (token for one in found for token in (one.ids if one.ids[-1:] == end else one.ids + end))
-        return np.fromiter(tokens, self.dtype), num_bytes
+        ids = [one.ids if one.ids[-1:] == end else one.ids + end for one in found]
+        tokens = np.fromiter((token for one in ids for token in one), self.dtype)
+        if not self._apart:
+            return tokens, num_bytes
+        tokens = self._marked(tokens, [*map(len, ids)])
+        if self._answers:
+            counts = [self._counts(*one) for one in zip(found, ids, (spans for _, spans in written), strict=True)]
+            prompts = ~np.fromiter((count for one in counts for count in one), bool)
+            tokens += (document_rows.PROMPT * self.vocab_size * prompts).astype(self.dtype)
+        return tokens, num_bytes
 
-    def _text(self, row: Sequence[Any]) -> str | None:
-        """The text of a row; None where all of it is missing."""
-        parts = [one if isinstance(one, str) else self._render(one) for one in row if one is not None]
-        return BETWEEN.join(parts) if parts else None
+    def _marked(self, tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+        """Tokens of documents of these lengths, with a mark on the first of each."""
+        tokens = tokens.astype(self.dtype)
+        sizes = np.array([length for length in lengths if length], int)
+        tokens[np.cumsum(sizes) - sizes] += document_rows.START * self.vocab_size
+        return tokens
+
+    def _counts(self, found: Any, ids: Sequence[Any], spans: "chats.Spans") -> list[bool]:
+        """Whether each token of a row counts; a token that ends it counts if the one before does."""
+        counts = self._template.counted(found.offsets, spans)
+        return counts + counts[-1:] if 0 < len(counts) < len(ids) else counts or [False] * len(ids)
+
+    def _text(self, row: Sequence[Any]) -> "tuple[str, chats.Spans] | None":
+        """The text of a row, and what of it the assistant wrote, if that is asked; None where all of it is missing."""
+        text, spans = "", []
+        parts = [one for one in row if one is not None]
+        for i, part in enumerate(parts):
+            text += BETWEEN if i else ""
+            if isinstance(part, str):
+                text += part
+            elif self._answers:
+                more, answers = self._template.answers(part)
+                spans += [(len(text) + first, len(text) + last) for first, last in answers]
+                text += more
+            else:
+                text += self._template.text(part)
+        return (text, spans) if parts else None
 
 
-def _choose(name: str, rows: "Dataset", wanted: str) -> list[str]:
-    """The columns to read: those that --text-columns names, else the one of strings with the most text."""
+def _choose(name: str, rows: "Dataset", wanted: str, loss_on: str) -> list[str]:
+    """The columns to read: those that --text-columns names, else the one of strings with the most text.
+
+    For answers alone, it is the column of chats, if there is one.
+    """
     kinds = {key: getattr(kind, "dtype", type(kind).__name__) for key, kind in rows.features.items()}
     strings = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
     chats = [key for key, kind in rows.features.items() if _is_chat(kind)]
+    if loss_on == "answers":
+        if not wanted and len(chats) == 1:
+            return chats
+        if not {column.strip() for column in wanted.split(",")} & {*chats}:
+            has = f"name one of {', '.join(map(repr, chats))} in --text-columns" if chats else "drop --loss-on answers"
+            raise UserError(f"--loss-on answers: {wanted or 'no column'!r} of --data {name} holds no chats: {has}")
     if wanted:
         columns = [column.strip() for column in wanted.split(",")]
         if wrong := [column for column in columns if column not in strings + chats]:
@@ -201,8 +264,8 @@ def end_token(vocabulary: Vocabulary) -> str:
     return next((name for name in END_TOKENS if name in added), "")
 
 
-def _chat_template(name: str, column: str, vocabulary: Vocabulary | None) -> Callable[[Any], str]:
-    """The function that writes a chat as text, as transformers' apply_chat_template does."""
+def _chat_template(name: str, column: str, vocabulary: Vocabulary | None) -> "chats.Template":
+    """What writes the chats of a column as texts."""
     source = vocabulary.facts.get("chat_template") if vocabulary else None
     if isinstance(source, list):  # several by name, of which transformers takes this one too
         source = {one["name"]: one["template"] for one in source}.get("default")
@@ -212,38 +275,9 @@ def _chat_template(name: str, column: str, vocabulary: Vocabulary | None) -> Cal
             f"tokenizer.json with a chat_template.jinja, or a tokenizer_config.json, beside it"
             + (f"; {vocabulary.path} has neither" if vocabulary else "")
         )
-    import jinja2.sandbox  # which torch brings
+    from common.workloads import chats  # jinja is slow to import
 
-    # Sandboxed, because a template is a stranger's code.
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-
-    def raise_exception(message: str) -> None:
-        reason = printable(str(message), MOST_SAID)
-        raise UserError(f"--text-columns {column}: the chat template refuses a chat of --data {name}: {reason}")
-
-    def tojson(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment.globals.update(_special(vocabulary.facts), raise_exception=raise_exception, add_generation_prompt=False)
-    environment.filters["tojson"] = tojson  # jinja's own one is for HTML: it escapes <, > and &
-    try:
-        template = environment.from_string(source)
-    except (jinja2.TemplateError, RecursionError) as error:
-        raise UserError(f"--tokenizer {vocabulary.path}: its chat template cannot be read: {error}") from error
-
-    def render(messages: Any) -> str:
-        try:
-            return template.render(messages=messages)
-        except UserError:
-            raise
-        except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise UserError(
-                f"--text-columns {column}: the chat template fails on a chat of --data {name}: {error}"
-            ) from error
-
-    return render
+    return chats.Template(source, _special(vocabulary.facts), name, column, vocabulary.path)
 
 
 def _special(facts: Mapping[str, Any]) -> dict[str, str]:

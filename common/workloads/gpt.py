@@ -11,7 +11,7 @@ import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -59,7 +59,10 @@ def rotations(length: int, shape: Shape, like: torch.Tensor, positions: torch.Te
         length: T.
         shape: of the model.
         like: on whose device; in a wider type if its own has fewer digits than float32.
-        positions: of the tokens in their texts, (T,); None for 0 to T - 1.
+        positions: of the tokens in their texts, (T,) or (B, T); None for 0 to T - 1.
+
+    Returns:
+        For positions (B, T): (2, B, 1, T, D / 2).
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     half = shape.head_width // 2
@@ -68,7 +71,8 @@ def rotations(length: int, shape: Shape, like: torch.Tensor, positions: torch.Te
     frequencies = scale_frequencies(frequencies, parse_scaling(shape.rope_scaling))
     if positions is None:
         positions = torch.arange(length, device=like.device, dtype=dtype)
-    angles = positions[:, None] * frequencies
+    angles = positions[..., None] * frequencies
+    angles = angles.unsqueeze(1) if angles.ndim == 3 else angles  # the same for all heads
     return torch.stack([angles.cos(), angles.sin()])
 
 
@@ -84,8 +88,22 @@ def rotate(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], dim=3)
 
 
-def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What each query reads of the values up to its own position, (B, heads, T, D).
+class Places(NamedTuple):
+    """Where tokens stand."""
+
+    turns: torch.Tensor  # `rotations`
+    documents: torch.Tensor | None = None  # number of each token's document in its row, (B, T); None for one document
+
+
+def documents_of(positions: torch.Tensor) -> torch.Tensor:
+    """Number of each token's document, (B, T), from their positions in their documents, which begin at 0."""
+    return (positions == 0).cumsum(1)
+
+
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What each query reads of the values of its own document, up to its own position, (B, heads, T, D).
 
     In bfloat16 on a CPU, torch's operator is slow in the backward pass. The definition is faster for short texts, and
     as exact; for long ones, all T x T scores take too much memory.
@@ -94,16 +112,24 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         query: (B, heads, T, D).
         key: (B, kv heads, T, D); each head of keys and values serves equally many heads of queries.
         value: the same shape.
+        documents: number of each token's document, (B, T); None for one document.
     """
+    grouped = query.shape[1] != key.shape[1]
+    if documents is not None and query.is_cuda:
+        return private_api.document_attention(query, key, value, documents)
+    seen = None
+    if documents is not None:
+        seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()  # (B, 1, T, T)
     if query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= WRITTEN_OUT:
         key, value = (private_api.for_each_query(x, query) for x in (key, value))
-        after = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
-        return (query * query.shape[3] ** -0.5 @ key.mT).masked_fill(after, -torch.inf).softmax(3) @ value
+        if seen is None:
+            seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        return (query * query.shape[3] ** -0.5 @ key.mT).masked_fill(~seen, -torch.inf).softmax(3) @ value
     if query.is_cuda and not private_api.has_flash(query):
         # Of the operators of GPUs, only this one takes grouped heads. For others, torch would keep all T x T scores.
         key, value = (private_api.for_each_query(x, query) for x in (key, value))
-    grouped = query.shape[1] != key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+        grouped = False
+    return F.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None, enable_gqa=grouped)
 
 
 class Attention(nn.Module):
@@ -115,7 +141,7 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_width = shape.head_width
-        self.attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] = causal_attention
+        self.attend: Callable[..., torch.Tensor] = causal_attention
         self.query = nn.Linear(shape.width, shape.num_heads * shape.head_width, bias=shape.qkv_bias)
         self.key = nn.Linear(shape.width, shape.num_kv_heads * shape.head_width, bias=shape.qkv_bias)
         self.value = nn.Linear(shape.width, shape.num_kv_heads * shape.head_width, bias=shape.qkv_bias)
@@ -123,13 +149,13 @@ class Attention(nn.Module):
         self.key_norm = nn.RMSNorm(shape.head_width, shape.norm_eps) if shape.qk_norm else nn.Identity()
         self.output = nn.Linear(shape.num_heads * shape.head_width, shape.width, bias=False)
 
-    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """Map (B, T, C) to (B, T, C), with the `rotations` of T."""
+    def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
+        """Map (B, T, C) to (B, T, C)."""
         heads = [linear(x).unflatten(2, (-1, self.head_width)) for linear in (self.query, self.key, self.value)]
         query, key = self.query_norm(heads[0]), self.key_norm(heads[1])  # (B, T, heads, D)
         query, key, value = (part.transpose(1, 2) for part in (query, key, heads[2]))  # (B, heads, T, D)
-        query, key = rotate(query, turns), rotate(key, turns)
-        mixed = self.attend(query, key, value)
+        query, key = rotate(query, places.turns), rotate(key, places.turns)
+        mixed = self.attend(query, key, value, places.documents)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
@@ -157,9 +183,9 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(shape.width, shape.norm_eps)
         self.mlp = Mlp(shape)
 
-    def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
-        """Map (B, T, C) to (B, T, C), with the `rotations` of T."""
-        x = x + self.attention(self.attention_norm(x), turns)
+    def forward(self, x: torch.Tensor, places: Places) -> torch.Tensor:
+        """Map (B, T, C) to (B, T, C)."""
+        x = x + self.attention(self.attention_norm(x), places)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -176,26 +202,46 @@ class GPT(nn.Module):
         self.part: int | None = None  # which one this is, where ranks hold other layers or tokens of the same samples
 
     def forward(
-        self, x: torch.Tensor, targets: torch.Tensor | None = None, positions: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        documents: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits (B, T, vocab_size) of tokens (B, T), or with targets (B, T) the loss of each sequence, (B,).
 
         A part without the embedding takes the residual stream (B, T, C); a part without the last norm returns it.
-        `positions`, (T,), are those of the tokens in their sequences; None for 0 to T - 1.
-        """
-        if self.part is None or not self.training:
-            return self._compute(x, targets, positions)
-        with draws_of(self.part):
-            return self._compute(x, targets, positions)
 
-    def _compute(self, x: torch.Tensor, targets: torch.Tensor | None, positions: torch.Tensor | None) -> torch.Tensor:
+        Args:
+            x: tokens, (B, T); with documents that are kept apart, (B, 2, T): tokens, and their positions.
+            targets: the next tokens, (B, T).
+            positions: of the tokens in their sequences, (T,), or in their documents, (B, T); None for 0 to T - 1.
+            documents: number of each token's document, (B, T), if this part has not the whole sequences to count them.
+        """
+        if x.ndim == 3 and not x.is_floating_point():
+            x, positions = x.unbind(1)
+        if documents is None and positions is not None and positions.ndim == 2:
+            documents = documents_of(positions)
+        if self.part is None or not self.training:
+            return self._compute(x, targets, positions, documents)
+        with draws_of(self.part):
+            return self._compute(x, targets, positions, documents)
+
+    def _compute(
+        self,
+        x: torch.Tensor,
+        targets: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        documents: torch.Tensor | None,
+    ) -> torch.Tensor:
         length = x.shape[1]  # of the whole sequences; after the embedding, a rank may have a part of each
         if not x.is_floating_point():
             assert self.embed is not None
             x = self.embed(x)
-        turns = rotations(length, self.shape, x, positions)  # once, for the queries and keys of all blocks
+        # Once, for the queries and keys of all blocks.
+        places = Places(rotations(length, self.shape, x, positions), documents)
         for block in self.blocks.values():
-            x = block(x, turns)
+            x = block(x, places)
         if self.norm is None:
             return x
         output = self.embed if self.head is None else self.head

@@ -5,8 +5,9 @@ versions that pyproject.toml allows and on the newest that were tested. Checked 
 datasets 4.0.0 and 5.2.0. CUDA: not run.
 """
 
+import functools
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,7 +37,11 @@ def file_in(error: BaseException | None) -> str:
 
 
 def block_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    apart: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention to one block of keys, and what joins it with that to others: the logarithm of its softmax's divisor.
 
@@ -49,17 +54,21 @@ def block_attention(
         key: (B, kv heads, S, D); each of its heads serves equally many of the queries'.
         value: the same shape.
         causal: whether query t reads the keys up to t alone; S is T then.
+        apart: which keys each query does not read, (B, 1, T, S), perhaps all of them; None for none.
 
     Returns:
         The result, (B, heads, T, D), and the logarithms, (B, heads, T), in float32 or wider. No gradient flows back.
+        For a query that reads none of the keys: 0, and the least number.
     """
     query, key, value = map(_in_rows, (query, key, value))
     key, value = (for_each_query(x, query) for x in (key, value))
+    if apart is not None:  # no operator of GPUs takes it
+        return _plain_attention(query, key, value, causal, apart)
     if query.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
     if has_flash(query):
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)[:2]
-    return _plain_attention(query, key, value, causal)
+    return _plain_attention(query, key, value, causal, None)
 
 
 def block_attention_backward(
@@ -70,6 +79,7 @@ def block_attention_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     causal: bool,
+    apart: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of one block's queries, keys and values. Needs what `block_attention` needs.
 
@@ -81,22 +91,23 @@ def block_attention_backward(
         key: as in `block_attention`.
         value: as there.
         causal: as there.
+        apart: as there.
     """
     few = key.shape[1]
     grad, query, out, key, value = map(_in_rows, (grad, query, out, key, value))
     key, value = (for_each_query(x, query) for x in (key, value))
-    if query.device.type == "cpu":
+    if apart is None and query.device.type == "cpu":
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, out, logarithms, 0.0, causal
         )
-    elif has_flash(query):
+    elif apart is None and has_flash(query):
         unused = [torch.empty(size, dtype=torch.uint64, device=query.device) for size in ((2,), ())]  # no dropout
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *(grad, query, key, value, out, logarithms.contiguous()),
             *(None, None, query.shape[2], key.shape[2], 0.0, causal, *unused),
         )
     else:
-        gradients = _plain_attention_backward(grad, query, out, logarithms, key, value, causal)
+        gradients = _plain_attention_backward(grad, query, out, logarithms, key, value, causal, apart)
     return gradients[0], *(x.unflatten(1, (few, -1)).sum(2) for x in gradients[1:])
 
 
@@ -119,10 +130,10 @@ def has_flash(query: torch.Tensor) -> bool:
 
 
 def _plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, apart: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scores = _scores(query, key, causal)
-    logarithms = scores.logsumexp(dim=3)
+    scores = _scores(query, key, causal, apart)
+    logarithms = scores.logsumexp(dim=3).clamp(min=torch.finfo(scores.dtype).min)
     return (scores - logarithms[..., None]).exp().to(value.dtype) @ value, logarithms
 
 
@@ -134,15 +145,50 @@ def _plain_attention_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     causal: bool,
+    apart: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    weights = (_scores(query, key, causal) - logarithms[..., None]).exp()
+    weights = (_scores(query, key, causal, apart) - logarithms[..., None]).exp()
     by_weights = grad @ value.mT - (grad * out).sum(3, keepdim=True)
     by_scores = (weights * by_weights * query.shape[3] ** -0.5).to(query.dtype)
     return by_scores @ key, by_scores.mT @ query, weights.to(grad.dtype).mT @ grad
 
 
-def _scores(query: torch.Tensor, key: torch.Tensor, causal: bool) -> torch.Tensor:
+def _scores(query: torch.Tensor, key: torch.Tensor, causal: bool, apart: torch.Tensor | None) -> torch.Tensor:
     """Logarithms of the weights before they are divided, (B, heads, T, S)."""
     scores = (query @ key.mT * query.shape[3] ** -0.5).to(torch.promote_types(query.dtype, torch.float32))
-    after = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill(after, -torch.inf) if causal else scores
+    if causal:
+        after = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+        apart = after if apart is None else apart | after
+    return scores if apart is None else scores.masked_fill(apart, -torch.inf)
+
+
+@functools.cache
+def _compiled() -> tuple[Any, Any]:
+    """The operator for masks that are functions, and what makes them: each is fast only when compiled."""
+    from torch.nn.attention import flex_attention  # slow to import
+
+    return torch.compile(flex_attention.flex_attention), torch.compile(flex_attention.create_block_mask)
+
+
+def document_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: torch.Tensor
+) -> torch.Tensor:
+    """Causal attention within documents, on a GPU: without scores in memory, and without a wait of the host.
+
+    Needs `flex_attention`, which torch calls a prototype. The public operator takes a mask of all T x T scores; that
+    for sequences of several lengths wants to know on the host how many there are. CUDA: not run.
+
+    Args:
+        query: (B, heads, T, D).
+        key: (B, kv heads, T, D).
+        value: the same shape.
+        documents: number of each token's document, (B, T).
+    """
+    attend, make_mask = _compiled()
+
+    def reads(batch: Any, head: Any, row: Any, column: Any) -> Any:
+        return (row >= column) & (documents[batch, row] == documents[batch, column])
+
+    length = query.shape[2]
+    mask = make_mask(reads, len(query), None, length, length, device=query.device)
+    return attend(query, key, value, block_mask=mask, enable_gqa=query.shape[1] != key.shape[1])

@@ -2,32 +2,36 @@
 
 import hashlib
 import math
-import os
-import sys
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from pydoc_data import topics
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from common import UserError, ranks, seed
-from common.workloads import documents, packed, parsing, splits, token_files
+from common import UserError, printable, ranks
+from common.workloads import document_rows, documents, packed, parsing, splits, stdlib, token_files
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-EXCERPT = 2048  # bytes of each held-out document that the built-in validation split reads
-# Packages of the standard library that are not read: tables, and packages that some distributions lack.
-SKIPPED = {"distutils", "encodings", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo", "venv"}
+SHOWN = 400  # characters of a sample
+
+
+@dataclass(frozen=True)
+class TextArgs:
+    """Flags of how a table becomes tokens."""
+
+    # text of a table
+    tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
+    text_columns: str = ""  # columns to read, such as "title,body"; "" for the one with the most text
+    attend: Literal["auto", "documents", "row"] = "auto"  # what a token reads before it; auto: documents of tables
+    loss_on: Literal["all", "answers"] = "all"  # tokens that count; answers: what the assistant of a chat wrote
 
 
 @dataclass(frozen=True)
 class Text:
-    """One split: one row of tokens, cut into sequences.
+    """One split: one row of tokens, cut into sequences; or rows of whole documents, which are kept apart.
 
     Attributes:
         tokens: (num_tokens,) of an unsigned type, in memory, a memory map, or several of them.
@@ -37,6 +41,7 @@ class Text:
             are not known.
         packed_digest: hash of a token file, computed while it was written: reading GBs again would take minutes.
         file: the token file, which compares its tokens with checksums before they are read for the first time.
+        rows: how its documents lie in rows; None where the row of tokens is cut.
     """
 
     tokens: np.ndarray | token_files.Tokens
@@ -45,10 +50,11 @@ class Text:
     tokens_per_byte: float
     packed_digest: str = ""
     file: packed.Packed | None = None
+    rows: document_rows.DocumentRows | None = None
 
     def __len__(self) -> int:
-        """Sequences in the split; the remainder at its end is not read."""
-        return (len(self.tokens) - 1) // self.seq_len
+        """Sequences in the split; the remainder at the end of a row that is cut is not read."""
+        return len(self.rows) if self.rows is not None else (len(self.tokens) - 1) // self.seq_len
 
     @property
     def sample_units(self) -> dict[str, int]:
@@ -70,9 +76,14 @@ class Text:
     def read(self, epochs: np.ndarray, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets (b, seq_len) int64 of the sequences at `indices`; a token's target is the next token.
 
+        Where documents are kept apart, inputs are (b, 2, seq_len): tokens, and their positions in their documents.
+
         Raises:
             UserError: the token file has changed since it was written.
         """
+        if self.rows is not None:
+            inputs, targets = self.rows.read(indices)
+            return torch.from_numpy(inputs), torch.from_numpy(targets)
         if self.file:
             self.file.check(indices * self.seq_len, self.seq_len + 1)
         rows = self.tokens[indices[:, None] * self.seq_len + np.arange(self.seq_len + 1)]
@@ -85,7 +96,22 @@ class Text:
         return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
 
 
-def load(name: str, seq_len: int, tokenizer: str = "", columns: str = "") -> tuple[Text, Text]:
+def weight(inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What the mean loss of a step is over, if that is not its sequences: the share of each that counts, summed.
+
+    Args:
+        inputs: what `Text.read` returns. With documents that are kept apart, a row has padding, and perhaps prompts.
+        targets: (b, T).
+
+    Returns:
+        "weight", (); nothing where all tokens count.
+    """
+    return {"weight": (targets != document_rows.IGNORED).double().mean(1).sum()} if inputs.ndim == 3 else {}
+
+
+def load(
+    name: str, seq_len: int, tokenizer: str = "", columns: str = "", attend: str = "row", loss_on: str = "all"
+) -> tuple[Text, Text]:
     """Read a training and a validation split.
 
     Args:
@@ -95,6 +121,9 @@ def load(name: str, seq_len: int, tokenizer: str = "", columns: str = "") -> tup
         seq_len: tokens of a sequence.
         tokenizer: path of a Hugging Face tokenizer.json; "" makes each byte of UTF-8 a token.
         columns: names of the columns to read, with commas between; "" for the column of strings with the most text.
+        attend: "documents" keeps rows of a table apart, and cuts none that fits into `seq_len`; "row" cuts one row of
+            all tokens; "auto" is "documents" for tables whose rows are documents.
+        loss_on: "all" tokens count, or only "answers" of chats.
 
     Raises:
         UserError: there is no text, too little text, or the tokenizer or the columns cannot be used.
@@ -103,9 +132,26 @@ def load(name: str, seq_len: int, tokenizer: str = "", columns: str = "") -> tup
     for flag, value in (("--tokenizer", tokenizer), ("--text-columns", columns)):
         if is_built_in and value:
             raise UserError(f"{flag} {value} cannot be used with --data stdlib, which is read as bytes: drop {flag}")
-    train, validation = _load_stdlib(name, seq_len) if is_built_in else _load(name, seq_len, tokenizer, columns)
-    for split, found in (("training", len(train.tokens)), ("validation", len(validation.tokens))):
-        if found <= seq_len:
+    found_tokens = None if is_built_in else token_files.load(splits.folder_of(name))
+    if is_built_in or found_tokens:
+        what = "the built-in text is" if is_built_in else "packed tokens are"
+        for flag, value, only in (("--attend", attend, "documents"), ("--loss-on", loss_on, "answers")):
+            if value == only:
+                raise UserError(f"{flag} {only} needs a table of documents, and {what} one row: drop {flag}")
+    if loss_on == "answers" and attend == "row":
+        raise UserError("--loss-on answers keeps chats apart: drop --attend row")
+    if is_built_in:
+        train, validation = (Text(tokens, seq_len, 256, 1.0) for tokens in stdlib.load(name))
+    elif found_tokens:
+        train, validation = _load_tokens(name, seq_len, tokenizer, columns, found_tokens)
+    else:
+        train, validation = _load_rows(name, seq_len, tokenizer, columns, attend, loss_on)
+    for split, part in (("training", train), ("validation", validation)):
+        found = len(part.tokens)
+        if part.rows is not None and not len(part):
+            what = "an answer" if loss_on == "answers" else "two tokens"
+            raise UserError(f"--data {name}: no document of the {split} split has {what}: nothing can be predicted")
+        if part.rows is None and found <= seq_len:
             raise UserError(
                 f"--data {name}: the {split} split has {found} tokens, and --seq-len {seq_len} needs at least "
                 f"{seq_len + 1}"
@@ -113,41 +159,14 @@ def load(name: str, seq_len: int, tokenizer: str = "", columns: str = "") -> tup
     return train, validation
 
 
-def _load_stdlib(name: str, seq_len: int) -> tuple[Text, Text]:
-    """Hold out a tenth of the documents, chosen by name; only an excerpt of each is read, for a quick evaluation."""
-    parts: dict[str, list[bytes]] = {"train": [], "validation": []}
-    for path, text in stdlib_documents().items():
-        if seed.uniform(seed.HOLD_OUT, zlib.crc32(path.encode())) < splits.HOLD_OUT:
-            middle = max(0, len(text) - EXCERPT) // 2  # not the start: files begin alike, with licences and imports
-            parts["validation"].append(text[middle : middle + EXCERPT])
-        else:
-            parts["train"].append(text)
-    train, validation = (
-        Text(np.frombuffer(b"\n".join(part or []), np.uint8).astype(np.uint16), seq_len, 256, 1.0)
-        for part in splits.choose(name, parts)
-    )
-    return train, validation
-
-
-def stdlib_documents() -> dict[str, bytes]:
-    """Python's own sources and its manual, sorted by name; the same in every installation of one Python version."""
-    root = Path(os.__file__).parent
-    documents = {}
-    for name in sys.stdlib_module_names - SKIPPED:  # not installed everywhere, or generated by the build
-        for path in (root / f"{name}.py", *(root / name).rglob("*.py")):
-            key = path.relative_to(root)
-            if path.is_file() and not {"test", "tests"} & {*key.parts}:
-                documents[key.as_posix()] = path.read_bytes()
-    # One document, because its topics repeat each other; taken from the module, since the source is escaped.
-    documents["pydoc_data/topics.py"] = "\n".join(topics.topics[key] for key in sorted(topics.topics)).encode()
-    return dict(sorted(documents.items()))
-
-
-def _load(name: str, seq_len: int, tokenizer: str, columns: str) -> tuple[Text, Text]:
+def _load_tokens(
+    name: str,
+    seq_len: int,
+    tokenizer: str,
+    columns: str,
+    found: tuple[str, dict[str, token_files.Tokens]],
+) -> tuple[Text, Text]:
     vocabulary = documents.load_tokenizer(tokenizer) if tokenizer else None
-    found = token_files.load(splits.folder_of(name))
-    if not found:
-        return _load_rows(name, seq_len, vocabulary, columns)
     if columns:
         raise UserError(
             f"--text-columns {columns}: --data {name} has packed tokens, and no columns: drop --text-columns"
@@ -172,9 +191,12 @@ def _load(name: str, seq_len: int, tokenizer: str, columns: str) -> tuple[Text, 
     return first, second
 
 
-def _load_rows(name: str, seq_len: int, vocabulary: documents.Vocabulary | None, columns: str) -> tuple[Text, Text]:
+def _load_rows(name: str, seq_len: int, tokenizer: str, columns: str, attend: str, loss_on: str) -> tuple[Text, Text]:
+    vocabulary = documents.load_tokenizer(tokenizer) if tokenizer else None
     train, validation = splits.load(name)
-    encoder = documents.Encoder(name, train, vocabulary, columns)
+    if attend == "auto":  # a line of a text file is no document
+        attend = "row" if train.info.builder_name == "text" and loss_on == "all" else "documents"
+    encoder = documents.Encoder(name, train, vocabulary, columns, attend, loss_on)
     held_out = ""
     if validation is None:
         # Of these columns alone: `datasets` would decode an image beside them, by any of Pillow's formats.
@@ -194,8 +216,13 @@ def _load_rows(name: str, seq_len: int, vocabulary: documents.Vocabulary | None,
     for path in [packed.pack(rows.select_columns(encoder.columns), encoder) for rows in (train, validation)]:
         _, num_bytes, num_tokens, packed_digest, _ = path.name.split(".")
         file = packed.Packed(path, int(num_tokens), encoder.dtype)
-        rate = int(num_tokens) / max(1, int(num_bytes))
-        loaded.append(Text(file.tokens, seq_len, encoder.vocab_size, rate, packed_digest, file))
+        rows = None
+        num_targets = int(num_tokens)
+        if attend == "documents":
+            rows = document_rows.DocumentRows(file.tokens, encoder.vocab_size, seq_len, file.check)
+            num_targets = rows.num_targets if loss_on == "all" else 0  # the bytes are those of prompts as well
+        rate = num_targets / max(1, int(num_bytes))
+        loaded.append(Text(file.tokens, seq_len, encoder.vocab_size, rate, packed_digest, file, rows))
     others = [repr(key) for key in train.features if key not in encoder.columns]
     columns = f"column{'s' * (len(encoder.columns) > 1)} {ranks.listed([repr(key) for key in encoder.columns])}"
     columns += f" (not {ranks.listed(others)})" if others else ""
@@ -206,6 +233,10 @@ def _load_rows(name: str, seq_len: int, vocabulary: documents.Vocabulary | None,
         end = lines if train.info.builder_name == "text" else other
     kind = "tokens" if vocabulary else "bytes"
     _say(name, [part.tokens for part in loaded], kind, encoder.vocab_size, f"; {columns}{end}{held_out}")
+    if rows := loaded[0].rows:
+        _say_rows(rows, seq_len, loss_on)
+        if loss_on == "answers" and len(rows):
+            _show_answers(rows, vocabulary)
     return loaded[0], loaded[1]
 
 
@@ -214,6 +245,31 @@ def _say(name: str, parts: Sequence[Any], kind: str, vocab_size: int, more: str)
     ranks.print0(
         f"data     {name}: {train} training and {validation} validation {kind}, vocabulary {vocab_size:,}{more}"
     )
+
+
+def _say_rows(rows: document_rows.DocumentRows, seq_len: int, loss_on: str) -> None:
+    """How the documents of the training split lie in rows."""
+    cut = f", {rows.num_cut:,} longer than a row and cut" if rows.num_cut else ""
+    dropped = ""
+    if rows.num_dropped:
+        why = "no token of an answer" if loss_on == "answers" else "fewer than two tokens"
+        dropped = f"; {rows.num_dropped:,} documents or pieces left out, with {why}"
+    ranks.print0(
+        f"data     {rows.num_documents:,} documents kept apart in {len(rows):,} rows of {seq_len}, {rows.padding:.1%} "
+        f"padding{cut}{dropped}; --attend row would let each read those before it"
+    )
+
+
+def _show_answers(rows: document_rows.DocumentRows, vocabulary: documents.Vocabulary | None) -> None:
+    """One chat, with what counts between » and «, as people check it by eye."""
+    assert vocabulary is not None  # chats need one
+    tokens, counts = rows.first()
+    bounds = np.flatnonzero(np.diff(counts)) + 1
+    shown = ""
+    for part, is_answer in zip(np.split(tokens, bounds), counts[[0, *bounds]], strict=True):
+        written = vocabulary.model.decode(part.tolist(), skip_special_tokens=False)
+        shown += f"»{written}«" if is_answer else written
+    ranks.print0(f"data     what counts, between » and «: {printable(shown, SHOWN)}")
 
 
 def _cut(column: str, content: str) -> tuple["Dataset", "Dataset"]:

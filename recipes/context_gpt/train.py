@@ -52,7 +52,7 @@ from common.workloads import gpt, muon, private_api, rates, step_loss, text
 
 
 @dataclasses.dataclass(frozen=True)
-class Args(gpt.ShapeArgs, session.TrainArgs):
+class Args(text.TextArgs, gpt.ShapeArgs, session.TrainArgs):
     """Train a small GPT on text."""
 
     # run
@@ -65,8 +65,6 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     data: str = "stdlib"  # "stdlib" (built in: Python's own text), a folder, or a data set of the Hugging Face hub
     workers: bounds.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
     seq_len: bounds.PositiveInt = 128  # tokens in a sequence
-    tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
-    text_columns: str = ""  # columns to read, such as "title,body"; "" for the one with the most text
     # batch and rate
     global_batch_size: bounds.PositiveInt = 32  # sequences per optimizer step, over all ranks
     micro_batch_size: bounds.Smaller = 0  # most sequences of a rank's forward pass; 0 for one micro-batch per step
@@ -93,7 +91,7 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
 
 def make_data(args: Args) -> tuple[text.Text, text.Text]:
     """The training and the validation split, the same on every rank."""
-    return text.load(args.data, args.seq_len, args.tokenizer, args.text_columns)
+    return text.load(args.data, args.seq_len, args.tokenizer, args.text_columns, args.attend, args.loss_on)
 
 
 def make_model(args: Args, train: text.Text) -> nn.Module:
@@ -120,7 +118,8 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
     dtype = precision.compute_dtype(args.dtype, batch.inputs.device)
     with precision.autocast(batch.inputs.device, dtype):
         losses = model(batch.inputs, batch.targets)  # (b,), the mean over each sequence
-    return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device)}
+    weight = text.weight(batch.inputs, batch.targets)  # if some tokens do not count
+    return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device), **weight}
 
 
 # --- 3 Strategy -------------------------------------------------------------------------------------------
@@ -151,6 +150,24 @@ def visible(rank: int, owner: int, length: int) -> tuple[slice, slice, bool]:
     if owner == rank:
         return every, every, True
     return (every, early, False) if owner < rank else (late, every, False)
+
+
+def apart(
+    documents: torch.Tensor | None, group: dist.ProcessGroup, owner: int, rows: slice, columns: slice
+) -> torch.Tensor | None:
+    """Which of these keys of an owner each of this rank's queries does not read, (B, 1, rows, columns).
+
+    Args:
+        documents: number of each token's document in whole sequences, (B, T); None for one document.
+        group: the cp ranks.
+        owner: of the keys, in the group.
+        rows: the queries.
+        columns: the keys.
+    """
+    if documents is None:
+        return None
+    ours, theirs = (pieces_of(rank, group.size(), documents) for rank in (group.rank(), owner))
+    return ours[:, None, rows, None] != theirs[:, None, None, columns]
 
 
 # A block: the keys and values of one rank's pieces, (2, B, kv heads, T / N, D).
@@ -203,7 +220,13 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kind: str, group: dist.ProcessGroup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ctx: Any,
+        kind: str,
+        group: dist.ProcessGroup,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        documents: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The result for this rank's queries, (B, heads, T / N, D); key and value: (B, kv heads, T / N, D)."""
         ours = torch.stack([key, value])
@@ -212,7 +235,8 @@ class BlockAttention(torch.autograd.Function):
         for owner, block in BLOCKS[kind](ours, group):
             rows, columns, causal = visible(group.rank(), owner, query.shape[2])
             keys, values = block[..., columns, :]
-            part, part_logs = private_api.block_attention(query[:, :, rows], keys, values, causal)
+            unseen = apart(documents, group, owner, rows, columns)
+            part, part_logs = private_api.block_attention(query[:, :, rows], keys, values, causal, unseen)
             both = torch.logaddexp(logs[:, :, rows], part_logs)
             # Each part was divided by its own divisor, and has to be divided by that of both.
             correction = (logs[:, :, rows] - both).exp()[..., None]
@@ -220,8 +244,7 @@ class BlockAttention(torch.autograd.Function):
             logs[:, :, rows] = both
         out = out.to(query.dtype)
         ctx.save_for_backward(query, ours, out, logs)
-        ctx.kind = kind
-        ctx.group = group
+        ctx.kind, ctx.group, ctx.documents = kind, group, documents
         return out
 
     @staticmethod
@@ -234,8 +257,9 @@ class BlockAttention(torch.autograd.Function):
             for owner, block in BLOCKS[ctx.kind](ours, ctx.group):
                 rows, columns, causal = visible(ctx.group.rank(), owner, query.shape[2])
                 keys, values = block[..., columns, :]
+                unseen = apart(ctx.documents, ctx.group, owner, rows, columns)
                 by_rows, *by_columns = private_api.block_attention_backward(
-                    grad[:, :, rows], query[:, :, rows], out[:, :, rows], logs[:, :, rows], keys, values, causal
+                    grad[:, :, rows], query[:, :, rows], out[:, :, rows], logs[:, :, rows], keys, values, causal, unseen
                 )
                 by_query[:, :, rows] += by_rows
                 by_block = torch.zeros_like(ours, dtype=logs.dtype)
@@ -243,7 +267,7 @@ class BlockAttention(torch.autograd.Function):
                 yield by_block
 
         by_ours = SUM[ctx.kind](by_blocks(), ctx.group)
-        return None, None, by_query.to(query.dtype), *by_ours.to(query.dtype)
+        return None, None, by_query.to(query.dtype), *by_ours.to(query.dtype), None
 
 
 def share_sequences(args: Args, model: Any, group: dist.ProcessGroup) -> None:
@@ -254,8 +278,9 @@ def share_sequences(args: Args, model: Any, group: dist.ProcessGroup) -> None:
     def forward_pieces(tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         # The loss is the mean over this rank's pieces. They are equally long on all ranks, so FSDP's mean over the
         # gradients of all ranks, and the mean of the metrics, are the means over whole sequences.
-        positions = mine(torch.arange(tokens.shape[1], device=tokens.device), dim=0)
-        return whole(mine(tokens), None if targets is None else mine(targets), positions)
+        positions = mine(torch.arange(tokens.shape[-1], device=tokens.device), dim=0)
+        documents = gpt.documents_of(tokens[:, 1]) if tokens.ndim == 3 else None  # beside tokens: other positions
+        return whole(mine(tokens, dim=-1), None if targets is None else mine(targets), positions, documents)
 
     model.forward = forward_pieces
     attend = ulysses_attention if args.cp_kind == "ulysses" else functools.partial(BlockAttention.apply, args.cp_kind)
@@ -346,7 +371,11 @@ SUM = {"ring": sum_round, "allgather": sum_gathered}
 
 
 def ulysses_attention(
-    group: dist.ProcessGroup, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    group: dist.ProcessGroup,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each rank computes some of the heads over whole sequences (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509).
 
@@ -355,6 +384,7 @@ def ulysses_attention(
         query: this rank's pieces, (B, heads, T / N, D).
         key: (B, kv heads, T / N, D).
         value: the same shape.
+        documents: as in `apart`.
     """
     size = group.size()
     heads = [x.shape[1] // size for x in (query, key, value)]
@@ -362,7 +392,8 @@ def ulysses_attention(
     parts = torch.cat([torch.stack(x.chunk(size, dim=1)) for x in (query, key, value)], dim=2)
     pieces = torch.cat(AllToAll.apply(parts, group).unbind(), dim=2).tensor_split(2 * size, dim=2)
     whole = torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim=2)  # early ones, late ones; (..., T, D)
-    mixed = gpt.causal_attention(*whole.split(heads, dim=1))  # (B, heads / N, T, D)
+    query, key, value = whole.split(heads, dim=1)
+    mixed = gpt.causal_attention(query, key, value, documents)  # (B, heads / N, T, D)
     parts = torch.stack([pieces_of(rank, size, mixed, 2) for rank in range(size)])  # (N, B, heads / N, T / N, D)
     return torch.cat(AllToAll.apply(parts, group).unbind(), dim=1)  # (B, heads, T / N, D)
 

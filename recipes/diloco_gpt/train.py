@@ -51,7 +51,7 @@ from common.workloads import gpt, muon, rates, step_loss, text
 
 
 @dataclasses.dataclass(frozen=True)
-class Args(gpt.ShapeArgs, session.TrainArgs):
+class Args(text.TextArgs, gpt.ShapeArgs, session.TrainArgs):
     """Train a small GPT on text."""
 
     # run
@@ -64,8 +64,6 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     data: str = "stdlib"  # "stdlib" (built in: Python's own text), a folder, or a data set of the Hugging Face hub
     workers: bounds.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
     seq_len: bounds.PositiveInt = 128  # tokens in a sequence
-    tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
-    text_columns: str = ""  # columns to read, such as "title,body"; "" for the one with the most text
     # batch and rate
     global_batch_size: bounds.PositiveInt = 32  # sequences per optimizer step, over all ranks
     micro_batch_size: bounds.Smaller = 0  # most sequences of a rank's forward pass; 0 for one micro-batch per step
@@ -97,7 +95,7 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
 
 def make_data(args: Args) -> tuple[text.Text, text.Text]:
     """The training and the validation split, the same on every rank."""
-    return text.load(args.data, args.seq_len, args.tokenizer, args.text_columns)
+    return text.load(args.data, args.seq_len, args.tokenizer, args.text_columns, args.attend, args.loss_on)
 
 
 def make_model(args: Args, train: text.Text) -> nn.Module:
@@ -124,7 +122,8 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
     dtype = precision.compute_dtype(args.dtype, batch.inputs.device)
     with precision.autocast(batch.inputs.device, dtype):
         losses = model(batch.inputs, batch.targets)  # (b,), the mean over each sequence
-    return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device)}
+    weight = text.weight(batch.inputs, batch.targets)  # if some tokens do not count
+    return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device), **weight}
 
 
 # --- 3 Strategy -------------------------------------------------------------------------------------------

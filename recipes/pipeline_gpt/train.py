@@ -46,7 +46,7 @@ from common.workloads import gpt, muon, rates, step_loss, text
 
 
 @dataclasses.dataclass(frozen=True)
-class Args(gpt.ShapeArgs, session.TrainArgs):
+class Args(text.TextArgs, gpt.ShapeArgs, session.TrainArgs):
     """Train a small GPT on text."""
 
     # run
@@ -59,8 +59,6 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
     data: str = "stdlib"  # "stdlib" (built in: Python's own text), a folder, or a data set of the Hugging Face hub
     workers: bounds.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
     seq_len: bounds.PositiveInt = 128  # tokens in a sequence
-    tokenizer: str = ""  # path of a Hugging Face tokenizer.json; "" makes each byte a token
-    text_columns: str = ""  # columns to read, such as "title,body"; "" for the one with the most text
     # batch and rate
     global_batch_size: bounds.PositiveInt = 32  # sequences per optimizer step, over all ranks
     micro_batch_size: Annotated[bounds.Smaller, bounds.Saves("slower", "smaller")] = (
@@ -90,7 +88,7 @@ class Args(gpt.ShapeArgs, session.TrainArgs):
 
 def make_data(args: Args) -> tuple[text.Text, text.Text]:
     """The training and the validation split, the same on every rank."""
-    return text.load(args.data, args.seq_len, args.tokenizer, args.text_columns)
+    return text.load(args.data, args.seq_len, args.tokenizer, args.text_columns, args.attend, args.loss_on)
 
 
 def make_model(args: Args, train: text.Text) -> nn.Module:
@@ -117,7 +115,8 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
     dtype = precision.compute_dtype(args.dtype, batch.inputs.device)
     with precision.autocast(batch.inputs.device, dtype):
         losses = model(batch.inputs, batch.targets)  # (b,), the mean over each sequence
-    return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device)}
+    weight = text.weight(batch.inputs, batch.targets)  # if some tokens do not count
+    return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device), **weight}
 
 
 # --- 3 Strategy -------------------------------------------------------------------------------------------
@@ -160,11 +159,10 @@ class Pipeline(nn.Module):
 
     stages: nn.ModuleDict  # by number
     ends: tuple[Any, Any]  # the first and the last stage of all; None where another rank has it
-    mesh: DeviceMesh
+    process_group: Any  # the ranks with the same stages, as DistributedDataParallel calls it
     division: sampler.Division
     schedule: Any  # of torch, which sends micro-batches through the stages
     weight: Any = 1.0  # of each loss in the gradient
-    process_group: Any = None  # the ranks with the same stages, as DistributedDataParallel calls it
     tied_group: Any = None  # the two ranks that each have a copy of a tied embedding, if this rank is one of them
 
     def compile(self) -> None:
@@ -202,7 +200,6 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     pipeline = Pipeline()
     pipeline.stages = nn.ModuleDict({str(i): stage for i, stage in stages.items()})
     pipeline.ends = stages.get(0), stages.get(num_stages - 1)
-    pipeline.mesh = mesh
     pipeline.process_group = mesh.get_group("dp")
     pipeline.division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, mesh["dp"].size())
     if args.tied and all(pipeline.ends):  # on one rank: it is one parameter
@@ -230,23 +227,28 @@ def run_schedule(model: Any, batches: list[data.Batch], run: Callable[..., Any])
     fill = (0, 0, 0, model.division.num_micro_batches * model.division.micro_batch_size - len(inputs))
     losses: list[torch.Tensor] = []
     # Only the rank with the first stage passes inputs; the last stage compares with the targets.
-    run(*([F.pad(inputs, fill)] if model.ends[0] else []), target=F.pad(targets, fill, value=-100), losses=losses)
+    tokens, *positions = inputs.unbind(1) if inputs.ndim == 3 else [inputs]
+    for_all = {"positions": F.pad(positions[0], fill)} if positions else {}  # where documents are kept apart
+    first = [F.pad(tokens, fill)] if model.ends[0] else []
+    run(*first, **for_all, target=F.pad(targets, fill, value=-100), losses=losses)
     # Detached: its graph would hold a micro-batch's activations until the next step.
     loss = torch.stack(losses).detach().sum() / model.weight if losses else torch.zeros((), device=inputs.device)
     # Only the rank with the last stage counts, or samples would count once per stage.
-    return {"loss": loss, "count": torch.full((), len(inputs) * bool(losses), device=loss.device)}
+    counted = targets[: len(inputs) * bool(losses)]
+    weight = text.weight(inputs, counted)  # if some tokens do not count
+    return {"loss": loss, "count": torch.full((), len(counted), device=loss.device), **weight}
 
 
 def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scale: Any) -> metrics.Sums:
     """Forward and backward passes of a step's micro-batches; then adds up the gradients over the pipelines."""
     step = list(batches)
     # The mean over the samples of the whole step; gradients are added up over the pipelines, which are dp_size.
-    model.weight = scale / model.mesh["dp"].size() / step[0].step_samples
+    model.weight = scale / model.process_group.size() / step[0].step_samples
     sums = run_schedule(model, step, model.schedule.step)
-    mine = trained(model) if model.mesh["dp"].size() > 1 else []  # one pipeline alone has the sums
+    mine = trained(model) if model.process_group.size() > 1 else []  # one pipeline alone has the sums
     if mine:  # in one buffer, because by now the activations' memory is free
         total = torch.cat([p.grad.flatten() for p in mine])
-        dist.all_reduce(total, group=model.mesh.get_group("dp"))
+        dist.all_reduce(total, group=model.process_group)
         for p, part in zip(mine, total.split([p.numel() for p in mine]), strict=True):
             p.grad = part.view_as(p)
     if model.tied_group:  # the embedding has a gradient at both ends of the pipeline
@@ -275,7 +277,7 @@ def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     grads = [p.grad for p in trained(model) if p is not copied]
     norm = nn.utils.get_total_norm(grads) if grads else next(model.parameters()).new_zeros(())
     # Over all ranks, so that all have the same bits. The pipelines have equal gradients by now.
-    square = norm.square() / model.mesh["dp"].size()
+    square = norm.square() / model.process_group.size()
     dist.all_reduce(square)
     if args.max_grad_norm:
         nn.utils.clip_grads_with_norm_(model.parameters(), args.max_grad_norm, square.sqrt())

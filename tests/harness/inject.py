@@ -23,7 +23,7 @@ Who renames one of these renames it here as well; a patch of a name that is not 
     common.train.flops.count_sample, peak_flops      no measurement
     common.train.sampler.make_plan                   short epochs
     common.workloads.resnet.make_resnet              a small network
-    common.workloads.text.stdlib_documents           a small text
+    common.workloads.stdlib.read_documents           a small text
     nn.Module.eval                                   point "evaluation"
     torch.autograd.backward                          point "backward"; the action "spoil"
     dcp.save                                         point "before the data"
@@ -70,7 +70,7 @@ from common.run import output, process_group, run_dir, stop
 from common.state import replicas, saver, shards, start, state_check
 from common.state.private_api import files_of_rank
 from common.train import data, flops, guard, sampler, sync_batchnorm
-from common.workloads import resnet, text
+from common.workloads import resnet, stdlib
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -622,7 +622,7 @@ def _few_documents() -> dict[str, bytes]:
 def _shrink() -> None:
     """A small model, a small text and epochs of three steps: the faults are the same, the waiting is not."""
     _replace(resnet, "make_resnet", _tiny_resnet)  # a language model's size is a matter of flags
-    _replace(text, "stdlib_documents", _few_documents)
+    _replace(stdlib, "read_documents", _few_documents)
     # Measuring them takes longer than the training.
     _replace(flops, "peak_flops", lambda *_: 1e12)
     _replace(flops, "count_sample", lambda loss, model, train: flops.Sample(1e12, train.sample_units))

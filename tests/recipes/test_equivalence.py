@@ -87,12 +87,13 @@ def plain_gpt_loop(
     tied: bool = False,
     parts: tuple[tuple[str, float], ...] = (),
     moved: Callable[[torch.nn.Module, torch.optim.Optimizer], torch.optim.Optimizer] = lambda _, adamw: adamw,
+    read: tuple[str, ...] = (),
 ) -> Curve:
-    """The same for a language model; `moved` exchanges the optimizer."""
+    """The same for a language model; `moved` exchanges the optimizer, and `read` is how `text.load` reads a table."""
     shape = {"num_layers": 3, "num_heads": 4, "width": 40, "mlp_width": 44, "seq_len": 16} | dict(sizes)
-    train, validation = text.load(folder, shape.pop("seq_len"))
+    train, validation = text.load(folder, shape.pop("seq_len"), *read)
     with torch.device("meta"):
-        model = gpt.GPT(gpt.Shape(256, **shape, tied=tied))
+        model = gpt.GPT(gpt.Shape(train.vocab_size, **shape, tied=tied))
     initial.materialize(model, 0, torch.device("cpu"), dtype)
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
@@ -110,15 +111,28 @@ def plain_gpt_loop(
     for step in range(steps):
         batch = order[step * BATCH : (step + 1) * BATCH]
         tokens, targets = train.read(np.zeros_like(batch), batch)
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss = mean_loss(model, tokens, targets)
         optimizer.zero_grad()
         loss.backward()
         norms.append(clip_and_step(model, optimizer, step, steps, RATES["gpt"]))
         losses.append(loss.item())
         if (step + 1) % EVAL_EVERY == 0:
             tokens, targets = validation.read(np.zeros_like(every), every)
-            held_out[step + 1] = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
+            held_out[step + 1] = mean_loss(model, tokens, targets).item()
     return Curve(losses, norms, held_out)
+
+
+def mean_loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Over the tokens that count; documents that are kept apart are computed one by one."""
+    if tokens.ndim == 2:
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    total = torch.zeros((), dtype=next(model.parameters()).dtype)
+    for (row, positions), wanted in zip(tokens, targets, strict=True):
+        begins = [*np.flatnonzero(positions == 0), len(row)]
+        for begin, end in itertools.pairwise(begins):
+            logits = model(row[None, begin:end])[0]
+            total = total + F.cross_entropy(logits, wanted[begin:end], reduction="sum")
+    return total / (targets != -100).sum()
 
 
 def clip_and_step(

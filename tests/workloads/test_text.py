@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from common import UserError, seed
-from common.workloads import documents, packed, splits, text
+from common.workloads import documents, packed, splits, stdlib, text
 
 from tests.harness import runner
 from tests.harness.bigram import bigram_loss
@@ -136,7 +136,7 @@ def test_stdlib_holds_out_whole_documents() -> None:
     assert (train.vocab_size, train.tokens_per_byte) == (256, 1.0)
     assert len(train.tokens) > 4e6
     assert 32 * 1024 < len(validation.tokens) < 128 * 1024
-    documents = text.stdlib_documents()
+    documents = stdlib.read_documents()
     assert list(documents) == sorted(documents)
     assert not any("site-packages" in name or "/test/" in name or "/tests/" in name for name in documents)
     whole = bytes(train.tokens.astype(np.uint8))
@@ -146,11 +146,11 @@ def test_stdlib_holds_out_whole_documents() -> None:
     assert "pydoc_data/topics.py" in kept
     excerpts = bytes(validation.tokens.astype(np.uint8))
     for content in held_out:
-        middle = max(0, len(content) - text.EXCERPT) // 2
-        excerpt = content[middle : middle + text.EXCERPT]
+        middle = max(0, len(content) - stdlib.EXCERPT) // 2
+        excerpt = content[middle : middle + stdlib.EXCERPT]
         assert excerpt in excerpts
         assert excerpt not in whole
-    assert len(excerpts) == sum(min(len(content), text.EXCERPT) for content in held_out) + len(held_out) - 1
+    assert len(excerpts) == sum(min(len(content), stdlib.EXCERPT) for content in held_out) + len(held_out) - 1
 
 
 def test_stdlib_holds_out_by_name_alone() -> None:
@@ -160,7 +160,7 @@ def test_stdlib_holds_out_by_name_alone() -> None:
     assert draws == [False, True, True, False, True, True, False]
     validation = bytes(text.load("stdlib", 128)[1].tokens.astype(np.uint8))
     for name, held_out in zip(names, draws, strict=True):
-        content = text.stdlib_documents()[name]
+        content = stdlib.read_documents()[name]
         assert (content[len(content) // 2 - 500 : len(content) // 2 + 500] in validation) == held_out
 
 

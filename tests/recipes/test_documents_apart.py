@@ -1,0 +1,85 @@
+"""Documents that share a row are trained on as if each were alone, and the mean is over what counts in the whole step.
+
+In every layout, against a plain loop that computes the documents one by one.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from common import seed
+
+from tests.harness import runner
+from tests.harness.once import Once
+from tests.recipes.test_equivalence import EVAL_EVERY, Curve, curves, plain_gpt_loop, worst
+from tests.workloads.test_documents import write_tokenizer
+
+GPT = [recipe for recipe in runner.SUPERVISED if runner.workload(recipe) == "gpt"]
+WORDS = ["ab", "cde", "f", "ghij", "klm", "é", "no", "pq"]
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def words(number: int, i: int) -> str:
+    return " ".join(WORDS[seed.mix_ints(number, i, k) % len(WORDS)] for k in range(number))
+
+
+def write_table(folder: Path) -> Path:
+    """Documents of 2 to 30 bytes; and chats of other numbers of tokens, of which few are answers, or none."""
+    for split, number in (("train", 330), ("validation", 40)):
+        lengths = [1 + seed.mix_ints(5, i) % 6 for i in range(number)]
+        bodies = [words(length, i) for i, length in enumerate(lengths)]
+        chats = [
+            [{"role": "user", "content": words(length, i)}, {"role": "assistant", "content": words(i % 3, i)}]
+            for i, length in enumerate(lengths)
+        ]
+        chats[1] = chats[1][:1]
+        datasets.Dataset.from_dict({"body": bodies, "chat": chats}).to_parquet(folder / f"{split}.parquet")
+    write_tokenizer(folder / "tokenizer", ["</s>", "<|user|>", "<|assistant|>"], {"chat_template": TEMPLATE})
+    return folder
+
+
+READ: dict[str, Callable[[Path], tuple[str, ...]]] = {
+    "all": lambda folder: ("", "body", "documents", "all"),
+    "answers": lambda folder: (str(folder / "tokenizer" / "tokenizer.json"), "chat", "documents", "answers"),
+}
+
+
+@pytest.fixture(scope="module")
+def table(once: Once) -> Path:
+    return once.folder(write_table, "documents apart")
+
+
+@pytest.fixture(scope="module")
+def plain(table: Path, once: Once) -> Callable[..., Curve]:
+    def get(sizes: tuple, what: str) -> Curve:
+        loop = lambda: plain_gpt_loop(str(table), torch.float64, sizes, read=READ[what](table))  # noqa: E731
+        return once.value(loop, "documents apart", sizes, what)
+
+    return get
+
+
+def ways() -> Iterator[Any]:
+    """Every layout, with both ways to count; a plain `pytest` has one of each recipe on two ranks."""
+    for layout in (layout for recipe in GPT for layout in runner.layouts(recipe)):
+        for what in READ:
+            core = layout == runner.layout(layout.recipe, 2) and what == "answers"
+            yield pytest.param(layout, what, id=f"{layout}-{what}", marks=() if core else pytest.mark.rest)
+
+
+@pytest.mark.parametrize(("layout", "what"), list(ways()))
+def test_float64(layout: runner.Layout, what: str, plain: Callable, table: Path, tmp_path: Path) -> None:
+    wanted = plain(layout.sizes, what)
+    tokenizer, columns, _, loss_on = READ[what](table)
+    how = ("--tokenizer", tokenizer, "--text-columns", columns, "--loss-on", loss_on)
+    found = curves(layout, tmp_path, "--data", str(table), "--dtype", "float64", *how)
+    steps = len(wanted.losses)
+    assert steps > EVAL_EVERY
+    assert worst(found[0], wanted.losses, steps) < 1e-9
+    assert worst(found[1], wanted.norms, steps) < 1e-9
+    assert found[2][EVAL_EVERY] == pytest.approx(wanted.held_out[EVAL_EVERY], rel=1e-9)
