@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common.workloads import text
+from common.workloads import stdlib
 
 ROUNDS, BATCHES, BATCH, SEQ_LEN = 5, 100, 32, 1024
 
