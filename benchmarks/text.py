@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common.workloads import stdlib
+from common.workloads import stdlib, text
 
 ROUNDS, BATCHES, BATCH, SEQ_LEN = 5, 100, 32, 1024
 

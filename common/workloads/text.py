@@ -255,8 +255,8 @@ def _say_rows(rows: document_rows.DocumentRows, seq_len: int, loss_on: str) -> N
         why = "no token of an answer" if loss_on == "answers" else "fewer than two tokens"
         dropped = f"; {rows.num_dropped:,} documents or pieces left out, with {why}"
     ranks.print0(
-        f"data     {rows.num_documents:,} document(s) kept apart in {len(rows):,} row(s) of {seq_len}, {rows.padding:.1%} "
-        f"padding{cut}{dropped}; --attend row would let each read those before it"
+        f"data     {rows.num_documents:,} document(s) kept apart in {len(rows):,} row(s) of {seq_len}, "
+        f"{rows.padding:.1%} padding{cut}{dropped}; --attend row would let each read those before it"
     )
 
 
