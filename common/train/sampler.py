@@ -7,9 +7,9 @@ number, the samples consumed, and it means the same on any number of ranks.
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -125,6 +125,19 @@ class Division:
         return f"{ranks} x {parts} x {'' if equal else 'up to '}{self.micro_batch_size:,} samples"
 
 
+class Order(Protocol):
+    """An order of a training set's own, such as a mixture's, instead of one epoch after the other."""
+
+    def samples(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Epoch and index in the data set of these positions, all (b,)."""
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it: JSON values by names that no other fact has."""
+
+    def logged(self, position: int) -> dict[str, float]:
+        """What to log after a position, by TensorBoard tag."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Which samples of the stream each remaining step consumes.
@@ -137,6 +150,7 @@ class Plan:
         start: samples consumed before the next step.
         end: samples consumed after the last step.
         division: how each step's samples are divided.
+        order: of the training set, if it has one of its own.
     """
 
     num_samples: int
@@ -146,6 +160,7 @@ class Plan:
     start: int
     end: int
     division: Division
+    order: Order | None = None
 
     def __str__(self) -> str:
         """The steps to do and their samples, for the terminal."""
@@ -171,6 +186,8 @@ class Plan:
 
         In a stream, the position is the index.
         """
+        if self.order:
+            return self.order.samples(np.arange(start, stop))
         if not self.num_samples:
             return np.zeros(stop - start, int), np.arange(start, stop)
         epochs, offsets = np.divmod(np.arange(start, stop), self.num_samples)
@@ -182,13 +199,20 @@ class Plan:
 
 
 def make_plan(
-    division: Division, num_samples: int, *, run_seed: int, max_steps: int, epochs: int = 0, progress: Mapping[str, int]
+    division: Division,
+    train: Sized | int,
+    *,
+    run_seed: int,
+    max_steps: int,
+    epochs: int = 0,
+    progress: Mapping[str, Any],
 ) -> Plan:
     """Plan the training from its length and a checkpoint's progress.
 
     Args:
         division: how each step's samples are divided.
-        num_samples: size of the training set; 0 for a stream, or if samples are generated.
+        train: the training set, which may have `make_order(run_seed, progress)` for an `Order` of its own; or its
+            size: 0 for a stream, or if samples are generated.
         run_seed: decides the order of the samples.
         epochs: length of the training if `max_steps` is 0.
         max_steps: length of the training in steps, or 0.
@@ -199,6 +223,7 @@ def make_plan(
         UserError: neither the number of steps nor that of samples is known; or the checkpoint is of an older format, in
             the middle of an epoch of a set whose order was another then.
     """
+    num_samples = train if isinstance(train, int) else len(train)
     if not num_samples and not max_steps:
         raise UserError("--max-steps 0 is for --epochs, and nobody knows how long a stream is: set --max-steps")
     step = progress.get("step", 0)
@@ -213,7 +238,8 @@ def make_plan(
     if not max_steps:
         remaining = max(0, epochs * num_samples - start)
         max_steps = step + ceil_div(remaining, division.global_batch_size)
-    return Plan(num_samples, run_seed, step, max_steps, start, start + remaining, division)
+    order = train.make_order(run_seed, progress) if hasattr(train, "make_order") else None
+    return Plan(num_samples, run_seed, step, max_steps, start, start + remaining, division, order)
 
 
 def check_min_samples(plan: Plan, least: int, num_devices: int = 1) -> None:
