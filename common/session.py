@@ -159,6 +159,8 @@ class Session:
             self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips, dtype, found.progress)
         self._average = average.Average(model, vars(args).get("ema", 0.0), found.path)
         self._check = state_check.StateCheck(model, compare=args.check_every > 0)
+        if plan.order:  # it too gives a position in the data its meaning
+            found = dataclasses.replace(found, fingerprint=found.fingerprint | plan.order.facts())
         self._saver = saver.Saver(found, mesh, self._check, world.process, args.keep, args.async_save)
         self._log = log.Run(found.run_dir, args, world, plan, dtype, sample or flops.Sample(), computes_on)
         if optimizer:

@@ -342,8 +342,3 @@ def sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 def _sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     float_logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(float_logits, targets.flatten(), reduction="none").view(targets.shape).mean(1)
-
-
-def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the losses of a batch's sequences, ()."""
-    return sequence_losses(logits, targets).sum()
