@@ -146,7 +146,7 @@ class Session:
         self._profile = profile.Profile(args, *steps, world, found.run_dir)  # measure
         self._pace = pace.Pace(world.device, f"rank {world.rank} on {world.host}")  # measure
         run_dir.claim(found.run_dir, world.process)
-        start.check_newest(found)
+        found = start.check_newest(found, plan.order)
         self._stop = stop.Stop(world, args.deadline, *steps)
         process_group.set_timeout(mesh, args.hang_timeout)  # protect
         self._watch = world.process.watch  # protect
@@ -159,8 +159,6 @@ class Session:
             self.finite = guard.FiniteGuard(model, optimizer, plan, args.max_skips, dtype, found.progress)
         self._average = average.Average(model, vars(args).get("ema", 0.0), found.path)
         self._check = state_check.StateCheck(model, compare=args.check_every > 0)
-        if plan.order:  # it too gives a position in the data its meaning
-            found = dataclasses.replace(found, fingerprint=found.fingerprint | plan.order.facts())
         self._saver = saver.Saver(found, mesh, self._check, world.process, args.keep, args.async_save)
         self._log = log.Run(found.run_dir, args, world, plan, dtype, sample or flops.Sample(), computes_on)
         if optimizer:

@@ -223,10 +223,8 @@ class Run:
 
     def _record(self, step: int, group: str, values: Mapping[str, float]) -> dict[str, float]:
         # A name has a group already, such as rl/return, or it is that of a part of a value, such as loss/NAME.
-        tagged = {
-            key if "/" in key and key.partition("/")[0] not in values else f"{group}/{key}": value
-            for key, value in values.items()
-        }
+        own = {key for key in values if "/" in key and key.partition("/")[0] not in values}
+        tagged = {key if key in own else f"{group}/{key}": value for key, value in values.items()}
         self.records.write(step, tagged)
         return tagged
 

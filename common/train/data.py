@@ -71,9 +71,9 @@ class _Reads(torch.utils.data.Dataset):
 
     def __getitem__(self, request: Request) -> Batch | UserError:
         try:
-            inputs, targets = self.reader.read(request.epochs, request.indices)
-            sources = self.reader.sources(request.indices) if hasattr(self.reader, "sources") else None
-            batch = Batch(inputs, targets, request.step_samples, request.last, sources)
+            batch = Batch(*self.reader.read(request.epochs, request.indices), request.step_samples, request.last)
+            if hasattr(self.reader, "sources"):
+                batch = batch._replace(sources=self.reader.sources(request.indices))
         except UserError as error:
             return error  # raised in a worker process, it would arrive inside a traceback
         if torch.utils.data.get_worker_info():

@@ -46,16 +46,14 @@ def means(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
         weight of 0 counts as 1.
     """
     found = totals(sums)
-    divisors = {}
-    for part in [key.removeprefix("count") for key in found if key.partition("/")[0] == "count"]:
-        count = found.pop(f"count{part}")
-        divisors[part] = (found.pop(f"weight{part}", count) or 1.0) if count else 0.0
     shown = {}
-    for key, total in found.items():
-        _, slash, part = key.partition("/")
-        divisor = divisors.get(slash + part, divisors[""])
-        if divisor or slash + part not in divisors or not slash:
-            shown[key] = total / divisor if divisor else math.nan
+    for key in found:
+        name, slash, part = key.partition("/")
+        of_part = slash + part if f"count{slash}{part}" in found else ""
+        count = found[f"count{of_part}"]
+        divisor = (found.get(f"weight{of_part}", count) or 1.0) if count else 0.0
+        if name not in ("count", "weight") and (count or not of_part):
+            shown[key] = found[key] / divisor if divisor else math.nan
     return shown
 
 

@@ -7,9 +7,9 @@ number, the samples consumed, and it means the same on any number of ranks.
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -125,19 +125,6 @@ class Division:
         return f"{ranks} x {parts} x {'' if equal else 'up to '}{self.micro_batch_size:,} samples"
 
 
-class Order(Protocol):
-    """An order of a training set's own, such as a mixture's, instead of one epoch after the other."""
-
-    def samples(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Epoch and index in the data set of these positions, all (b,)."""
-
-    def facts(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: JSON values by names that no other fact has."""
-
-    def logged(self, position: int) -> dict[str, float]:
-        """What to log after a position, by TensorBoard tag."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """Which samples of the stream each remaining step consumes.
@@ -150,7 +137,8 @@ class Plan:
         start: samples consumed before the next step.
         end: samples consumed after the last step.
         division: how each step's samples are divided.
-        order: of the training set, if it has one of its own.
+        order: of the training set, if it has one of its own, as a mixture has: `samples(positions)` gives epochs and
+            indices, `facts()` what a checkpoint keeps, `logged(position)` values by TensorBoard tag.
     """
 
     num_samples: int
@@ -160,7 +148,7 @@ class Plan:
     start: int
     end: int
     division: Division
-    order: Order | None = None
+    order: Any = None
 
     def __str__(self) -> str:
         """The steps to do and their samples, for the terminal."""
@@ -199,20 +187,14 @@ class Plan:
 
 
 def make_plan(
-    division: Division,
-    train: Sized | int,
-    *,
-    run_seed: int,
-    max_steps: int,
-    epochs: int = 0,
-    progress: Mapping[str, Any],
+    division: Division, train: Any, *, run_seed: int, max_steps: int, epochs: int = 0, progress: Mapping[str, Any]
 ) -> Plan:
     """Plan the training from its length and a checkpoint's progress.
 
     Args:
         division: how each step's samples are divided.
-        train: the training set, which may have `make_order(run_seed, progress)` for an `Order` of its own; or its
-            size: 0 for a stream, or if samples are generated.
+        train: the training set, which may have `make_order(run_seed, progress)` for an order of its own; or its size:
+            0 for a stream, or if samples are generated.
         run_seed: decides the order of the samples.
         epochs: length of the training if `max_steps` is 0.
         max_steps: length of the training in steps, or 0.

@@ -342,3 +342,10 @@ def sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 def _sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     float_logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(float_logits, targets.flatten(), reduction="none").view(targets.shape).mean(1)
+
+
+def loss(logits: torch.Tensor, targets: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+    """Sum of the losses of a batch's sequences, (); those of each, (B,), are appended to `losses`."""
+    found = sequence_losses(logits, targets)
+    losses.append(found.detach())  # its graph would hold a micro-batch's activations until the next step
+    return found.sum()

@@ -9,19 +9,36 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from common import UserError, places, ranks
-from common.train import mixture
-from common.workloads import splits
-
-if TYPE_CHECKING:
-    from common.workloads.text import Text
+from common.train import data
+from common.workloads import mixture, splits
 
 HOW = "a mixture is PLACE=WEIGHT,PLACE=WEIGHT, or NAME=PLACE=WEIGHT for each"
+
+
+class Part(data.BatchReader, Protocol):
+    """A split of one set, as `text.Text` is."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token is below it."""
+
+    @property
+    def tokens_per_byte(self) -> float:
+        """Tokens per byte of text; 0 if that is not known."""
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that count in an epoch."""
+
+    @property
+    def rows(self) -> Any:
+        """How documents lie in rows; None where all tokens are one row."""
 
 
 class Source(NamedTuple):
@@ -32,14 +49,14 @@ class Source(NamedTuple):
     weight: Fraction
 
 
-def parse(data: str) -> list[Source]:
+def parse(name: str) -> list[Source]:
     """The sources of --data by name; none if it is a single set, such as a path that exists, whatever it is called.
 
     Raises:
         UserError: a source has no weight, a wrong one, or no name of its own, or all weights are 0.
     """
-    pieces = data.split(",")
-    if not any(re.fullmatch(r".+=[^/]*", piece) for piece in pieces) or places.local("--data", data).exists():
+    pieces = name.split(",")
+    if not any(re.fullmatch(r".+=[^/]*", piece) for piece in pieces) or places.local("--data", name).exists():
         return []
     found: dict[str, Source] = {}
     where: dict[str, str] = {}
@@ -47,26 +64,24 @@ def parse(data: str) -> list[Source]:
         rest, _, weight = piece.rpartition("=")
         if not rest or not re.fullmatch(r"\d{1,12}(\.\d{1,12})?|\.\d{1,12}", weight, re.ASCII):
             raise UserError(
-                f"--data {data}: {HOW}, and {piece!r} does not end with a weight: give a number that is not negative, "
+                f"--data {name}: {HOW}, and {piece!r} does not end with a weight: give a number that is not negative, "
                 "such as 0.7"
             )
         named = re.fullmatch(r"([\w.-]+)=(.+)", rest)
-        if named and not places.local("--data", rest).exists():
-            name, place = named.groups()
-        else:
-            name, place = re.split(r"[/\\]", splits.parse(rest).place.rstrip("/"))[-1], rest
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise UserError(f"--data {data}: {place!r} gives no name for the log: write NAME={piece}")
-        if name in found:
-            raise UserError(f"--data {data}: two sources are called {name!r}: write NAME={piece}, with another name")
+        place = named[2] if named and not places.local("--data", rest).exists() else rest
+        own = named[1] if named and place != rest else splits.parse(rest).place.rstrip("/").rpartition("/")[2]
+        if not re.fullmatch(r"[\w.-]+", own):
+            raise UserError(f"--data {name}: {place!r} gives no name for the log: write NAME={piece}")
+        if own in found:
+            raise UserError(f"--data {name}: two sources are called {own!r}: write NAME={piece}, with another name")
         same = str(splits.folder_of(place).resolve()) + "".join(splits.parse(place)[1:2])
         if same in where:
-            raise UserError(f"--data {data}: {where[same]} and {name} are the same set: give it once, with one weight")
-        where[same] = name
-        found[name] = Source(name, place, Fraction(weight))
+            raise UserError(f"--data {name}: {where[same]} and {own} are the same set: give it once, with one weight")
+        where[same] = own
+        found[own] = Source(own, place, Fraction(weight))
     if not any(source.weight for source in found.values()):
-        raise UserError(f"--data {data}: all weights are 0: give a source that is trained on a larger one")
-    return [found[name] for name in sorted(found)]
+        raise UserError(f"--data {name}: all weights are 0: give a source that is trained on a larger one")
+    return [found[own] for own in sorted(found)]
 
 
 @dataclass(frozen=True)
@@ -79,7 +94,7 @@ class Mixed:
         apart: whether a set keeps documents apart; then a sequence of another one is read as one document.
     """
 
-    parts: Mapping[str, "Text"]
+    parts: Mapping[str, Part]
     weights: Mapping[str, Fraction]
     apart: bool
 
@@ -138,7 +153,7 @@ class Mixed:
             found[name][torch.from_numpy(own)] = True
         return found
 
-    def _divided(self, indices: np.ndarray) -> list[tuple["Text", np.ndarray, np.ndarray]]:
+    def _divided(self, indices: np.ndarray) -> list[tuple[Part, np.ndarray, np.ndarray]]:
         """Each set, which of the indices are its own, and where they are in it."""
         divided = []
         first = 0
@@ -154,7 +169,7 @@ class Mixed:
         return mixture.continued(sources, run_seed, progress)
 
 
-def mix(sources: Sequence[Source], loaded: Sequence[tuple["Text", "Text"]]) -> tuple[Mixed, Mixed]:
+def mix(sources: Sequence[Source], loaded: Sequence[tuple[Part, Part]]) -> tuple[Mixed, Mixed]:
     """The training and the validation split of a mixture.
 
     Args:

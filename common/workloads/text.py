@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from common import UserError, printable, ranks
+from common import UserError, ranks
 from common.train import data
 from common.workloads import document_rows, documents, mixed, packed, parsing, splits, stdlib, token_files
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-SHOWN = 400  # characters of a sample
 
 
 @dataclass(frozen=True)
@@ -278,9 +276,9 @@ def _load_rows(name: str, seq_len: int, tokenizer: str, columns: str, attend: st
     kind = "tokens" if vocabulary else "bytes"
     _say(name, [part.tokens for part in loaded], kind, encoder.vocab_size, f"; {columns}{end}{held_out}")
     if rows := loaded[0].rows:
-        _say_rows(rows, seq_len, loss_on)
-        if loss_on == "answers" and len(rows):
-            _show_answers(rows, vocabulary)
+        document_rows.say(rows, seq_len, loss_on)
+        if vocabulary and loss_on == "answers" and len(rows):
+            document_rows.show_answers(rows, vocabulary.model)
     return loaded[0], loaded[1]
 
 
@@ -289,31 +287,6 @@ def _say(name: str, parts: Sequence[Any], kind: str, vocab_size: int, more: str)
     ranks.print0(
         f"data     {name}: {train} training and {validation} validation {kind}, vocabulary {vocab_size:,}{more}"
     )
-
-
-def _say_rows(rows: document_rows.DocumentRows, seq_len: int, loss_on: str) -> None:
-    """How the documents of the training split lie in rows."""
-    cut = f", {rows.num_cut:,} longer than a row and cut" if rows.num_cut else ""
-    dropped = ""
-    if rows.num_dropped:
-        why = "no token of an answer" if loss_on == "answers" else "fewer than two tokens"
-        dropped = f"; {rows.num_dropped:,} documents or pieces left out, with {why}"
-    ranks.print0(
-        f"data     {rows.num_documents:,} document(s) kept apart in {len(rows):,} row(s) of {seq_len}, "
-        f"{rows.padding:.1%} padding{cut}{dropped}; --attend row would let each read those before it"
-    )
-
-
-def _show_answers(rows: document_rows.DocumentRows, vocabulary: documents.Vocabulary | None) -> None:
-    """One chat, with what counts between » and «, as people check it by eye."""
-    assert vocabulary is not None  # chats need one
-    tokens, counts = rows.first()
-    bounds = np.flatnonzero(np.diff(counts)) + 1
-    shown = ""
-    for part, is_answer in zip(np.split(tokens, bounds), counts[[0, *bounds]], strict=True):
-        written = vocabulary.model.decode(part.tolist(), skip_special_tokens=False)
-        shown += f"»{written}«" if is_answer else written
-    ranks.print0(f"data     what counts, between » and «: {printable(shown, SHOWN)}")
 
 
 def _cut(column: str, content: str) -> tuple["Dataset", "Dataset"]:

@@ -163,7 +163,7 @@ class Pipeline(nn.Module):
     division: sampler.Division
     schedule: Any  # of torch, which sends micro-batches through the stages
     weight: Any = 1.0  # of each loss in the gradient
-    losses: Any = ()  # of the micro-batches' sequences; the rank with the last stage has them
+    losses: Any = ()  # of the sequences of each micro-batch; the rank with the last stage appends them
     tied_group: Any = None  # the two ranks that each have a copy of a tied embedding, if this rank is one of them
 
     def compile(self) -> None:
@@ -208,18 +208,12 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     if args.tied and args.pp > 1 and args.schedule not in V_SHAPED and model.embed.weight.requires_grad:
         # The first and the last rank of each pipeline.
         pipeline.tied_group, _ = dist.new_subgroups_by_enumeration(mesh.mesh[[0, -1]].T.tolist())
-
-    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        losses = gpt.sequence_losses(logits, targets)
-        pipeline.losses.append(losses.detach())  # its graph would hold activations until the next step
-        return losses.sum() * pipeline.weight
-
     parts = [PipelineStage(stage, i, num_stages, device, group=group) for i, stage in stages.items()]
     # scale_grads=False: the weight divides, by the samples of the whole step.
     pipeline.schedule = schedules.get_schedule_class(args.schedule)(
         parts if len(parts) > 1 else parts[0],
         pipeline.division.num_micro_batches,
-        loss_fn=loss,
+        loss_fn=lambda logits, targets: gpt.loss(logits, targets, pipeline.losses) * pipeline.weight,
         scale_grads=False,
     )
     return pipeline

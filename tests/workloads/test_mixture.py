@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from common import UserError, seed
-from common.train import mixture, sampler
+from common.train import sampler
+from common.workloads import mixture
 
 SIZES = {"code": 7, "web": 40, "books": 1}
 WEIGHTS = {"code": "0.3", "web": "0.6", "books": "0.1"}
