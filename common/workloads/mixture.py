@@ -97,7 +97,7 @@ class Mixture:
 
 
 def continued(sources: Sequence[Source], run_seed: int, progress: Mapping[str, Any]) -> Mixture:
-    """The mixture from a checkpoint on: other weights than before count from there, and each source goes on.
+    """The mixture from a checkpoint on: other weights than before count from there, and each source continues.
 
     Args:
         sources: that are mixed now.

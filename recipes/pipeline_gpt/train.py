@@ -232,7 +232,9 @@ def run_schedule(model: Any, batches: list[data.Batch], run: Callable[..., Any])
     first = [F.pad(tokens, fill)] if model.ends[0] else []
     run(*first, **for_all, target=F.pad(batch.targets, fill, value=-100))
     # Only the rank with the last stage counts, or samples would count once per stage.
-    losses = torch.cat(model.losses or [batch.inputs.new_zeros(0)])[: len(batch.inputs)]
+    # The last ones: torch may have computed one before, to learn its shape.
+    losses = model.losses[-model.division.num_micro_batches :] or [torch.zeros(0, device=batch.inputs.device)]
+    losses = torch.cat(losses)[: len(batch.inputs)]
     more = text.sums(batch, losses)  # the weight, if some tokens do not count; each source of a mixture
     return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device), **more}
 

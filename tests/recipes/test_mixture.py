@@ -135,13 +135,17 @@ def flags(weights: dict[str, str], folders: dict[str, Path]) -> tuple[str, ...]:
 
 
 def ways() -> Iterator[Any]:
+    """Each recipe on two ranks, and all schedules of a pipeline, whose losses come in the schedule's order."""
     for recipe in GPT:
-        yield pytest.param(recipe, marks=() if recipe == "ddp_gpt" else pytest.mark.rest)
+        layouts = [layout for layout in runner.layouts(recipe) if layout.size == 2]
+        for layout in layouts if runner.has_flag(recipe, "--pp") else layouts[:1]:
+            marks = () if recipe == "ddp_gpt" else pytest.mark.rest
+            yield pytest.param(layout, id=str(layout), marks=marks)
 
 
-@pytest.mark.parametrize("recipe", list(ways()))
-def test_float64(recipe: str, plain: Callable, folders: dict[str, Path], tmp_path: Path) -> None:
-    layout = runner.layout(recipe, 2)
+@pytest.mark.parametrize("layout", list(ways()))
+def test_float64(layout: runner.Layout, plain: Callable, folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe = layout.recipe
     more = (*runner.small(recipe), *layout.flags, *layout.micro_batches(MICRO_BATCH), "--out", str(tmp_path))
     result = runner.run_recipe(recipe, layout.size, *FLAGS[4:], *more, "--name", "run", *flags(FIRST, folders))
     assert result.ok, str(result)
