@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 
-START, PROMPT = 1, 2  # marks: the first token of a document; a token that does not count
+# Marks.
+START = 1  # the first token of a document
+PROMPT = 2  # a token that does not count
 IGNORED = -100  # the target of a token that does not count
 SCANNED = 2**24  # tokens that are looked at at a time
 

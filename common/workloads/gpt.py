@@ -117,19 +117,20 @@ def causal_attention(
     grouped = query.shape[1] != key.shape[1]
     if documents is not None and query.is_cuda:
         return private_api.document_attention(query, key, value, documents)
-    seen = None
+    written_out = query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= WRITTEN_OUT
+    if documents is None and not written_out:
+        if query.is_cuda and not private_api.has_flash(query):
+            # Of the operators of GPUs, only this one takes grouped heads. For others, torch would keep T x T scores.
+            key, value = (private_api.for_each_query(x, query) for x in (key, value))
+            grouped = False
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+    unseen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
     if documents is not None:
-        seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()  # (B, 1, T, T)
-    if query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= WRITTEN_OUT:
+        unseen = unseen | (documents[:, None, :, None] != documents[:, None, None, :])  # (B, 1, T, T)
+    if written_out:
         key, value = (private_api.for_each_query(x, query) for x in (key, value))
-        if seen is None:
-            seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-        return (query * query.shape[3] ** -0.5 @ key.mT).masked_fill(~seen, -torch.inf).softmax(3) @ value
-    if query.is_cuda and not private_api.has_flash(query):
-        # Of the operators of GPUs, only this one takes grouped heads. For others, torch would keep all T x T scores.
-        key, value = (private_api.for_each_query(x, query) for x in (key, value))
-        grouped = False
-    return F.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None, enable_gqa=grouped)
+        return (query * query.shape[3] ** -0.5 @ key.mT).masked_fill(unseen, -torch.inf).softmax(3) @ value
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=~unseen, enable_gqa=grouped)
 
 
 class Attention(nn.Module):

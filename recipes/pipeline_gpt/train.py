@@ -234,9 +234,9 @@ def run_schedule(model: Any, batches: list[data.Batch], run: Callable[..., Any])
     # Detached: its graph would hold a micro-batch's activations until the next step.
     loss = torch.stack(losses).detach().sum() / model.weight if losses else torch.zeros((), device=inputs.device)
     # Only the rank with the last stage counts, or samples would count once per stage.
-    counted = targets[: len(inputs) * bool(losses)]
-    weight = text.weight(inputs, counted)  # if some tokens do not count
-    return {"loss": loss, "count": torch.full((), len(counted), device=loss.device), **weight}
+    mine = targets[: len(inputs) * bool(losses)]
+    weight = text.weight(inputs, mine)  # if some tokens do not count
+    return {"loss": loss, "count": torch.full((), len(mine), device=loss.device), **weight}
 
 
 def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scale: Any) -> metrics.Sums:

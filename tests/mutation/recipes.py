@@ -312,7 +312,7 @@ FAULTS = (
     of(
         "pipeline_gpt",
         "the norm counts each pipeline",
-        'square = norm.square() / model.mesh["dp"].size()',
+        "square = norm.square() / model.process_group.size()",
         "square = norm.square()",
         equal("pipeline_gpt-2-pp-1-schedule-1F1B-num-layers-3"),
     ),
@@ -325,9 +325,9 @@ FAULTS = (
     ),
     of(
         "pipeline_gpt",
-        "gradients are added up over the stages in place of the pipelines",
-        'dist.all_reduce(total, group=model.mesh.get_group("dp"))',
-        'dist.all_reduce(total[:8], group=model.mesh.get_group("pp"))',
+        "only the first gradients are added up over the pipelines",
+        "dist.all_reduce(total, group=model.process_group)",
+        "dist.all_reduce(total[:8], group=model.process_group)",
         equal("pipeline_gpt-2-pp-1-schedule-1F1B-num-layers-3"),
     ),
     of(
