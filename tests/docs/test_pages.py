@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from common import session
-from common.workloads import gpt
+from common.workloads import gpt, moe
 from tools.copy.__main__ import parser as copier
 from tools.evaluate import flags as evaluate
 from tools.exercise.__main__ import parser as exerciser
@@ -270,7 +270,7 @@ def flags_of(recipe: str) -> set[str]:
     fields = [node for node in args.body if isinstance(node, ast.AnnAssign)]
     kinds = {ast.unparse(node.target): ast.unparse(node.annotation) for node in fields}
     for module, name in (ast.unparse(base).split(".") for base in args.bases):
-        inherited = dataclasses.fields(getattr({"session": session, "gpt": gpt}[module], name))
+        inherited = dataclasses.fields(getattr({"session": session, "gpt": gpt, "moe": moe}[module], name))
         kinds = {field.name: "bool" if field.type is bool else "" for field in inherited} | kinds
     names = {name.replace("_", "-"): kind for name, kind in kinds.items()}
     return {*names, *(f"no-{name}" for name, kind in names.items() if kind == "bool")}
