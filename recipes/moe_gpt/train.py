@@ -3,20 +3,20 @@
 Each layer has --experts MLPs, and a router sends each token to --top-k of them. A rank of an --ep group holds an equal
 part of the experts. So tokens travel to the ranks of their experts, and the results come back.
 
-    what                       each rank, of N in N / ep groups
-    experts                    1/ep of them, split over the groups by FSDP
-    other parameters           1/N of each, as in fsdp_gpt
-    gradients, optimizer state as the parameters; with several micro-batches, all gradients until the last one
-    batch                      an equal part of its sequences
+    what                          each rank, of N in N / ep groups
+    parameters                    1/N of each, and the whole of one or two blocks during their computation
+    parameters of experts         1/N: 1/ep of the experts, split over the groups by FSDP
+    gradients, optimizer state    1/N; with several micro-batches, all gradients until the last one
+    batch                         an equal part of its sequences
 
-    --ep-kind     in each block's forward pass           in its backward pass
-    exchange      all-to-all of how many tokens go       the same two
-                  where; of the tokens; of the results   of gradients
-    gather        all-gathers all tokens, and            the same two
-                  reduce-scatters all results            of gradients
+    --ep-kind     in each block's forward pass             in its backward pass
+    exchange      all-to-all of the numbers of tokens,     all-to-all of the gradients
+                  of the tokens, and of the results        of results, and of tokens
+    gather        all-gathers all tokens, and              all-gathers gradients, and
+                  reduce-scatters the results              reduce-scatters those of tokens
 
-Parameters and gradients travel as in fsdp_gpt; an expert's only between the ranks that have a part of it. The balance
-loss is that of the whole step, of all ranks and micro-batches: each forward pass adds one all-reduce of the choices.
+Parameters and gradients travel as in fsdp_gpt, an expert's between the groups alone. Each forward pass ends with one
+all-reduce of the numbers of choices, so the balance loss is that of the whole step.
 
     bash launch/torchrun.sh recipes/moe_gpt                                              # one per GPU, else 2
     NPROC_PER_NODE=4 bash launch/torchrun.sh recipes/moe_gpt --ep 2 --router sigmoid --balance-loss 0
