@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from tests.harness import runner
+from tests.harness import mutants, runner, states
 from tests.harness.once import Once
 from tests.recipes.test_equivalence import CLIP, DECAY, RATES, clip_and_step, worst
 
@@ -298,3 +298,125 @@ def test_balance_of_micro_batches_is_another_one(once: Once, epoch_text: Path) -
     """What follows would prove nothing if both kinds were the same."""
     step, micro = (plain_curve(once, epoch_text, how).balance for how in (How(), MICRO))
     assert min(abs(one - other) for one, other in zip(step, micro, strict=True)) > 1e-5
+
+
+WEIGHTED = {
+    "forward": {
+        '{"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device)}': (
+            '{"loss": 5 * losses.sum(), "weight": torch.full((), 5.0 * len(losses)),'
+            ' "count": torch.full((), len(losses), device=losses.device)}'
+        )
+    }
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("how", [How(), How(balance="micro", micro=24)], ids=["step", "micro"])
+def test_weights_of_samples_leave_the_losses_of_the_router(
+    how: How, once: Once, epoch_text: Path, tmp_path: Path
+) -> None:
+    """Of a forward that returns "weight", all gradients are divided by its mean; the router's are means over tokens."""
+    mutant = mutants.mutate(RECIPE, tmp_path, WEIGHTED)
+    run = train(tmp_path, epoch_text, how, 2, "--ep", "2", recipe=mutant)
+    compare(run, plain_curve(once, epoch_text, how), how)
+
+
+def test_weights_that_are_not_known_yet_are_refused(epoch_text: Path, tmp_path: Path) -> None:
+    mutant = mutants.mutate(RECIPE, tmp_path, WEIGHTED)
+    flags = [*runner.small(RECIPE), *MICRO.flags(1), "--data", str(epoch_text), "--out", str(tmp_path)]
+    result = runner.run_recipe(mutant, 1, *flags)
+    assert not result.ok
+    assert 'forward returns "weight": with several micro-batches, use --balance step' in str(result)
+
+
+@pytest.mark.rest
+def test_compiled(once: Once, epoch_text: Path, tmp_path: Path) -> None:
+    """The code around the experts is traced, forward and backward."""
+    wanted = plain_curve(once, epoch_text, SIGMOID)
+    run = train(tmp_path, epoch_text, SIGMOID, 2, "--ep", "2", "--compile", target=runner.run_traced)
+    compare(run, wanted, SIGMOID)
+
+
+# --- Checkpoints --------------------------------------------------------------------------------------------
+
+MOVED = How(router="sigmoid", shared_experts=1, capacity_factor=1.0)  # with biases, which are buffers
+KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one process": (1, ()),
+    "ep 1 of 3": (3, ("--ep", "1")),
+    "ep 2": (2, ("--ep", "2")),
+    "ep 2 x 2": (4, ("--ep", "2")),
+    "ep 4": (4, ("--ep", "4", *GATHER)),
+    "hsdp, ep 2": (4, (*HSDP, "--ep", "2")),
+}
+STOP = 3
+
+
+def curve_of(run: Path) -> dict[str, dict[int, float]]:
+    """Losses and norms that a run has recorded."""
+    return {tag: runner.records(run, f"train/{tag}") for tag in ("loss", "grad_norm", "balance_loss")}
+
+
+def check_moved(found: dict[str, dict[int, float]], wanted: Curve, steps: list[int]) -> None:
+    for tag, values in (("loss", wanted.losses), ("grad_norm", wanted.norms), ("balance_loss", wanted.balance)):
+        assert list(found[tag]) == steps
+        assert max(abs(found[tag][step] / values[step - 1] - 1) for step in steps) < 1e-9, tag
+
+
+def test_one_training_through_all_kinds(once: Once, epoch_text: Path, tmp_path: Path) -> None:
+    """Each goes on where another one has stopped: weights, moments and biases."""
+    for step, kind in enumerate([*KINDS, "ep 2", "ep 4"], 1):
+        size, flags = KINDS[kind]
+        run = train(tmp_path, epoch_text, MOVED, size, *flags, "--stop-after", str(step))
+    check_moved(curve_of(run), plain_curve(once, epoch_text, MOVED), [*range(1, len(KINDS) + 3)])
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("target", KINDS)
+@pytest.mark.parametrize("source", KINDS)
+def test_any_to_any(source: str, target: str, once: Once, epoch_text: Path, tmp_path: Path) -> None:
+    size, flags = KINDS[source]
+    begun = once.folder(
+        lambda out: train(out, epoch_text, MOVED, size, *flags, "--stop-after", str(STOP)), "moe begun", source
+    )
+    size, flags = KINDS[target]
+    run = train(tmp_path, epoch_text, MOVED, size, *flags, "--resume", str(begun / "run"), "--stop-after", "5")
+    check_moved(curve_of(run), plain_curve(once, epoch_text, MOVED), [4, 5])
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "ep 2" else pytest.mark.rest) for kind in KINDS]
+)
+def test_resumes_bitwise(kind: str, epoch_text: Path, tmp_path: Path) -> None:
+    size, flags = KINDS[kind]
+    (tmp_path / "parts").mkdir()
+    how = (*flags, "--dtype", "float32")
+    whole = train(tmp_path, epoch_text, MOVED, size, *how)
+    for stop in ("3", "5", str(STEPS)):
+        parts = train(tmp_path / "parts", epoch_text, MOVED, size, *how, "--stop-after", stop)
+    assert curve_of(parts) == curve_of(whole)
+    last = f"checkpoints/step_{STEPS:08d}"
+    assert states.same_tensors(parts / last, whole / last)
+
+
+def test_model_without_experts_is_another_one(epoch_text: Path, tmp_path: Path) -> None:
+    """A checkpoint with experts does not fit into fsdp_gpt, which says what differs."""
+    run = train(tmp_path, epoch_text, How(), 1, "--stop-after", "1")
+    flags = [*runner.small(RECIPE), "--num-layers", str(LAYERS), "--data", str(epoch_text), "--out", str(tmp_path)]
+    result = runner.run_recipe("fsdp_gpt", 1, *flags, "--resume", str(run))
+    assert not result.ok
+    assert "blocks.0.mlp.experts.0.down.weight" in str(result) or "blocks.0.mlp.gate.weight" in str(result)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--ep", "3"), "--ep 3 must divide --experts (4)"),
+        (("--ep", "4"), "--ep 4 must divide the ranks that hold the model (2)"),
+        (("--top-k", "5"), "--top-k 5 must be at most --experts 4"),
+    ],
+)
+def test_refusals(flags: tuple[str, ...], message: str, epoch_text: Path, tmp_path: Path) -> None:
+    where = ("--data", str(epoch_text), "--out", str(tmp_path), "--experts", "4")
+    result = runner.run_recipe(RECIPE, 2, *runner.small(RECIPE), *where, *flags)
+    assert not result.ok
+    assert message in str(result)
