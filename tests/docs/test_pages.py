@@ -24,7 +24,7 @@ from tools.prove import flags as prove
 
 from tests.faults import table
 from tests.harness import pages, runner
-from tests.recipes import test_porting
+from tests.recipes import test_moe, test_porting
 
 ROOT = runner.ROOT
 DOCS = sorted(ROOT.glob("docs/**/*.md"))
@@ -347,7 +347,7 @@ def test_readme_is_short() -> None:
 
 def test_readme_shows_the_figures() -> None:
     """Those that the pages have, which commands have measured; and no other in bold."""
-    layouts = sum(len(runner.layouts(recipe)) for recipe in runner.SUPERVISED)
+    layouts = sum(len(runner.layouts(recipe)) for recipe in runner.SUPERVISED) + len(test_moe.LAYOUTS)
     wanted = [f"**{layouts} layouts**"]
     for page in ("measured/faults", "checkpoints"):
         sums = pages.parts((ROOT / "docs" / f"{page}.md").read_text())["sum"]
