@@ -275,7 +275,7 @@ class GPT(nn.Module):
             return torch.ones(size)
         if name.endswith(".bias"):
             return torch.zeros(size)
-        adds = name.endswith(("attention.output.weight", "mlp.down.weight"))
+        adds = name.endswith(("attention.output.weight", ".down.weight"))  # the latter of an MLP, or of an expert
         std = INIT_STD / math.sqrt(2 * self.shape.num_layers) if adds else INIT_STD
         return torch.empty(size).normal_(0, std, generator=generator)
 

@@ -12,6 +12,7 @@ def of(module: str, name: str, old: str, new: str, *tests: str) -> Fault:
 
 AVERAGE = "tests/recipes/test_average.py"
 GUARD = "tests/train/test_guard.py"
+MOE = "tests/recipes/test_moe.py"
 
 FAULTS = (
     # --- train ---
@@ -232,6 +233,65 @@ FAULTS = (
         "if count not in (0, 1)",
         "if count < 0",
         "test_twins",
+    ),
+    of(
+        "workloads/moe",
+        "the balance loss does not reach the router",
+        "probabilities.sum((0, 1)),",
+        "probabilities.sum((0, 1)).detach(),",
+        f"{MOE}::test_float64[ep 2]",
+    ),
+    of(
+        "workloads/moe",
+        "weights of scores do not add up to one",
+        "return chosen, best / best.sum(2, keepdim=True), ",
+        "return chosen, best, ",
+        "test_weights_of_a_token_add_up_to_one",
+        f"{MOE}::test_float64[ep 2 x 2, sigmoid and shared]",
+    ),
+    of(
+        "workloads/moe",
+        "weights are shares of all experts",
+        "return chosen, best.softmax(2), logits.softmax(2)",
+        "return chosen, logits.softmax(2).gather(2, chosen), logits.softmax(2)",
+        "test_logits_and_balance_loss_are_those_of_mixtral",
+        f"{MOE}::test_float64[ep 2]",
+    ),
+    of(
+        "workloads/moe",
+        "shared experts count twice",
+        "mixed + self.shared(x)",
+        "mixed + 2 * self.shared(x)",
+        f"{MOE}::test_float64[ep 2 x 2, sigmoid and shared]",
+    ),
+    of(
+        "workloads/moe",
+        "the bias counts in the weights",
+        "best = scores.gather(2, chosen)",
+        "best = (scores + self.balance_bias).gather(2, chosen)",
+        f"{MOE}::test_float64[ep 2 x 2, sigmoid and shared]",
+    ),
+    of(
+        "workloads/moe",
+        "an expert takes the first tokens of a micro-batch",
+        "is_chosen.cumsum(1).gather(2, chosen)",
+        "is_chosen.flatten(0, 1).cumsum(0).view_as(is_chosen).gather(2, chosen)",
+        "test_capacity_takes_the_first_of_each_sequence",
+        f"{MOE}::test_float64[ep 2, gathered, with capacity]",
+    ),
+    of(
+        "workloads/moe",
+        "results return to the next token",
+        "index_copy(0, order, rows)",
+        "index_copy(0, order, rows.roll(1, 0))",
+        "test_logits_and_balance_loss_are_those_of_mixtral",
+    ),
+    of(
+        "workloads/moe",
+        "biases rise for experts with many tokens",
+        "layer.balance_bias.add_(row, alpha=rate)",
+        "layer.balance_bias.sub_(row, alpha=rate)",
+        f"{MOE}::test_float64[ep 2 x 2, sigmoid and shared]",
     ),
     of(
         "workloads/gpt",
