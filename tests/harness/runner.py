@@ -122,6 +122,12 @@ class Layout:
         return tuple(part for pair in pairs if pair[0] not in SIZES for part in pair)
 
     @property
+    def with_experts(self) -> tuple[str, ...]:
+        """Its strategy of the recipe's own model, which may have experts: what is compared with itself needs no less."""
+        pairs = zip(self.strategy[::2], self.strategy[1::2], strict=True)
+        return tuple(part for pair in pairs if pair != WITHOUT_EXPERTS for part in pair)
+
+    @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
         """What is not as in `small`."""
         pairs = zip(self.flags[::2], self.flags[1::2], strict=True)

@@ -397,8 +397,8 @@ FAULTS = (
     of(
         "moe_gpt",
         "the balance of a step is that of its micro-batches",
-        "balances_step and len(step) > 1 else ({}, None)",
-        "balances_step and len(step) > 9 else ({}, None)",
+        "args.balance_loss > 0 and len(step) > 1 and",
+        "args.balance_loss > 0 and len(step) > 9 and",
         f"{MOE}::test_float64[ep 2]",
     ),
     of(
