@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 # Purposes; each has its own stream, because its number is mixed in after the seed.
-INIT, ORDER, AUGMENT, STEP, HOLD_OUT, EPISODE, ACTION, PLACE, SHADOW, FADING = range(10)
+INIT, ORDER, AUGMENT, STEP, HOLD_OUT, EPISODE, ACTION, PLACE, SHADOW, FADING, MIXTURE = range(11)
 MASK = 2**64 - 1  # of 64 bits
 
 

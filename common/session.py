@@ -146,7 +146,7 @@ class Session:
         self._profile = profile.Profile(args, *steps, world, found.run_dir)  # measure
         self._pace = pace.Pace(world.device, f"rank {world.rank} on {world.host}")  # measure
         run_dir.claim(found.run_dir, world.process)
-        start.check_newest(found)
+        found = start.check_newest(found, plan.order)
         self._stop = stop.Stop(world, args.deadline, *steps)
         process_group.set_timeout(mesh, args.hang_timeout)  # protect
         self._watch = world.process.watch  # protect

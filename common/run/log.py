@@ -135,7 +135,8 @@ class Run:
         self._num_samples = num_samples
         self._trained_s = self._seconds
         self._first = self._first or (self._trained_s, data_wait_s)
-        tagged = self._record(step, "train", shown)
+        of_order = self._plan.order.logged(self._plan.position(step)) if self._plan.order else {}
+        tagged = self._record(step, "train", shown | of_order)
         perf = {
             "samples_per_s": rate,
             **{f"{unit}_per_s": rate * number for unit, number in self._sample.units.items()},
@@ -221,7 +222,9 @@ class Run:
         self.records.close()
 
     def _record(self, step: int, group: str, values: Mapping[str, float]) -> dict[str, float]:
-        tagged = {key if "/" in key else f"{group}/{key}": value for key, value in values.items()}
+        # A name has a group already, such as rl/return, or it is that of a part of a value, such as loss/NAME.
+        own = {key for key in values if "/" in key and key.partition("/")[0] not in values}
+        tagged = {key if key in own else f"{group}/{key}": value for key, value in values.items()}
         self.records.write(step, tagged)
         return tagged
 

@@ -1,6 +1,7 @@
 """What a run starts from: its folder and the checkpoint that it continues, weights of another model, or nothing."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,8 +75,11 @@ def find(out: str, name: str, resume: str, model: nn.Module | None = None, **fin
     return Found(run_dir, fingerprint, path, progress, newest)
 
 
-def check_newest(found: Found) -> None:
+def check_newest(found: Found, order: Any = None) -> Found:
     """Look again, now that no other job can save in the run's folder (all ranks).
+
+    Returns:
+        The same, with what the training set's own order adds to the facts that checkpoints keep.
 
     Raises:
         UserError: another job has saved there since `find`: this one would overwrite what that one has recorded.
@@ -86,6 +90,7 @@ def check_newest(found: Found) -> None:
             f"--name {found.run_dir.name}: another job has saved step {newest} in {found.run_dir} while this one was "
             "starting: start this one again, and it resumes from there"
         )
+    return dataclasses.replace(found, fingerprint=found.fingerprint | order.facts()) if order else found
 
 
 def restore(

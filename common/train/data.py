@@ -24,6 +24,7 @@ class Batch(NamedTuple):
     targets: Any  # (b, ...); None if they are among the inputs
     step_samples: int  # samples of the whole step, over all ranks and micro-batches
     last: bool  # whether this micro-batch ends the step
+    sources: Any = None  # of a mixture: for each source's name, (b,) bool, whether a sample is of it
 
 
 class BatchReader(Protocol):
@@ -71,6 +72,8 @@ class _Reads(torch.utils.data.Dataset):
     def __getitem__(self, request: Request) -> Batch | UserError:
         try:
             batch = Batch(*self.reader.read(request.epochs, request.indices), request.step_samples, request.last)
+            if hasattr(self.reader, "sources"):
+                batch = batch._replace(sources=self.reader.sources(request.indices))
         except UserError as error:
             return error  # raised in a worker process, it would arrive inside a traceback
         if torch.utils.data.get_worker_info():
@@ -202,7 +205,13 @@ class Loader:
 
 
 def training(train: BatchReader, plan: Plan, dp_rank: int, workers: int, device: torch.device) -> Loader:
-    """This rank's batches of all remaining steps."""
+    """This rank's batches of all remaining steps.
+
+    Raises:
+        UserError: the plan lacks the set's own order.
+    """
+    if hasattr(train, "make_order") and plan.order is None:
+        raise UserError("the training set has an order of its own: give sampler.make_plan `train`, not `len(train)`")
     return Loader(train, sampler.training_requests(plan, dp_rank), workers, device)
 
 

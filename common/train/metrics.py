@@ -11,8 +11,8 @@ from common import UserError
 
 Sums = dict[str, torch.Tensor]
 MetricsOf = Callable[[dict[str, float]], Mapping[str, float]]  # makes the metrics to show of means
-# Metrics of which the lowest is best, by the end of their names.
-LOWER = re.compile("[/_](loss|bits_per_byte|perplexity|error|mae|mse|rmse|wer|cer|fid)$")
+# Metrics of which the lowest is best, by the end of their names; behind it may be the name of a source.
+LOWER = re.compile(r"[/_](loss|bits_per_byte|perplexity|error|mae|mse|rmse|wer|cer|fid)(/[\w.-]+)?$")
 
 
 def add(total: Sums, sums: Sums) -> Sums:
@@ -38,15 +38,23 @@ def means(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
     Args:
         sums: scalar tensors of this rank; "count" is the number of samples; "weight", where it is there, is that of
-            the tokens, pixels or boxes that all other sums are over.
+            the tokens, pixels or boxes that all other sums are over. "count/NAME" and "weight/NAME" are those of a
+            part of the samples, such as a source of a mixture, for sums such as "loss/NAME".
 
     Returns:
-        The mean of each sum except "count" and "weight"; NaN if there is no sample. A "weight" of 0 counts as 1.
+        The mean of each sum except counts and weights; NaN if there is no sample, and nothing of a part without one. A
+        weight of 0 counts as 1.
     """
     found = totals(sums)
-    count = found.pop("count")
-    divisor = (found.pop("weight", count) or 1.0) if count else 0.0
-    return {key: total / divisor if divisor else math.nan for key, total in found.items()}
+    shown = {}
+    for key in found:
+        name, slash, part = key.partition("/")
+        of_part = slash + part if f"count{slash}{part}" in found else ""
+        count = found[f"count{of_part}"]
+        divisor = (found.get(f"weight{of_part}", count) or 1.0) if count else 0.0
+        if name not in ("count", "weight") and (count or not of_part):
+            shown[key] = found[key] / divisor if divisor else math.nan
+    return shown
 
 
 def weight_per_sample(sums: Sums) -> torch.Tensor:

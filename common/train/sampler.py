@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -137,6 +137,8 @@ class Plan:
         start: samples consumed before the next step.
         end: samples consumed after the last step.
         division: how each step's samples are divided.
+        order: of the training set, if it has one of its own, as a mixture has: `samples(positions)` gives epochs and
+            indices, `facts()` what a checkpoint keeps, `logged(position)` values by TensorBoard tag.
     """
 
     num_samples: int
@@ -146,6 +148,7 @@ class Plan:
     start: int
     end: int
     division: Division
+    order: Any = None
 
     def __str__(self) -> str:
         """The steps to do and their samples, for the terminal."""
@@ -171,6 +174,8 @@ class Plan:
 
         In a stream, the position is the index.
         """
+        if self.order:
+            return self.order.samples(np.arange(start, stop))
         if not self.num_samples:
             return np.zeros(stop - start, int), np.arange(start, stop)
         epochs, offsets = np.divmod(np.arange(start, stop), self.num_samples)
@@ -182,13 +187,14 @@ class Plan:
 
 
 def make_plan(
-    division: Division, num_samples: int, *, run_seed: int, max_steps: int, epochs: int = 0, progress: Mapping[str, int]
+    division: Division, train: Any, *, run_seed: int, max_steps: int, epochs: int = 0, progress: Mapping[str, Any]
 ) -> Plan:
     """Plan the training from its length and a checkpoint's progress.
 
     Args:
         division: how each step's samples are divided.
-        num_samples: size of the training set; 0 for a stream, or if samples are generated.
+        train: the training set, which may have `make_order(run_seed, progress)` for an order of its own; or its size:
+            0 for a stream, or if samples are generated.
         run_seed: decides the order of the samples.
         epochs: length of the training if `max_steps` is 0.
         max_steps: length of the training in steps, or 0.
@@ -199,6 +205,7 @@ def make_plan(
         UserError: neither the number of steps nor that of samples is known; or the checkpoint is of an older format, in
             the middle of an epoch of a set whose order was another then.
     """
+    num_samples = train if isinstance(train, int) else len(train)
     if not num_samples and not max_steps:
         raise UserError("--max-steps 0 is for --epochs, and nobody knows how long a stream is: set --max-steps")
     step = progress.get("step", 0)
@@ -213,7 +220,8 @@ def make_plan(
     if not max_steps:
         remaining = max(0, epochs * num_samples - start)
         max_steps = step + ceil_div(remaining, division.global_batch_size)
-    return Plan(num_samples, run_seed, step, max_steps, start, start + remaining, division)
+    order = train.make_order(run_seed, progress) if hasattr(train, "make_order") else None
+    return Plan(num_samples, run_seed, step, max_steps, start, start + remaining, division, order)
 
 
 def check_min_samples(plan: Plan, least: int, num_devices: int = 1) -> None:

@@ -5,11 +5,14 @@ from typing import Any
 
 import numpy as np
 
+from common import printable, ranks
+
 # Marks.
 START = 1  # the first token of a document
 PROMPT = 2  # a token that does not count
 IGNORED = -100  # the target of a token that does not count
 SCANNED = 2**24  # tokens that are looked at at a time
+SHOWN = 400  # characters of a sample
 
 
 class DocumentRows:
@@ -167,3 +170,27 @@ def _place(
     with_space[space - fits * length].append(into[:full])
     if rest:
         with_space[space - rest * length].append(into[full:])
+
+
+def say(rows: DocumentRows, seq_len: int, loss_on: str) -> None:
+    """How the documents of the training split lie in rows."""
+    cut = f", {rows.num_cut:,} longer than a row and cut" if rows.num_cut else ""
+    dropped = ""
+    if rows.num_dropped:
+        why = "no token of an answer" if loss_on == "answers" else "fewer than two tokens"
+        dropped = f"; {rows.num_dropped:,} documents or pieces left out, with {why}"
+    ranks.print0(
+        f"data     {rows.num_documents:,} document(s) kept apart in {len(rows):,} row(s) of {seq_len}, "
+        f"{rows.padding:.1%} padding{cut}{dropped}; --attend row would let each read those before it"
+    )
+
+
+def show_answers(rows: DocumentRows, tokenizer: Any) -> None:
+    """One chat, with what counts between » and «, as people check it by eye."""
+    tokens, counts = rows.first()
+    bounds = np.flatnonzero(np.diff(counts)) + 1
+    shown = ""
+    for part, is_answer in zip(np.split(tokens, bounds), counts[[0, *bounds]], strict=True):
+        written = tokenizer.decode(part.tolist(), skip_special_tokens=False)
+        shown += f"»{written}«" if is_answer else written
+    ranks.print0(f"data     what counts, between » and «: {printable(shown, SHOWN)}")

@@ -345,6 +345,8 @@ def _sequence_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
     return F.cross_entropy(float_logits, targets.flatten(), reduction="none").view(targets.shape).mean(1)
 
 
-def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the losses of a batch's sequences, ()."""
-    return sequence_losses(logits, targets).sum()
+def loss(logits: torch.Tensor, targets: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+    """Sum of the losses of a batch's sequences, (); those of each, (B,), are appended to `losses`."""
+    found = sequence_losses(logits, targets)
+    losses.append(found.detach())  # its graph would hold a micro-batch's activations until the next step
+    return found.sum()

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from common import UserError, printable, ranks
-from common.workloads import document_rows, documents, packed, parsing, splits, stdlib, token_files
+from common import UserError, ranks
+from common.train import data
+from common.workloads import document_rows, documents, mixed, packed, parsing, splits, stdlib, token_files
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-SHOWN = 400  # characters of a sample
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,11 @@ class Text:
         """Units in a sample, for rates."""
         return {"tokens": self.seq_len}
 
+    @property
+    def num_targets(self) -> int:
+        """Tokens that count in an epoch."""
+        return self.rows.num_targets if self.rows is not None else len(self) * self.seq_len
+
     def digest(self) -> str:
         """Hash of the tokens and of how they are cut: ranks compare it before they train together."""
         tokens = self.packed_digest or hashlib.sha256(np.asarray(self.tokens).data).hexdigest()
@@ -96,28 +100,58 @@ class Text:
         return torch.from_numpy(rows[:, :-1].astype(np.int64)), torch.from_numpy(rows[:, 1:].astype(np.int64))
 
 
-def weight(inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+def weight(inputs: torch.Tensor, targets: torch.Tensor, mine: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """What the mean loss of a step is over, if that is not its sequences: the share of each that counts, summed.
 
     Args:
         inputs: what `Text.read` returns. With documents that are kept apart, a row has padding, and perhaps prompts.
         targets: (b, T).
+        mine: (b,) bool, the sequences to sum over; None for all.
 
     Returns:
         "weight", (); nothing where all tokens count.
     """
-    return {"weight": (targets != document_rows.IGNORED).double().mean(1).sum()} if inputs.ndim == 3 else {}
+    if inputs.ndim == 2:
+        return {}
+    shares = (targets != document_rows.IGNORED).double().mean(1)
+    return {"weight": (shares if mine is None else torch.where(mine, shares, 0)).sum()}
+
+
+def sums(batch: data.Batch, losses: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What forward returns beside "loss" and "count": a weight, and the sums of each source of a mixture.
+
+    Args:
+        batch: what was read.
+        losses: (b,), the mean over each sequence; (0,) if another rank has them.
+    """
+    targets = batch.targets[: len(losses)]
+    found = weight(batch.inputs, targets)
+    for name, whole in (batch.sources or {}).items():
+        mine = whole[: len(losses)]
+        found[f"loss/{name}"] = torch.where(mine, losses.detach(), 0).sum()
+        found[f"count/{name}"] = mine.sum()
+        found |= {f"{key}/{name}": one for key, one in weight(batch.inputs, targets, mine).items()}
+    return found
+
+
+def joined(batches: Sequence[data.Batch]) -> data.Batch:
+    """Several micro-batches as one."""
+    inputs = torch.cat([batch.inputs for batch in batches])
+    targets = torch.cat([batch.targets for batch in batches])
+    names = batches[0].sources or {}
+    sources = {name: torch.cat([batch.sources[name] for batch in batches]) for name in names}
+    return batches[-1]._replace(inputs=inputs, targets=targets, sources=sources)
 
 
 def load(
     name: str, seq_len: int, tokenizer: str = "", columns: str = "", attend: str = "row", loss_on: str = "all"
-) -> tuple[Text, Text]:
-    """Read a training and a validation split.
+) -> tuple[Any, Any]:
+    """Read a training and a validation split: of a set a `Text` each, of a mixture a `mixed.Mixed` each.
 
     Args:
         name: "stdlib" (built in), a folder of packed tokens (see `token_files`), or a folder of .txt, .jsonl or
             .parquet files or a hub id for `datasets.load_dataset`. A row of a .txt file is a line, any other row a
-            document, which ends with the tokenizer's token for that.
+            document, which ends with the tokenizer's token for that. Or several of these, with weights; see `mixed`.
         seq_len: tokens of a sequence.
         tokenizer: path of a Hugging Face tokenizer.json; "" makes each byte of UTF-8 a token.
         columns: names of the columns to read, with commas between; "" for the column of strings with the most text.
@@ -128,6 +162,14 @@ def load(
     Raises:
         UserError: there is no text, too little text, or the tokenizer or the columns cannot be used.
     """
+    how = (seq_len, tokenizer, columns, attend, loss_on)
+    if sources := mixed.parse(name):
+        return mixed.mix(sources, [_load(source.place, *how) for source in sources])
+    return _load(name, *how)
+
+
+def _load(name: str, seq_len: int, tokenizer: str, columns: str, attend: str, loss_on: str) -> tuple[Text, Text]:
+    """Both splits of one set."""
     is_built_in = splits.parse(name).without_split == "stdlib"
     for flag, value in (("--tokenizer", tokenizer), ("--text-columns", columns)):
         if is_built_in and value:
@@ -234,9 +276,9 @@ def _load_rows(name: str, seq_len: int, tokenizer: str, columns: str, attend: st
     kind = "tokens" if vocabulary else "bytes"
     _say(name, [part.tokens for part in loaded], kind, encoder.vocab_size, f"; {columns}{end}{held_out}")
     if rows := loaded[0].rows:
-        _say_rows(rows, seq_len, loss_on)
-        if loss_on == "answers" and len(rows):
-            _show_answers(rows, vocabulary)
+        document_rows.say(rows, seq_len, loss_on)
+        if vocabulary and loss_on == "answers" and len(rows):
+            document_rows.show_answers(rows, vocabulary.model)
     return loaded[0], loaded[1]
 
 
@@ -245,31 +287,6 @@ def _say(name: str, parts: Sequence[Any], kind: str, vocab_size: int, more: str)
     ranks.print0(
         f"data     {name}: {train} training and {validation} validation {kind}, vocabulary {vocab_size:,}{more}"
     )
-
-
-def _say_rows(rows: document_rows.DocumentRows, seq_len: int, loss_on: str) -> None:
-    """How the documents of the training split lie in rows."""
-    cut = f", {rows.num_cut:,} longer than a row and cut" if rows.num_cut else ""
-    dropped = ""
-    if rows.num_dropped:
-        why = "no token of an answer" if loss_on == "answers" else "fewer than two tokens"
-        dropped = f"; {rows.num_dropped:,} documents or pieces left out, with {why}"
-    ranks.print0(
-        f"data     {rows.num_documents:,} document(s) kept apart in {len(rows):,} row(s) of {seq_len}, "
-        f"{rows.padding:.1%} padding{cut}{dropped}; --attend row would let each read those before it"
-    )
-
-
-def _show_answers(rows: document_rows.DocumentRows, vocabulary: documents.Vocabulary | None) -> None:
-    """One chat, with what counts between » and «, as people check it by eye."""
-    assert vocabulary is not None  # chats need one
-    tokens, counts = rows.first()
-    bounds = np.flatnonzero(np.diff(counts)) + 1
-    shown = ""
-    for part, is_answer in zip(np.split(tokens, bounds), counts[[0, *bounds]], strict=True):
-        written = vocabulary.model.decode(part.tolist(), skip_special_tokens=False)
-        shown += f"»{written}«" if is_answer else written
-    ranks.print0(f"data     what counts, between » and «: {printable(shown, SHOWN)}")
 
 
 def _cut(column: str, content: str) -> tuple["Dataset", "Dataset"]:

@@ -118,8 +118,8 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
     dtype = precision.compute_dtype(args.dtype, batch.inputs.device)
     with precision.autocast(batch.inputs.device, dtype):
         losses = model(batch.inputs, batch.targets)  # (b,), the mean over each sequence
-    weight = text.weight(batch.inputs, batch.targets)  # if some tokens do not count
-    return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device), **weight}
+    more = text.sums(batch, losses)  # the weight, if some tokens do not count; each source of a mixture
+    return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device), **more}
 
 
 # --- 3 Strategy -------------------------------------------------------------------------------------------
@@ -473,7 +473,7 @@ def main(process: Process) -> None:
     # Refuses a checkpoint of another model before this one takes memory. Optional: seed and data, which are compared.
     found = start.find(args.out, process.name, args.resume, model, seed=args.seed, data=train.digest())
     plan = sampler.make_plan(
-        division, len(train), run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
+        division, train, run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
     )
     # Optional: without it, the log shows neither MFU nor tokens per second.
     counted = flops.count_sample(lambda plain, batch: forward(args, plain, batch)["loss"], model, train)

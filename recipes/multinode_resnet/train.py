@@ -230,7 +230,7 @@ def main(process: Process) -> None:
     # Refuses a checkpoint of another model before this one takes memory. Optional: seed and data, which are compared.
     found = start.find(args.out, process.name, args.resume, model, seed=args.seed, data=train.digest())
     plan = sampler.make_plan(
-        division, len(train), run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
+        division, train, run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
     )
     # Optional: without it, the log shows neither MFU nor tokens per second.
     counted = flops.count_sample(lambda plain, batch: forward(args, plain, batch)["loss"], model, train)

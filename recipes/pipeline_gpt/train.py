@@ -115,8 +115,8 @@ def forward(args: Args, model: Any, batch: data.Batch) -> metrics.Sums:
     dtype = precision.compute_dtype(args.dtype, batch.inputs.device)
     with precision.autocast(batch.inputs.device, dtype):
         losses = model(batch.inputs, batch.targets)  # (b,), the mean over each sequence
-    weight = text.weight(batch.inputs, batch.targets)  # if some tokens do not count
-    return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device), **weight}
+    more = text.sums(batch, losses)  # the weight, if some tokens do not count; each source of a mixture
+    return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device), **more}
 
 
 # --- 3 Strategy -------------------------------------------------------------------------------------------
@@ -163,6 +163,7 @@ class Pipeline(nn.Module):
     division: sampler.Division
     schedule: Any  # of torch, which sends micro-batches through the stages
     weight: Any = 1.0  # of each loss in the gradient
+    losses: Any = ()  # of the sequences of each micro-batch; the rank with the last stage appends them
     tied_group: Any = None  # the two ranks that each have a copy of a tied embedding, if this rank is one of them
 
     def compile(self) -> None:
@@ -212,7 +213,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     pipeline.schedule = schedules.get_schedule_class(args.schedule)(
         parts if len(parts) > 1 else parts[0],
         pipeline.division.num_micro_batches,
-        loss_fn=lambda logits, targets: gpt.loss(logits, targets) * pipeline.weight,
+        loss_fn=lambda logits, targets: gpt.loss(logits, targets, pipeline.losses) * pipeline.weight,
         scale_grads=False,
     )
     return pipeline
@@ -220,23 +221,20 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
 
 def run_schedule(model: Any, batches: list[data.Batch], run: Callable[..., Any]) -> metrics.Sums:
     """Send micro-batches through the stages by the schedule's `step` or `eval`; only the last stage has the sums."""
-    inputs = torch.cat([batch.inputs for batch in batches])
-    targets = torch.cat([batch.targets for batch in batches])
+    batch = text.joined(batches)
     # A schedule always runs the same number of micro-batches of one size: pad with empty sequences, whose loss is 0.
     # F.pad takes the last dim first: nothing to the length, then rows.
-    fill = (0, 0, 0, model.division.num_micro_batches * model.division.micro_batch_size - len(inputs))
-    losses: list[torch.Tensor] = []
+    fill = (0, 0, 0, model.division.num_micro_batches * model.division.micro_batch_size - len(batch.inputs))
+    model.losses = []
     # Only the rank with the first stage passes inputs; the last stage compares with the targets.
-    tokens, *positions = inputs.unbind(1) if inputs.ndim == 3 else [inputs]
+    tokens, *positions = batch.inputs.unbind(1) if batch.inputs.ndim == 3 else [batch.inputs]
     for_all = {"positions": F.pad(positions[0], fill)} if positions else {}  # where documents are kept apart
     first = [F.pad(tokens, fill)] if model.ends[0] else []
-    run(*first, **for_all, target=F.pad(targets, fill, value=-100), losses=losses)
-    # Detached: its graph would hold a micro-batch's activations until the next step.
-    loss = torch.stack(losses).detach().sum() / model.weight if losses else torch.zeros((), device=inputs.device)
+    run(*first, **for_all, target=F.pad(batch.targets, fill, value=-100))
     # Only the rank with the last stage counts, or samples would count once per stage.
-    mine = targets[: len(inputs) * bool(losses)]
-    weight = text.weight(inputs, mine)  # if some tokens do not count
-    return {"loss": loss, "count": torch.full((), len(mine), device=loss.device), **weight}
+    losses = torch.cat(model.losses or [batch.inputs.new_zeros(0)])[: len(batch.inputs)]
+    more = text.sums(batch, losses)  # the weight, if some tokens do not count; each source of a mixture
+    return {"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device), **more}
 
 
 def forward_backward(args: Args, model: Any, batches: Iterator[data.Batch], scale: Any) -> metrics.Sums:
@@ -366,7 +364,7 @@ def main(process: Process) -> None:
     # Refuses a checkpoint of another model before this one takes memory. Optional: seed and data, which are compared.
     found = start.find(args.out, process.name, args.resume, model, seed=args.seed, data=train.digest())
     plan = sampler.make_plan(
-        division, len(train), run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
+        division, train, run_seed=args.seed, epochs=args.epochs, max_steps=args.max_steps, progress=found.progress
     )
     # Optional: without it, the log shows neither MFU nor tokens per second.
     counted = flops.count_sample(lambda plain, batch: forward(args, plain, batch)["loss"], model, train)

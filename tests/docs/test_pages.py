@@ -270,7 +270,9 @@ def flags_of(recipe: str) -> set[str]:
     fields = [node for node in args.body if isinstance(node, ast.AnnAssign)]
     kinds = {ast.unparse(node.target): ast.unparse(node.annotation) for node in fields}
     for module, name in (ast.unparse(base).split(".") for base in args.bases):
-        inherited = dataclasses.fields(getattr({"session": session, "gpt": gpt, "moe": moe, "text": text}[module], name))
+        inherited = dataclasses.fields(
+            getattr({"session": session, "gpt": gpt, "moe": moe, "text": text}[module], name)
+        )
         kinds = {field.name: "bool" if field.type is bool else "" for field in inherited} | kinds
     names = {name.replace("_", "-"): kind for name, kind in kinds.items()}
     return {*names, *(f"no-{name}" for name, kind in names.items() if kind == "bool")}

@@ -628,7 +628,8 @@ def _shrink() -> None:
     _replace(flops, "count_sample", lambda loss, model, train: flops.Sample(1e12, train.sample_units))
     real = sampler.make_plan
 
-    def make_plan(division: sampler.Division, num_samples: int, **kwargs: Any) -> sampler.Plan:
+    def make_plan(division: sampler.Division, train: Any, **kwargs: Any) -> sampler.Plan:
+        num_samples = train if isinstance(train, int) else len(train)
         return real(division, min(num_samples, EPOCH_STEPS * division.global_batch_size), **kwargs)
 
     _replace(sampler, "make_plan", make_plan)

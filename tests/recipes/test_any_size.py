@@ -102,7 +102,7 @@ def check(layout: runner.Layout, micro: int, world: Any, sizes: Iterable[int] = 
 
 def loss_of(args: Any, train: Any, plain: Any, batch: data.Batch, is_text: bool) -> torch.Tensor:
     """Of the plain model; a recipe's own forward does not compute a pipeline's."""
-    return gpt.loss(plain(batch.inputs), batch.targets) if is_text else train.forward(args, plain, batch)["loss"]
+    return gpt.loss(plain(batch.inputs), batch.targets, []) if is_text else train.forward(args, plain, batch)["loss"]
 
 
 def check_all(layouts: Sequence[runner.Layout], sizes: Sequence[int] = ()) -> None:
