@@ -1,9 +1,10 @@
-"""Faults of tools/plan: of the formula of memory, and of what it is compared with."""
+"""Faults of tools/plan: of the formula of memory, of what it is compared with, and of the advice that stands on it."""
 
 from tests.mutation.fault import Fault
 
 MEMORY = "tests/tools/test_plan_memory.py"
 NEAR = f"{MEMORY}::test_formula_is_near_the_count"
+ADVICE = "tests/tools/test_plan_advice.py"
 AGAIN = f"{MEMORY}::test_counts_are_those_of_the_code"
 
 
@@ -71,4 +72,25 @@ FAULTS = (
         NEAR,
     ),
     of("counter", "whole tensors of DTensor's shapes are held", "counter.aside = True", "counter.aside = False", AGAIN),
+    of(
+        "advice",
+        "what the formula likes is advised, whether it fits or not",
+        "if row.found and answer.fits(row.found, machine)]:",
+        "if row.found]:",
+        f"{ADVICE}::test_what_is_counted_decides",
+    ),
+    of(
+        "advice",
+        "the slowest of what fits is advised",
+        "return max(fitting, key=lambda row: row.rate)",
+        "return min(fitting, key=lambda row: row.rate)",
+        f"{ADVICE}::test_nothing_that_fits_is_faster",
+    ),
+    of(
+        "advice",
+        "a larger number of ranks is never tried",
+        "for one in itertools.chain([case], more):",
+        "for one in [case]:",
+        f"{ADVICE}::test_nothing_that_fits_is_faster",
+    ),
 )

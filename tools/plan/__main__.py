@@ -21,9 +21,10 @@ from pathlib import Path
 
 from common import UserError
 from tools import command
-from tools.plan import answer, sweep
+from tools.plan import advice, answer, sweep
 from tools.plan.count import Case, count
 from tools.plan.hardware import find, table
+from tools.plan.predict import predict
 
 
 def parser() -> argparse.ArgumentParser:
@@ -101,11 +102,18 @@ def plan(args: argparse.Namespace, flags: list[str]) -> None:
             raise UserError("none of these layouts can be")
         return
     works = count(case, machine)
-    print(
-        json.dumps(answer.as_json(case, works, machine, tokens, args.price), indent=1)
-        if args.json
-        else answer.as_text(case, works, machine, tokens, args.price)
-    )
+    asked = predict(works, machine)
+    fits = answer.fits(asked, machine)
+    if not fits:
+        print("it does not fit: trying other layouts, some seconds for each", file=sys.stderr, flush=True)
+    advised = None if fits else advice.advise(case, asked, works[0].samples, machine)
+    if args.json:
+        given = answer.as_json(case, works, machine, tokens, args.price)
+        print(json.dumps(given | ({} if fits else {"advice": advice.as_json(advised)}), indent=1))
+    else:
+        print(answer.as_text(case, works, machine, tokens, args.price))
+        if not fits:
+            print(f"{'advice':8}{advice.as_text(advised, case)}")
 
 
 if __name__ == "__main__":

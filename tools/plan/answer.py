@@ -130,8 +130,7 @@ def as_text(case: Case, works: Sequence[Work], machine: Hardware, tokens: float 
     parts = ", ".join(
         f"{'activations and others' if kind == 'rest' else kind} {held / GIB:.2f}" for kind, held in kinds.items()
     )
-    advice = "try --recompute full, a smaller --micro-batch-size, a recipe that splits the model, or more ranks"
-    verdict = "it fits" if fits(found, machine) else f"IT DOES NOT FIT: {advice}"
+    verdict = "it fits" if fits(found, machine) else "IT DOES NOT FIT"
     rate = first.samples / found.step_s
     rates = [f"{rate:,.4g} samples/s", *(f"{rate * count:,.4g} {unit}/s" for unit, count in first.units.items())]
     lines = [
