@@ -230,8 +230,9 @@ def traffic(shape: Shape, layout: Layout, layers: float, own: float) -> list[Tra
 
 def memory(shape: Shape, layout: Layout, layers: float) -> dict[str, float]:
     """Bytes at the peak of a step on the rank that needs most: of a pipeline the first, or the last with the logits."""
-    ends = [(True, True)] if layout.pp == 1 else [(True, False), (False, True)]
-    return max((_held(shape, layout, layers, *one) for one in ends), key=lambda kinds: sum(kinds.values()))
+    fewest = layers if layout.balanced else shape.layers // layout.pp  # what the last stage has
+    ends = [(layers, True, True)] if layout.pp == 1 else [(layers, True, False), (fewest, False, True)]
+    return max((_held(shape, layout, *one) for one in ends), key=lambda kinds: sum(kinds.values()))
 
 
 # One account, which is read from its top to its end.
