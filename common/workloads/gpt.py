@@ -156,8 +156,7 @@ class Attention(nn.Module):
         query, key = self.query_norm(heads[0]), self.key_norm(heads[1])  # (B, T, heads, D)
         query, key, value = (part.transpose(1, 2) for part in (query, key, heads[2]))  # (B, heads, T, D)
         query, key = rotate(query, places.turns), rotate(key, places.turns)
-        mixed = self.attend(query, key, value, places.documents)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        return self.output(self.attend(query, key, value, places.documents).transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
