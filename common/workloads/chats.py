@@ -5,10 +5,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox  # which torch brings
-
 from common import UserError, printable
 
 MOST_SAID = 300  # characters of what a template says
@@ -33,10 +29,12 @@ class Template:
         """
         self._where = f"--text-columns {column}: the chat template"
         self._name = name
-        # Sandboxed, because a template is a stranger's code.
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-        )
+        import jinja2  # slow to import; torch brings it
+
+        # No chat can contain them: each process draws others, and no text keeps them.
+        self._begin, self._end = (f"<{which}-{secrets.token_hex(16)}>" for which in ("begin", "end"))
+        self._errors = (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
+        environment = _environment(self._begin, self._end)
 
         def raise_exception(message: str) -> None:
             reason = printable(str(message), MOST_SAID)
@@ -47,9 +45,6 @@ class Template:
 
         environment.globals.update(special, raise_exception=raise_exception)
         environment.filters["tojson"] = tojson  # jinja's own one is for HTML: it escapes <, > and &
-        # No chat can contain them: they are drawn anew in each process, and no text keeps them.
-        self._begin, self._end = (f"<{which}-{secrets.token_hex(16)}>" for which in ("begin", "end"))
-        environment.extend(brigade_marks=(self._begin, self._end))
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -97,7 +92,8 @@ class Template:
             offsets: of the tokens in the text: the first character of each, and the one behind its last.
             spans: that ascend.
         """
-        found, i = [], 0
+        found = []
+        i = 0
         for first, last in offsets:
             while i < len(spans) and spans[i][1] <= first:
                 i += 1
@@ -109,13 +105,14 @@ class Template:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt)
         except UserError:
             raise
-        except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except self._errors as error:
             raise UserError(f"{self._where} fails on a chat of --data {self._name}: {error}") from error
 
     def _split(self, marked: str) -> tuple[str, Spans]:
         """A text without the marks, and what stood between them."""
         first, *others = marked.split(self._begin)
-        text, spans = first, []
+        text = first
+        spans = []
         for other in others:
             inside, _, outside = other.partition(self._end)
             spans.append((len(text), len(text) + len(inside)))
@@ -123,16 +120,26 @@ class Template:
         return text, spans
 
 
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` and `{% endgeneration %}`, which stand around what the assistant wrote."""
+def _environment(begin: str, end: str) -> Any:
+    """What templates are compiled in: sandboxed, because a template is a stranger's code.
 
-    tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
+    `{% generation %}` and `{% endgeneration %}`, which stand around what the assistant wrote, write `begin` and `end`.
+    """
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
 
-    def parse(self, parser: Any) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+    class Generation(jinja2.ext.Extension):
+        tags = {"generation"}  # noqa: RUF012 (as jinja declares it)
 
-    def mark(self, caller: Any) -> str:
-        begin, end = self.environment.brigade_marks  # type: ignore[attr-defined]
-        return f"{begin}{caller()}{end}"
+        def parse(self, parser: Any) -> jinja2.nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+        def mark(self, caller: Any) -> str:
+            return f"{begin}{caller()}{end}"
+
+    return jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )

@@ -7,7 +7,9 @@ import numpy as np
 
 from common import printable, ranks
 
-START, PROMPT = 1, 2  # marks: the first token of a document; a token that does not count
+# Marks.
+START = 1  # the first token of a document
+PROMPT = 2  # a token that does not count
 IGNORED = -100  # the target of a token that does not count
 SCANNED = 2**24  # tokens that are looked at at a time
 SHOWN = 400  # characters of a sample

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from common import UserError, manifest, places
-from common.workloads import document_rows, packed, parsing
+from common.workloads import chats, document_rows, packed, parsing
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
     from tokenizers import Tokenizer
-
-    from common.workloads import chats
 
 # Names of the token that ends a document, where no tokenizer_config.json beside the tokenizer tells it.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -171,14 +169,15 @@ class Encoder:
         tokens[np.cumsum(sizes) - sizes] += document_rows.START * self.vocab_size
         return tokens
 
-    def _counts(self, found: Any, ids: Sequence[Any], spans: "chats.Spans") -> list[bool]:
+    def _counts(self, found: Any, ids: Sequence[Any], spans: chats.Spans) -> list[bool]:
         """Whether each token of a row counts; a token that ends it counts if the one before does."""
         counts = self._template.counted(found.offsets, spans)
         return counts + counts[-1:] if 0 < len(counts) < len(ids) else counts or [False] * len(ids)
 
-    def _text(self, row: Sequence[Any]) -> "tuple[str, chats.Spans] | None":
+    def _text(self, row: Sequence[Any]) -> tuple[str, chats.Spans] | None:
         """The text of a row, and what of it the assistant wrote, if that is asked; None where all of it is missing."""
-        text, spans = "", []
+        text = ""
+        spans: chats.Spans = []
         parts = [one for one in row if one is not None]
         for i, part in enumerate(parts):
             text += BETWEEN if i else ""
@@ -264,7 +263,7 @@ def end_token(vocabulary: Vocabulary) -> str:
     return next((name for name in END_TOKENS if name in added), "")
 
 
-def _chat_template(name: str, column: str, vocabulary: Vocabulary | None) -> "chats.Template":
+def _chat_template(name: str, column: str, vocabulary: Vocabulary | None) -> chats.Template:
     """What writes the chats of a column as texts."""
     source = vocabulary.facts.get("chat_template") if vocabulary else None
     if isinstance(source, list):  # several by name, of which transformers takes this one too
@@ -275,8 +274,6 @@ def _chat_template(name: str, column: str, vocabulary: Vocabulary | None) -> "ch
             f"tokenizer.json with a chat_template.jinja, or a tokenizer_config.json, beside it"
             + (f"; {vocabulary.path} has neither" if vocabulary else "")
         )
-    from common.workloads import chats  # jinja is slow to import
-
     return chats.Template(source, _special(vocabulary.facts), name, column, vocabulary.path)
 
 

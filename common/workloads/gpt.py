@@ -117,19 +117,20 @@ def causal_attention(
     grouped = query.shape[1] != key.shape[1]
     if documents is not None and query.is_cuda:
         return private_api.document_attention(query, key, value, documents)
-    seen = None
+    written_out = query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= WRITTEN_OUT
+    if documents is None and not written_out:
+        if query.is_cuda and not private_api.has_flash(query):
+            # Of the operators of GPUs, only this one takes grouped heads. For others, torch would keep T x T scores.
+            key, value = (private_api.for_each_query(x, query) for x in (key, value))
+            grouped = False
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+    unseen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
     if documents is not None:
-        seen = (documents[:, None, :, None] == documents[:, None, None, :]).tril()  # (B, 1, T, T)
-    if query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.shape[2] <= WRITTEN_OUT:
+        unseen = unseen | (documents[:, None, :, None] != documents[:, None, None, :])  # (B, 1, T, T)
+    if written_out:
         key, value = (private_api.for_each_query(x, query) for x in (key, value))
-        if seen is None:
-            seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-        return (query * query.shape[3] ** -0.5 @ key.mT).masked_fill(~seen, -torch.inf).softmax(3) @ value
-    if query.is_cuda and not private_api.has_flash(query):
-        # Of the operators of GPUs, only this one takes grouped heads. For others, torch would keep all T x T scores.
-        key, value = (private_api.for_each_query(x, query) for x in (key, value))
-        grouped = False
-    return F.scaled_dot_product_attention(query, key, value, seen, is_causal=seen is None, enable_gqa=grouped)
+        return (query * query.shape[3] ** -0.5 @ key.mT).masked_fill(unseen, -torch.inf).softmax(3) @ value
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=~unseen, enable_gqa=grouped)
 
 
 class Attention(nn.Module):
@@ -155,8 +156,7 @@ class Attention(nn.Module):
         query, key = self.query_norm(heads[0]), self.key_norm(heads[1])  # (B, T, heads, D)
         query, key, value = (part.transpose(1, 2) for part in (query, key, heads[2]))  # (B, heads, T, D)
         query, key = rotate(query, places.turns), rotate(key, places.turns)
-        mixed = self.attend(query, key, value, places.documents)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        return self.output(self.attend(query, key, value, places.documents).transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
@@ -274,7 +274,7 @@ class GPT(nn.Module):
             return torch.ones(size)
         if name.endswith(".bias"):
             return torch.zeros(size)
-        adds = name.endswith(("attention.output.weight", "mlp.down.weight"))
+        adds = name.endswith(("attention.output.weight", ".down.weight"))  # the latter of an MLP, or of an expert
         std = INIT_STD / math.sqrt(2 * self.shape.num_layers) if adds else INIT_STD
         return torch.empty(size).normal_(0, std, generator=generator)
 

@@ -68,7 +68,7 @@ def block_attention(
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
     if has_flash(query):
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)[:2]
-    return _plain_attention(query, key, value, causal, None)
+    return _plain_attention(query, key, value, causal)
 
 
 def block_attention_backward(
@@ -130,7 +130,7 @@ def has_flash(query: torch.Tensor) -> bool:
 
 
 def _plain_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, apart: torch.Tensor | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, apart: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scores = _scores(query, key, causal, apart)
     logarithms = scores.logsumexp(dim=3).clamp(min=torch.finfo(scores.dtype).min)
@@ -145,7 +145,7 @@ def _plain_attention_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     causal: bool,
-    apart: torch.Tensor | None,
+    apart: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     weights = (_scores(query, key, causal, apart) - logarithms[..., None]).exp()
     by_weights = grad @ value.mT - (grad * out).sum(3, keepdim=True)

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Muon, Optimizer
 
 from common import UserError, keymap, ranks
 
@@ -111,6 +111,11 @@ def name_unheld(model: nn.Module, optimizer: Optimizer) -> None:
         raise UserError(
             "LBFGS keeps lists of the directions of its last steps, which no checkpoint holds: "
             "use an optimizer whose state is tensors and numbers"
+        )
+    if any(isinstance(one, Muon) for one in keymap.parts_of(optimizer)):
+        ranks.print0(
+            "note: torch.optim.Muon computes in bfloat16, and all of it on every rank: on another number of ranks, the "
+            "last digits are others. common/workloads/muon.py, as of --optimizer muon, is exact, and shares the work"
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     named = {keymap.canonical(name): one for name, one in model.named_parameters() if one.requires_grad}

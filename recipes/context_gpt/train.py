@@ -244,7 +244,9 @@ class BlockAttention(torch.autograd.Function):
             logs[:, :, rows] = both
         out = out.to(query.dtype)
         ctx.save_for_backward(query, ours, out, logs)
-        ctx.kind, ctx.group, ctx.documents = kind, group, documents
+        ctx.kind = kind
+        ctx.group = group
+        ctx.documents = documents
         return out
 
     @staticmethod

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from common import session
-from common.workloads import gpt
+from common.workloads import gpt, moe, text
 from tools.copy.__main__ import parser as copier
 from tools.evaluate import flags as evaluate
 from tools.exercise.__main__ import parser as exerciser
@@ -24,7 +24,7 @@ from tools.prove import flags as prove
 
 from tests.faults import table
 from tests.harness import pages, runner
-from tests.recipes import test_porting
+from tests.recipes import test_moe, test_porting
 
 ROOT = runner.ROOT
 DOCS = sorted(ROOT.glob("docs/**/*.md"))
@@ -270,7 +270,9 @@ def flags_of(recipe: str) -> set[str]:
     fields = [node for node in args.body if isinstance(node, ast.AnnAssign)]
     kinds = {ast.unparse(node.target): ast.unparse(node.annotation) for node in fields}
     for module, name in (ast.unparse(base).split(".") for base in args.bases):
-        inherited = dataclasses.fields(getattr({"session": session, "gpt": gpt}[module], name))
+        inherited = dataclasses.fields(
+            getattr({"session": session, "gpt": gpt, "moe": moe, "text": text}[module], name)
+        )
         kinds = {field.name: "bool" if field.type is bool else "" for field in inherited} | kinds
     names = {name.replace("_", "-"): kind for name, kind in kinds.items()}
     return {*names, *(f"no-{name}" for name, kind in names.items() if kind == "bool")}
@@ -347,7 +349,7 @@ def test_readme_is_short() -> None:
 
 def test_readme_shows_the_figures() -> None:
     """Those that the pages have, which commands have measured; and no other in bold."""
-    layouts = sum(len(runner.layouts(recipe)) for recipe in runner.SUPERVISED)
+    layouts = sum(len(runner.layouts(recipe)) for recipe in runner.SUPERVISED) + len(test_moe.LAYOUTS)
     wanted = [f"**{layouts} layouts**"]
     for page in ("measured/faults", "checkpoints"):
         sums = pages.parts((ROOT / "docs" / f"{page}.md").read_text())["sum"]

@@ -48,7 +48,7 @@ def flags_of(recipe: str, size: int) -> list[str]:
     known = {name: value for name, value in FLAGS.items() if runner.has_flag(recipe, name)}
     flags = [part for name, value in known.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     layout = runner.layout(recipe, size)
-    return [*flags, *SMALLER.get(runner.workload(recipe), ()), *layout.strategy, *layout.micro_batches(BATCH)]
+    return [*flags, *SMALLER.get(runner.workload(recipe), ()), *layout.with_experts, *layout.micro_batches(BATCH)]
 
 
 def checkpoints(run: Path) -> dict[int, Path]:

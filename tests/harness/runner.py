@@ -39,6 +39,8 @@ _CONTEXT.set_forkserver_preload(["tests.harness.preload"])
 SIZES = ("--num-layers", "--mlp-width")  # of the model, that a layout may choose
 # Replicas that train apart give other numbers than the rest (tests/recipes/test_diloco.py); as one, they are ddp_gpt.
 AS_ONE = ("--replicas", "1", "--outer-lr", "1", "--outer-momentum", "0")
+# A model with experts is another one (tests/recipes/test_moe.py); without, it is that of fsdp_gpt.
+WITHOUT_EXPERTS = ("--experts", "1")
 GRACE_S = 0.5  # torchrun, too, ends the others when one rank has failed
 PATIENT_S = 60.0  # a GRACE_S in which every rank ends by itself
 # Ends what would never end, and proves nothing: many times what the longest training takes on a busy machine. It is
@@ -120,6 +122,12 @@ class Layout:
         return tuple(part for pair in pairs if pair[0] not in SIZES for part in pair)
 
     @property
+    def with_experts(self) -> tuple[str, ...]:
+        """Its strategy of the recipe's own model, which may have experts: it is compared with itself."""
+        pairs = zip(self.strategy[::2], self.strategy[1::2], strict=True)
+        return tuple(part for pair in pairs if pair != WITHOUT_EXPERTS for part in pair)
+
+    @property
     def sizes(self) -> tuple[tuple[str, int], ...]:
         """What is not as in `small`."""
         pairs = zip(self.flags[::2], self.flags[1::2], strict=True)
@@ -177,6 +185,7 @@ def layouts(recipe: str) -> list[Layout]:
             found += [Layout(recipe, size, ("--sync", kind, "--bucket-mb", "0.02"), size) for kind in kinds]
         else:
             odd = ("--mlp-width", "45") if has_flag(recipe, "--dp-replicate") else ()  # parts of unequal size
+            odd += WITHOUT_EXPERTS if has_flag(recipe, "--experts") else ()
             found.append(Layout(recipe, size, AS_ONE if has_flag(recipe, "--inner-steps") else odd, size))
             if has_flag(recipe, "--dp-replicate") and size == 4:
                 found.append(Layout(recipe, size, ("--dp-replicate", "2", *odd), size))

@@ -107,7 +107,7 @@ def traffic(layout: runner.Layout, rank: int) -> dict[str, list[Term]]:
         alone: Term = ("DDP of one rank calls it, and sends nothing", P)
         in_replica: Term = ("the replica's gradients", P)
         found["all-reduce"] = [("P", P), in_replica if "--replicas" in flags else alone]
-    elif layout.recipe in ("fsdp_gpt", "context_gpt"):
+    elif layout.recipe in ("fsdp_gpt", "context_gpt", "moe_gpt"):
         found["all-gather"] = [("2 P", 2 * P), ("first and last layers gathered once", -rest)]
         found["reduce-scatter"] = [("P", P)]
         if "--dp-replicate" in flags:

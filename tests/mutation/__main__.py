@@ -1,9 +1,9 @@
 """Plant faults, one at a time, and see whether the tests find them: `uv run python -m tests.mutation`.
 
 Each fault is a wrong line in what computes, sends or keeps numbers: sections 3 and 4 of the recipes, common/train,
-common/state and what these stand on. It is put into a copy of the repository, never into the repository itself, and the
-tests that are named beside it run there. A fault is found if one of them fails. A fault that no test finds shows what
-the tests do not look at: write a test for it.
+common/state and what these stand on, and the planner's memory. It is put into a copy of the repository, never into the
+repository itself, and the tests that are named beside it run there. A fault is found if one of them fails. A fault that
+no test finds shows what the tests do not look at: write a test for it.
 
 First, all of these tests run without a fault: they have to pass.
 """
@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.mutation import floors, recipes
+from tests.mutation import floors, recipes, tools
 from tests.mutation.fault import Fault
 
 ROOT = Path(__file__).parents[2]
-FAULTS = (*recipes.FAULTS, *floors.FAULTS)
+FAULTS = (*recipes.FAULTS, *floors.FAULTS, *tools.FAULTS)
 LIMIT_S = 240.0  # for the tests of a fault: runner.HANG_S and the limit of pytest are longer
 CHECK_LIMIT_S = 900.0  # for all tests of a file
 PYTEST = (

@@ -12,6 +12,7 @@ def of(module: str, name: str, old: str, new: str, *tests: str) -> Fault:
 
 AVERAGE = "tests/recipes/test_average.py"
 GUARD = "tests/train/test_guard.py"
+MOE = "tests/recipes/test_moe.py"
 
 FAULTS = (
     # --- train ---
@@ -346,6 +347,65 @@ FAULTS = (
         "test_twins",
     ),
     of(
+        "workloads/moe",
+        "the balance loss does not reach the router",
+        "probabilities.sum((0, 1)),",
+        "probabilities.sum((0, 1)).detach(),",
+        f"{MOE}::test_float64[ep 2]",
+    ),
+    of(
+        "workloads/moe",
+        "weights of scores do not add up to one",
+        "return chosen, best / best.sum(2, keepdim=True), ",
+        "return chosen, best, ",
+        "test_weights_of_a_token_add_up_to_one",
+        f"{MOE}::test_float64[ep 2 x 2, sigmoid and shared]",
+    ),
+    of(
+        "workloads/moe",
+        "weights are shares of all experts",
+        "return chosen, best.softmax(2), logits.softmax(2)",
+        "return chosen, logits.softmax(2).gather(2, chosen), logits.softmax(2)",
+        "test_logits_and_balance_loss_are_those_of_mixtral",
+        f"{MOE}::test_float64[ep 2]",
+    ),
+    of(
+        "workloads/moe",
+        "shared experts count twice",
+        "mixed + self.shared(x)",
+        "mixed + 2 * self.shared(x)",
+        f"{MOE}::test_float64[ep 2 x 2, sigmoid and shared]",
+    ),
+    of(
+        "workloads/moe",
+        "the bias counts in the weights",
+        "best = scores.gather(2, chosen)",
+        "best = (scores + self.balance_bias).gather(2, chosen)",
+        f"{MOE}::test_float64[ep 2 x 2, sigmoid and shared]",
+    ),
+    of(
+        "workloads/moe",
+        "an expert takes the first tokens of a micro-batch",
+        "is_chosen.cumsum(1).gather(2, chosen)",
+        "is_chosen.flatten(0, 1).cumsum(0).view_as(is_chosen).gather(2, chosen)",
+        "test_capacity_takes_the_first_of_each_sequence",
+        f"{MOE}::test_float64[ep 2, gathered, with capacity]",
+    ),
+    of(
+        "workloads/moe",
+        "results return to the next token",
+        "index_copy(0, order, rows)",
+        "index_copy(0, order, rows.roll(1, 0))",
+        "test_logits_and_balance_loss_are_those_of_mixtral",
+    ),
+    of(
+        "workloads/moe",
+        "biases rise for experts with many tokens",
+        "layer.balance_bias.add_(row, alpha=rate)",
+        "layer.balance_bias.sub_(row, alpha=rate)",
+        f"{MOE}::test_float64[ep 2 x 2, sigmoid and shared]",
+    ),
+    of(
         "workloads/gpt",
         "a query of written-out attention reads the next token",
         ".triu(1)",
@@ -358,6 +418,62 @@ FAULTS = (
         "query * query.shape[3] ** -0.5 @ key.mT",
         "query @ key.mT",
         "tests/workloads/test_private_api.py::test_short_texts_in_bfloat16_are_attended_to_by_the_definition",
+    ),
+    of(
+        "workloads/document_rows",
+        "positions run on over the documents of a row",
+        "inputs[i, 1, :used] = positions",
+        "inputs[i, 1, :used] = np.arange(used)",
+        "tests/workloads/test_document_rows.py::test_each_token_is_predicted_once",
+    ),
+    of(
+        "workloads/document_rows",
+        "a prompt counts",
+        "np.where(marks & PROMPT, IGNORED, following)",
+        "following",
+        "tests/workloads/test_document_rows.py::test_each_token_is_predicted_once",
+    ),
+    of(
+        "workloads/documents",
+        "a document begins one token late",
+        "tokens[np.cumsum(sizes) - sizes] +=",
+        "tokens[np.cumsum(sizes) - sizes + (sizes > 1)] +=",
+        "tests/workloads/test_chats.py::test_bits_per_byte_and_digest",
+    ),
+    of(
+        "workloads/chats",
+        "the prompt for an answer counts",
+        "self._render(messages[:i], add_generation_prompt=True)",
+        "self._render(messages[:i])",
+        "tests/workloads/test_chats.py::test_as_transformers",
+    ),
+    of(
+        "workloads/text",
+        "a row counts as one, whatever of it counts",
+        "(targets != document_rows.IGNORED).double().mean(1).sum()",
+        "(targets == targets).double().mean(1).sum()",
+        "tests/recipes/test_documents_apart.py::test_float64[ddp_gpt-2-answers]",
+    ),
+    of(
+        "workloads/muon",
+        "momentum is not looked ahead of",
+        "grad.lerp(mean, momentum)",
+        "mean",
+        "tests/recipes/test_muon.py::test_float64[ddp_gpt-2]",
+    ),
+    of(
+        "workloads/muon",
+        "each rank orthogonalises its own part",
+        "dist.all_to_all_single(sent, received, given, taken, group=group)",
+        "sent = torch.cat([orthogonalise(part).flatten() for part in parts])",
+        "tests/recipes/test_muon.py::test_odd_shapes_and_bytes",
+    ),
+    of(
+        "workloads/muon",
+        "the owner's result stays with it",
+        "dist.broadcast(updates[p], group=group, group_src=owner)",
+        "pass",
+        "tests/recipes/test_muon.py::test_odd_shapes_and_bytes",
     ),
     of(
         "workloads/kept",

@@ -5,6 +5,7 @@ from tests.mutation.fault import Fault
 COMPRESS = "tests/recipes/test_compress.py"
 DILOCO = "tests/recipes/test_diloco.py"
 MIMO = "tests/recipes/test_mimo.py"
+MOE = "tests/recipes/test_moe.py"
 PPO = "tests/recipes/test_ppo.py"
 SENDS_LAST = "contextlib.nullcontext() if batch.last else"
 OWN_NORM = (
@@ -312,7 +313,7 @@ FAULTS = (
     of(
         "pipeline_gpt",
         "the norm counts each pipeline",
-        'square = norm.square() / model.mesh["dp"].size()',
+        "square = norm.square() / model.process_group.size()",
         "square = norm.square()",
         equal("pipeline_gpt-2-pp-1-schedule-1F1B-num-layers-3"),
     ),
@@ -325,9 +326,9 @@ FAULTS = (
     ),
     of(
         "pipeline_gpt",
-        "gradients are added up over the stages in place of the pipelines",
-        'dist.all_reduce(total, group=model.mesh.get_group("dp"))',
-        'dist.all_reduce(total[:8], group=model.mesh.get_group("pp"))',
+        "only the first gradients are added up over the pipelines",
+        "dist.all_reduce(total, group=model.process_group)",
+        "dist.all_reduce(total[:8], group=model.process_group)",
         equal("pipeline_gpt-2-pp-1-schedule-1F1B-num-layers-3"),
     ),
     of(
@@ -378,6 +379,76 @@ FAULTS = (
         "        self.fill(own)\n",
         "",
         f"{DILOCO}::test_plain_loop[local SGD]",
+    ),
+    of(
+        "moe_gpt",
+        "the balance loss is divided by the number of ranks once more",
+        "loss = loss + router * (scale * weight)",
+        "loss = loss + router * (scale * weight) / dist.get_world_size()",
+        f"{MOE}::test_float64[ep 2]",
+    ),
+    of(
+        "moe_gpt",
+        "the balance is that of each rank's own tokens",
+        "    dist.all_reduce(total)\n    return total\n",
+        "    return total * dist.get_world_size()\n",
+        f"{MOE}::test_float64[ep 2 x 2, each micro-batch balanced]",
+    ),
+    of(
+        "moe_gpt",
+        "the balance of a step is that of its micro-batches",
+        "args.balance_loss > 0 and len(step) > 1 and",
+        "args.balance_loss > 0 and len(step) > 9 and",
+        f"{MOE}::test_float64[ep 2]",
+    ),
+    of(
+        "moe_gpt",
+        "experts get rows in the order of the ranks that send them",
+        "experts(rows[by_expert], ",
+        "experts(rows, ",
+        f"{MOE}::test_float64[ep 2]",
+    ),
+    of(
+        "moe_gpt",
+        "results return in the order of the experts",
+        "results = results[by_expert.argsort()]",
+        "results = results[by_expert]",
+        f"{MOE}::test_float64[ep 2]",
+    ),
+    of(
+        "moe_gpt",
+        "the exchange has no gradient",
+        "return Exchange.apply(grad, *ctx.way_back), None, None, None",
+        "return grad.new_zeros(sum(ctx.way_back[1]), *grad.shape[1:]), None, None, None",
+        f"{MOE}::test_float64[ep 2]",
+    ),
+    of(
+        "moe_gpt",
+        "a gradient of gathered tokens stays with the rank that computed it",
+        "return Scatter.apply(grad, ctx.group), None",
+        "return grad.chunk(ctx.group.size())[ctx.group.rank()], None",
+        f"{MOE}::test_float64[ep 2, gathered, with capacity]",
+    ),
+    of(
+        "moe_gpt",
+        "gradients of experts are sums over ep ranks",
+        'grad.to_local().div_(model.mesh["ep"].size())',
+        "grad.to_local().div_(1)",
+        f"{MOE}::test_float64[ep 2]",
+    ),
+    of(
+        "moe_gpt",
+        "each rank clips by the norm of its own experts",
+        "    dist.all_reduce(square)\n",
+        "    square *= dist.get_world_size()\n",
+        f"{MOE}::test_float64[ep 2]",
+    ),
+    of(
+        "moe_gpt",
+        "biases follow a rank's own choices",
+        "moe.shift_biases(model, total, args.bias_rate)",
+        "moe.shift_biases(model, routed.counts, args.bias_rate)",
+        f"{MOE}::test_float64[ep 2 x 2, sigmoid and shared]",
     ),
     of(
         "syncbn_ppo",

@@ -413,7 +413,7 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
     ),
     "positions do not follow the pieces": (
         *("context_gpt", 2, ("--cp", "2", "--cp-kind", "ring")),
-        {"share_sequences": {"mine(torch.arange(tokens.shape[1], device=tokens.device), dim=0)": "None"}},
+        {"share_sequences": {"mine(torch.arange(tokens.shape[-1], device=tokens.device), dim=0)": "None"}},
     ),
     "two neighbouring pieces a rank, under the mask for balanced ones": (
         *("context_gpt", 2, ("--cp", "2", "--cp-kind", "allgather")),
@@ -433,7 +433,7 @@ MUTANTS: dict[str, tuple[str, int, tuple[str, ...], mutants.Changes]] = {
     ),
     "pipelines train apart": (
         *("pipeline_gpt", 2, ("--pp", "1")),
-        {"forward_backward": {'dist.all_reduce(total, group=model.mesh.get_group("dp"))': "pass"}},
+        {"forward_backward": {"dist.all_reduce(total, group=model.process_group)": "pass"}},
     ),
     "each stage clips by its own norm": (
         *("pipeline_gpt", 2, ("--pp", "2")),

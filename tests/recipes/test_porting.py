@@ -1,6 +1,7 @@
 """Every example of the pages trains: like its script, on any number of ranks, and resumed to the bit."""
 
 import ast
+import copy
 import functools
 import re
 import runpy
@@ -56,6 +57,7 @@ FLAGS = {
     "teacher": IMAGES,
     "plateau": IMAGES,
     "muon": TEXT,
+    "dpo": TEXT,
     "average": (),
 }
 
@@ -241,6 +243,35 @@ def losses_of_plain_loop(path: Path, flags: list[str]) -> list[float]:
             optimizer.zero_grad()
             losses.append(loss.item())
     return losses
+
+
+@pytest.mark.rest
+def test_preferences_as_by_hand(tmp_path: Path) -> None:
+    """The loss of DPO, by its formula over single answers: at the start ln 2, and after steps that have moved it."""
+    path = port("dpo", "ddp_gpt", tmp_path)
+    flags = [*FLAGS["dpo"], "--dtype", "float64", "--max-steps", "4", "--save-every", "4"]
+    train(path, 2, tmp_path / "run", *flags)
+    losses = runner.records(tmp_path / "run", "train/loss")
+    assert losses[1] == pytest.approx(np.log(2), rel=1e-12)
+    files = (tmp_path / "run" / "checkpoints" / "step_00000004").glob("*.safetensors")
+    weights = {name: one for file in files for name, one in load_file(file).items()}
+    found = runpy.run_path(str(path))
+    args = cli.parse(found["Args"], flags)
+    _, held_out = found["make_data"](args)
+    models = [initial.materialize(found["make_model"](args, held_out), 0, torch.device("cpu"), torch.float64)]
+    models += [copy.deepcopy(models[0])]
+    models[1].load_state_dict({name: weights[name] for name in models[1].state_dict()})
+    total = 0.0
+    for i in range(len(held_out)):
+        tokens, targets = held_out.dataset[i]
+        moved = []
+        for row, wanted in zip(tokens, targets, strict=True):
+            first, now = (model(row[None])[0].log_softmax(1) for model in models)
+            places = [(t, int(wanted[t])) for t in range(len(row)) if wanted[t] >= 0]
+            moved.append(sum((now[place] - first[place]).item() for place in places))
+        total += np.log1p(np.exp(-0.1 * (moved[0] - moved[1])))
+    assert runner.records(tmp_path / "run", "val/loss")[4] == pytest.approx(total / len(held_out), rel=1e-9)
+    assert abs(total / len(held_out) - np.log(2)) > 1e-3
 
 
 def test_plateau_is_that_of_torch(small_digits: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tests.harness import runner
 TITLES = ["Arguments", "Workload", "Strategy", "Step", "Main"]
 # Sections that are the same text in all recipes of a workload that build on each other.
 CLOSED = (2, 4, 5)
+OTHER_MODELS = {"moe_gpt"}  # whose section 2 makes another model, and says so
 
 
 def declared(text: str) -> tuple[str | None, set[int]]:
@@ -70,7 +71,8 @@ def test_family_shares_its_workload_step_and_main() -> None:
     assert {runner.workload(recipe) for _, recipe in derived} == {"resnet", "gpt"}
     for base, recipe in derived:
         ours, theirs = (runner.sections(runner.source(name)) for name in (recipe, base))
-        assert [number for number in CLOSED if ours[number] != theirs[number]] == [], f"{base} -> {recipe}"
+        opened = [2] if recipe in OTHER_MODELS else []
+        assert [number for number in CLOSED if ours[number] != theirs[number]] == opened, f"{base} -> {recipe}"
 
 
 def packed(text: str) -> list[int]:

@@ -58,3 +58,47 @@ def test_wrong_flag(tool: str) -> None:
 def test_mutant(tmp_path: Path) -> None:
     """What a right command imports would be seen."""
     assert "torch" in run("checkpoint", "verify", str(tmp_path))[3]
+
+
+# --- without the environment ---
+
+NO_SITE = [sys.executable, "-S", "-m"]  # no package but Python's own
+SENTENCE = "error: {python} has no [a-z]+: run `source .venv/bin/activate` in .*\n"
+
+
+def bare(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run where nothing leads to the environment's packages."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        command, cwd=about.ROOT, env=env, capture_output=True, text=True, timeout=runner.HANG_S, check=False
+    )
+
+
+def is_sentence(errors: str) -> bool:
+    """That the environment is missing."""
+    return bool(re.fullmatch(SENTENCE.format(python=re.escape(sys.executable)), errors))
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_without_the_environment(tool: str) -> None:
+    done = bare([*NO_SITE, f"tools.{tool}", "--help"])
+    if done.returncode:
+        assert is_sentence(done.stderr), done.stderr
+    else:  # it needs no package
+        assert "usage: " in done.stdout
+
+
+@pytest.mark.parametrize(("tool", "words"), [("checkpoint", ["verify", "."]), ("profile", ["."])])
+def test_torch_alone_is_missing(tool: str, words: list[str]) -> None:
+    """What a tool imports when its flags are right."""
+    run_it = f"import runpy, sys; sys.modules['torch'] = None; runpy.run_module('tools.{tool}', {{}}, '__main__')"
+    done = bare([sys.executable, "-c", run_it, *words])
+    assert done.returncode == 1
+    assert is_sentence(done.stderr), done.stderr
+
+
+def test_another_error_has_its_traceback() -> None:
+    for error in ("ModuleNotFoundError(name='tools.none')", "ModuleNotFoundError(name='json')", "KeyError(1)"):
+        done = bare([sys.executable, "-c", f"import tools; raise {error}"])
+        assert "Traceback" in done.stderr, error
+        assert not is_sentence(done.stderr)

@@ -19,12 +19,13 @@ from tests.harness import browser
 from tools import about
 
 ARROW_RIGHT, ARROW_LEFT, ARROW_DOWN, TAB = ("ArrowRight", 39), ("ArrowLeft", 37), ("ArrowDown", 40), ("Tab", 9)
-JAVASCRIPT_LINES = 400
+JAVASCRIPT_LINES = 480
 # A constant, a formula and a rule of a layout, each changed a little: (what, into what)
 MUTANTS = {
     "constant": ('"MOVED": 29', '"MOVED": 29.0001'),
     "formula": ("Math.log2(n) * (kind", "Math.log10(n) * (kind"),
-    "layout": ("pp > 1 ? dp > 1 : micro_batches > 1", "micro_batches > 1"),
+    "layout": ("gradients[micro_batches > 1 ? 1 : 0]", "gradients[0]"),
+    "memory": ("sharded && several ? (own", "sharded && several ? 0 * (own"),
     "hardware": ('"launch_s": 6e-06', '"launch_s": 6.001e-06'),
 }
 OUTSIDE = "http://127.0.0.1:9/"

@@ -16,7 +16,7 @@ import transformers
 from common import UserError, manifest
 from common.state import checkpoint
 from common.train import initial
-from common.workloads import gpt, gpt_names
+from common.workloads import gpt, gpt_names, moe, moe_names
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tools.checkpoint import files as exchange
@@ -104,6 +104,42 @@ def imported(start: Path, dtype: torch.dtype = torch.float64) -> gpt.GPT:
 
 
 # --- there ---
+
+
+def save_run_with_experts(run: Path) -> tuple[gpt.GPT, Path]:
+    """What moe_gpt leaves of a model with random weights."""
+    routing = moe.Routing(experts=3, top_k=2)
+    model = moe.with_experts(gpt.GPT(next(iter(SHAPES.values()))), routing).double()
+    model.load_state_dict(random_weights(model.state_dict()))
+    save_run(run, model)
+    flags = json.loads((run / "config.json").read_text())["args"]
+    flags |= dataclasses.asdict(routing) | {"balance_loss": 0.02}
+    (run / "config.json").write_text(json.dumps({"args": flags}))
+    return model, run
+
+
+def test_experts_are_exported_as_mixtral(tmp_path: Path) -> None:
+    ours, run = save_run_with_experts(tmp_path / "run")
+    llama.export(run, tmp_path / "out")
+    theirs, told = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, experts_implementation="eager"
+    )
+    assert not any(told.values()), "nothing missing, left over or of another shape"
+    assert isinstance(theirs, transformers.MixtralForCausalLM)
+    assert theirs.config.router_aux_loss_coef == 0.01
+    assert difference(ours, theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("router", "sigmoid"), ("shared_experts", 1), ("capacity_factor", 1.25), ("qk_norm", True)]
+)
+def test_experts_that_mixtral_has_not_are_refused(flag: str, value: Any, tmp_path: Path) -> None:
+    _, run = save_run_with_experts(tmp_path / "run")
+    flags = json.loads((run / "config.json").read_text())["args"]
+    shape = gpt.Shape(256, 3, 4, 40)
+    assert moe_names.to_config(shape, 3, flags)["model_type"] == "mixtral"
+    with pytest.raises(UserError, match=f"--{flag.replace('_', '-')} {value} has no equal in transformers' Mixtral"):
+        moe_names.to_config(shape, 3, flags | {flag: value})
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from common import UserError
+from tools.plan import answer as answer_
 from tools.plan import fake_device, fit, hardware, known, own_runs, predict, published, repeat, sweep, transformer
 from tools.plan.__main__ import main
 from tools.plan.count import Case, NotCountedError, count, refusal, to_work
@@ -108,6 +109,44 @@ def test_answer_for_people() -> None:
     assert "during the backward pass" in out
 
 
+def test_budget() -> None:
+    """A trillion tokens are so many steps, and they take so long: by hand."""
+    one = work(samples=8, units={"tokens": 2048}, flops={"bfloat16": 1e15})
+    found = predict.predict([one], H100)
+    asked = answer_.budget(1e12, 2.5, [one], H100)
+    days = 1e12 / (8 * 2048) * found.step_s / (1 - found.lost) / 86_400
+    assert asked.days == pytest.approx(days)
+    assert asked.gpu_hours == pytest.approx(days * 24 * 8)
+    assert asked.cost == pytest.approx(2.5 * asked.gpu_hours)
+    low, high = known.between("gpt", H100, 8, found.step_s)
+    assert asked.shortest_days / asked.days == pytest.approx(low / found.step_s)
+    assert asked.longest_days / asked.days == pytest.approx(high / found.step_s)
+    text = answer_.as_text(Case(Path("x"), 8), [one], H100, 1e12, 2.5)
+    (line,) = [line for line in text.splitlines() if line.startswith("budget")]
+    assert f"1T tokens take {known.span(asked.days * 86_400)}, between " in line
+    assert f"{asked.gpu_hours:,.0f} GPU-hours" in line
+    assert f"{asked.cost:,.0f} at 2.5 an hour" in line
+    with pytest.raises(UserError, match="reads tokens"):
+        answer_.budget(1e12, 2.5, [work()], H100)
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("1T", 1e12), ("300B", 3e11), ("1.5t", 1.5e12), ("2e9", 2e9), ("7", 7)])
+def test_number_of_tokens(text: str, tokens: float) -> None:
+    assert answer_.number_of_tokens(text) == pytest.approx(tokens)
+
+
+def test_range_covers_nine_of_ten_rows() -> None:
+    """Of the family's rows, which conformal prediction promises; and it is no wider than the worst of them."""
+    for machine in (H100, hardware.table()["a100-ib"]):
+        rows = known.like("gpt", machine).rows
+        low, high = known.between("gpt", machine, 8, 1.0)
+        within = [low <= 1 / (1 + one.error) <= high for one in rows]
+        assert 0.9 <= sum(within) / len(rows) <= 1
+        assert low == pytest.approx(1 / high)
+    far = known.between("gpt", H100, 10**6, 1.0)
+    assert far[0] < known.between("gpt", H100, 8, 1.0)[0] < 1 < known.between("gpt", H100, 8, 1.0)[1] <= far[1]
+
+
 @pytest.mark.rest
 def test_sweep_of_layouts() -> None:
     code, out, err = plan("ddp_gpt", "--sweep", "--world-size", "2", *GPT, "--global-batch-size", "2")
@@ -124,6 +163,9 @@ WRONG = {
     "hardware file": (["ddp_gpt", "--hardware", "none.toml"], "none.toml"),
     "ranks": (["ddp_gpt", "--world-size", "-3"], "--world-size -3 must be between"),
     "flag without a recipe": (["--html", "--tp=2"], "--tp=2 is not a flag of tools.plan"),
+    "tokens": (["ddp_gpt", "--tokens", "1Q"], "--tokens '1Q' must be a number above 0, such as 300B"),
+    "no tokens": (["ddp_gpt", "--tokens", "0"], "--tokens '0' must be a number above 0"),
+    "price": (["ddp_gpt", "--price", "2"], "--price 2 must be above 0, and is of the hours that --tokens takes"),
     "runs": (["--fit", "none.csv"], "--fit none.csv: No such file"),
 }
 REFUSED = {

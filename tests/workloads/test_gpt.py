@@ -188,15 +188,15 @@ def test_a_part_of_the_heads_is_enough() -> None:
     """A rank that holds some of the heads, with their keys and values, computes its summand of the output."""
     attention = make().blocks["0"].attention
     x = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    turns = gpt.rotations(5, make().shape, x)
+    places = gpt.Places(gpt.rotations(5, make().shape, x))
     total = torch.zeros_like(x)
     for rank in range(2):
         part = copy.deepcopy(attention)
         for linear in (part.query, part.key, part.value):
             linear.weight = nn.Parameter(linear.weight.chunk(2)[rank])
         part.output.weight = nn.Parameter(part.output.weight.chunk(2, 1)[rank])
-        total = total + part(x, turns)
-    torch.testing.assert_close(total, attention(x, turns), atol=1e-12, rtol=0)
+        total = total + part(x, places)
+    torch.testing.assert_close(total, attention(x, places), atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("tied", [False, True])

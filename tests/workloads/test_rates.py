@@ -156,6 +156,14 @@ def test_parameters_that_no_group_holds_are_named(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == ""
 
 
+def test_torchs_own_muon_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Linear(2, 2, bias=False)
+    rates.name_unheld(model, torch.optim.Muon(model.parameters()))
+    assert "note: torch.optim.Muon computes in bfloat16, and all of it on every rank" in capsys.readouterr().out
+    rates.name_unheld(model, torch.optim.AdamW(model.parameters()))
+    assert "Muon" not in capsys.readouterr().out
+
+
 def test_parameters_that_are_not_the_models_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     model = make_model()
     rates.name_unheld(model, torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3))], lr=0.1))

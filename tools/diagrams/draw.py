@@ -42,7 +42,8 @@ svg { --page: #ffffff; --card: #f3f5f8; --ink: #1c2430; --soft: #55606e; --line:
 # Of what the color is, by words of a row's name or of a sentence; the first that is found counts.
 COLORS = {
     "gradients": r"gradient|differences|tied embedding",
-    "activations": r"activation|keys and values|its input|outputs|pieces of all|Gram|fronthaul|spectral",
+    "activations": r"activation|keys and values|its input|outputs|pieces of all|Gram|fronthaul|spectral"
+    r"|(of the|all) tokens",
     "optimizer": r"optimizer",
     "numbers": r"statistics|number|sums|norm|clipping|BatchNorm|two more",
     "parameters": r"parameter|weights|access points",

@@ -1,4 +1,4 @@
-"""Convert a GPT checkpoint to a Llama, Qwen 2 or Qwen 3 of Hugging Face, and these or a Mistral back.
+"""Convert a GPT checkpoint to a Llama, Qwen 2, Qwen 3 or Mixtral of Hugging Face; all but the last, or a Mistral, back.
 
 `python -m tools.llama`. The models compute the same from tensors of the same layout, so only names change.
 """

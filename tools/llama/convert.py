@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from common import UserError, keymap, manifest
-from common.workloads import documents, gpt, gpt_names
+from common.workloads import documents, gpt, gpt_names, moe_names
 from tools.checkpoint.files import Tensors, beside, read, weights, write, write_start
 
 # Files that belong to a tokenizer.json, and may lie beside it.
@@ -127,7 +127,8 @@ def export(path: Path, out: Path, ema: bool = False) -> None:
             raise UserError(
                 f"{folder} must be a checkpoint of a GPT, with its number of heads in {file}: {error!r}"
             ) from error
-        tensors = renamed(tensors, gpt_names.names(shape))
+        experts = args.get("experts", 1)  # of moe_gpt
+        tensors = renamed(tensors, moe_names.names(shape, experts) if experts > 1 else gpt_names.names(shape))
         seq_len = args.get("seq_len", 2048)  # the weights themselves set no limit
         tokenizer = Path(args["tokenizer"]).expanduser() if args.get("tokenizer") else None
         partial.mkdir()
@@ -138,7 +139,8 @@ def export(path: Path, out: Path, ema: bool = False) -> None:
                 special = write_tokenizer(tokenizer, partial, seq_len)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"--tokenizer {tokenizer} or a file beside it cannot be used: {error!r}") from error
-        config = gpt_names.to_config(shape) | about | special
+        config = moe_names.to_config(shape, experts, args) if experts > 1 else gpt_names.to_config(shape)
+        config |= about | special
         (partial / "config.json").write_text(json.dumps(config, indent=1))
         write(tensors, partial / "model.safetensors", step)
     print(f"{out}: {len(tensors)} tensors of step {step} of {folder}, as {config['architectures'][0]}")

@@ -4,6 +4,7 @@ Runs the recipe's own code on tensors without data, counts what one step holds, 
 time, and what failures will cost; with its own error. docs/plan.md explains what it knows and what it does not.
 
     python -m tools.plan recipes/fsdp_gpt --world-size 1024 --hardware h100-ib --num-layers 32 --width 4096
+    python -m tools.plan recipes/fsdp_gpt --world-size 64 --tokens 1T --price 2.5      # days, GPU-hours, money
     python -m tools.plan recipes/fsdp_gpt --sweep                       # 1 to 65,536 ranks
     python -m tools.plan recipes/fsdp_gpt --sweep --world-size 64       # the layouts of 64 ranks
     python -m tools.plan --calibrate mine.toml                          # measure this machine
@@ -20,9 +21,10 @@ from pathlib import Path
 
 from common import UserError
 from tools import command
-from tools.plan import answer, sweep
+from tools.plan import advice, answer, sweep
 from tools.plan.count import Case, count
 from tools.plan.hardware import find, table
+from tools.plan.predict import predict
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
         "--hardware", default="h100-ib", help=f"{', '.join(table())}, or a file.toml; h100-ib if nothing is said"
     )
     made.add_argument("--accelerate-config", default="", help="for recipes/accelerate_gpt, a file of its configs/")
+    made.add_argument("--tokens", default="", help="of the whole training, such as 300B or 1T: its days and GPU-hours")
+    made.add_argument("--price", type=float, default=0.0, help="of a GPU's hour, with --tokens: what they cost")
     made.add_argument("--json", action="store_true", help="print everything that was counted and predicted, as JSON")
     made.add_argument("--sweep", action="store_true", help="1 to 65,536 ranks, or with --world-size its layouts")
     made.add_argument("--calibrate", metavar="FILE", default="", help="measure this machine, and write it as file.toml")
@@ -80,6 +84,9 @@ def plan(args: argparse.Namespace, flags: list[str]) -> None:
         raise UserError(f"{args.recipe} has no train.py: give a folder such as recipes/fsdp_gpt")
     if args.world_size < 0 or args.world_size > 2**20:
         raise UserError(f"--world-size {args.world_size} must be between 1 and {2**20:,}")
+    if args.price < 0 or (args.price and not args.tokens):
+        raise UserError(f"--price {args.price:g} must be above 0, and is of the hours that --tokens takes: give both")
+    tokens = answer.number_of_tokens(args.tokens) if args.tokens else 0.0
     case = Case(folder, args.world_size or 8, tuple(flags), args.accelerate_config)
     if args.sweep:
         cases = list(sweep.layouts(case) if args.world_size else sweep.sizes(case))
@@ -95,11 +102,18 @@ def plan(args: argparse.Namespace, flags: list[str]) -> None:
             raise UserError("none of these layouts can be")
         return
     works = count(case, machine)
-    print(
-        json.dumps(answer.as_json(case, works, machine), indent=1)
-        if args.json
-        else answer.as_text(case, works, machine)
-    )
+    asked = predict(works, machine)
+    fits = answer.fits(asked, machine)
+    if not fits:
+        print("it does not fit: trying other layouts, some seconds for each", file=sys.stderr, flush=True)
+    advised = None if fits else advice.advise(case, asked, works[0].samples, machine)
+    if args.json:
+        given = answer.as_json(case, works, machine, tokens, args.price)
+        print(json.dumps(given | ({} if fits else {"advice": advice.as_json(advised)}), indent=1))
+    else:
+        print(answer.as_text(case, works, machine, tokens, args.price))
+        if not fits:
+            print(f"{'advice':8}{advice.as_text(advised, case)}")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -100,6 +101,7 @@ class Counter(TorchDispatchMode):
         self.peak_at = 0  # how many storages had come when the peak was reached
         self.look_at = 0  # when to call `look`
         self.look: Callable[[], None] | None = None
+        self.aside = False  # whether what runs computes shapes alone
         self.begin()
 
     def begin(self) -> None:
@@ -148,6 +150,8 @@ class Counter(TorchDispatchMode):
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
             return NotImplemented  # they call the operators of their parts, which are counted
         kwargs = kwargs or {}
+        if self.aside:
+            return func(*args, **kwargs)
         name = func._schema.name
         tensors = _tensors([*args, *kwargs.values()])
         here = any(map(self._here, tensors))
@@ -318,6 +322,22 @@ def resizing(counter: Counter) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def shapes_aside(counter: Counter) -> Iterator[None]:
+    """Leave out what DTensor runs on whole tensors without data, beside a rank's own parts, to know their shapes."""
+    before = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate(propagator: Any, operator: Any) -> Any:
+        counter.aside = True
+        try:
+            return before(propagator, operator)
+        finally:
+            counter.aside = False
+
+    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate):
+        yield
+
+
 # --- a run ---------------------------------------------------------------------------------------------------------
 
 
@@ -462,7 +482,7 @@ def measure(
             mesh = functions["make_mesh"](args, world)
             counter = Counter(place, axis_names(mesh), local_size)
             fake_device.waits[:] = [counter.sync]
-            with FakeTensorMode(allow_non_fake_inputs=True), resizing(counter), counter:
+            with FakeTensorMode(allow_non_fake_inputs=True), resizing(counter), shapes_aside(counter), counter:
                 found = _steps(functions, args, mesh, counter, train, only_step=only_step, few=few, change=change)
     tf32 = getattr(args, "matmul_precision", "highest") != "highest"
     return found | {"sample_flops": counted.flops, "units": dict(counted.units), "tf32": tf32}

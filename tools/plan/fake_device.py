@@ -255,9 +255,20 @@ new_group = device_mesh.new_group
 mesh_property: Any = DeviceMesh.mesh
 
 
+class Values(torch.Tensor):
+    """A real tensor that stays real: also what is taken from it while other tensors are without data."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute with the values."""
+        with _disable_current_modes():
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+
 def ranks_of_mesh(mesh: DeviceMesh) -> torch.Tensor:
-    """`DeviceMesh.mesh`, as torch has it."""
-    return mesh_property.fget(mesh)
+    """`DeviceMesh.mesh`, as torch has it, for recipes that choose ranks by it."""
+    found: torch.Tensor = mesh_property.fget(mesh)
+    return found.as_subclass(Values)
 
 
 def own_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:

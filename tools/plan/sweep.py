@@ -62,8 +62,13 @@ def sizes(case: Case) -> Iterator[Case]:
         yield Case(case.folder, size, flags, case.config)
 
 
-def layouts(case: Case) -> Iterator[Case]:
-    """Ways to split a training over these ranks: recipes of its workload, their parts, micro-batch, recomputation."""
+def layouts(case: Case, *, every: bool = False) -> Iterator[Case]:
+    """Ways to split a training over these ranks: recipes of its workload, their parts, micro-batch, recomputation.
+
+    Args:
+        case: the training.
+        every: also what is rarely fast: all micro-batches, and all that a recipe can recompute.
+    """
     mine = case.folder.name
     batch = value(case.flags, BATCH, default(mine, BATCH))
     kept = case.flags
@@ -79,9 +84,9 @@ def layouts(case: Case) -> Iterator[Case]:
         part = next((flag for flag in PARTS if about.has_flag(recipe, flag)), "")
         for parts in [2**i for i in range(1, 7) if 2**i <= case.size] if part else [1]:
             a_rank = batch * parts // case.size
-            micros = [2**i for i in range(max(1, a_rank).bit_length()) if a_rank // 2**i <= 32]
-            modes = ["none", "full"] if about.has_flag(recipe, RECOMPUTE) else [""]
-            for micro, mode in itertools.product(micros[-3:], modes):
+            micros = [2**i for i in range(max(1, a_rank).bit_length()) if every or a_rank // 2**i <= 32]
+            modes = ["none", *(["selective"] if every else []), "full"] if about.has_flag(recipe, RECOMPUTE) else [""]
+            for micro, mode in itertools.product(micros if every else micros[-3:], modes):
                 flags = (*kept, *((part, str(parts)) if part else ()), MICRO, str(micro))
                 yield Case(
                     about.ROOT / "recipes" / recipe,

@@ -12,10 +12,12 @@ keeps no s x s scores.
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from tools.plan.work import Traffic, Work
 
 HALF, FLOAT = 2, 4  # bytes
+FLOAT_LOGITS = 2**29  # that a recipe's loss computes with at a time: common/workloads/gpt.py, which needs torch
 OPERATORS = 98  # of a layer's forward and backward pass in eager mode: counted in ddp_gpt
 MOVED = 29  # tensors of (b, s, h) that a layer's other operators read and write, forward: counted in ddp_gpt
 MOVED_MLP = 13  # the same of (b, s, m)
@@ -80,7 +82,8 @@ class Layout:
         virtual: stages of each rank.
         micro_batch: sequences of a forward pass on a rank.
         global_batch: sequences of a step.
-        recompute: none, selective (attention), ops (every second product, and all that is no product) or full.
+        recompute: none, selective (attention), ops (every second product, and all that is no product), products (all
+            that is no product and no attention) or full.
         zero: 0 for replicas, 1 with the optimizer state split over dp ranks, 3 for FSDP.
         local_size: ranks on a machine.
         grad_bytes: of a gradient when it is sent.
@@ -91,11 +94,15 @@ class Layout:
         compiled: whether a compiler has joined the small operators.
         balanced: whether the last stage has fewer layers, for the logits.
         sums_hidden: whether tensor-parallel sums travel while matrix products are computed.
-        logit_bytes: of memory for each logit, in 16 and 32 bit and its gradient: counted in ddp_gpt.
+        logit_bytes: of memory for each logit when its gradient is computed, in 32 bit: counted in ddp_gpt.
+        loss_logits: that the loss computes with at a time.
         logit_moved: bytes that the loss reads and writes for each logit: counted in ddp_gpt.
         outputs_kept: whether the last stage keeps the logits of all micro-batches, as torch's schedules do.
         gradients: copies of all gradients at the peak; DDP has two after micro-batches that send nothing.
+        extra: bytes of a parameter that a strategy keeps beside these.
+        norms: tensors (b, s, h) of 16 bit that a layer keeps for its norms, and for what is added up between them.
         gathered_kept: tensors (b, s, h) of a layer that tensor-parallel ranks keep gathered for the backward pass.
+        cp: ranks that share each sequence.
     """
 
     dp: int = 1
@@ -115,16 +122,20 @@ class Layout:
     compiled: bool = False
     balanced: bool = False
     sums_hidden: bool = False
-    logit_bytes: int = 10
+    logit_bytes: int = 12
+    loss_logits: float = math.inf
     logit_moved: int = 52
     outputs_kept: bool = False
     gradients: int = 1
+    extra: int = 0
+    norms: int = 5
     gathered_kept: int = 0
+    cp: int = 1
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
 
     @property
     def micro_batches(self) -> float:
@@ -140,38 +151,38 @@ def machines(ranks: int, stride: int, local_size: int) -> int:
 def work(shape: Shape, layout: Layout) -> Work:
     """What the slowest rank does in a step: a stage of ceil(l / p) layers, and the logits."""
     t, p, b, m = layout.tp, layout.pp, layout.micro_batch, layout.micro_batches
-    s, h = shape.seq_len, shape.width
-    again = {"none": 0.0, "selective": 0.0, "ops": 0.5, "full": 1.0}[layout.recompute]
-    moved_again = 1.0 if layout.recompute == "ops" else again
+    s, h = shape.seq_len / layout.cp, shape.width
+    again = {"ops": 0.5, "full": 1.0}.get(layout.recompute, 0.0)
+    moved_again = 1.0 if layout.recompute in ("ops", "products") else again
     # Selective recomputation repeats the attention of two matrix products, and nothing else.
-    selective = 2 * s * s * h if layout.recompute == "selective" else 0.0
+    selective = 2 * s * shape.seq_len * h if layout.recompute == "selective" else 0.0
     # The last stage has the logits, and then the most to do, unless it has fewer layers.
     layers = shape.layers / p if layout.balanced else math.ceil(shape.layers / p)
     share = p if layout.balanced else 1
-    flops = m * b * (layers * ((3 + again) * shape.layer_flops + selective) + 3 * shape.head_flops / share) / t
+    flops = m * b * (layers * ((3 + again) * shape.layer_flops + selective) + 3 * shape.head_flops / share)
     split = t if layout.sequence else 1
     per_layer = (MOVED / split * h + MOVED_MLP / t * shape.mlp_width) * b * s * HALF
     joined = 0.5 if layout.compiled else 1.0
     head = m * b * s * shape.vocab / t * layout.logit_moved / share
     moved = (m * layers * per_layer * (3 + moved_again) + head) * joined
     own = (layers * shape.layer_parameters + shape.ends / (1 if p == 1 else 2)) / t
-    update = UPDATE_BYTES * own / (layout.dp if layout.zero else 1)
+    update = UPDATE_BYTES * own / (layout.dp * layout.cp if layout.zero else 1)
     casts = CASTS if _autocast(layout) else 0
     operators = int(m * layers * (OPERATORS + casts) * (1 + again / 3) * joined)
     return Work(
         world_size=layout.size,
         samples=layout.global_batch,
-        flops={"bfloat16": flops},
+        flops={"bfloat16": flops / (t * layout.cp)},
         product_bytes=m * layers * 3 * shape.layer_parameters / t * HALF,
         elementwise_bytes=moved + update,
         kernels=operators,
         traffic=tuple(traffic(shape, layout, layers, own)),
-        memory=memory(shape, layout, layers, own),
+        memory=memory(shape, layout, layers),
         state_bytes=shape.parameters * (layout.storage + layout.optimizer),
         model_flops=shape.model_flops * layout.global_batch,
         micro_batches=m,
         idle=(p - 1) / (m * layout.virtual + p - 1),
-        units={"tokens": s},
+        units={"tokens": shape.seq_len},
     )
 
 
@@ -182,8 +193,8 @@ def _autocast(layout: Layout) -> bool:
 def traffic(shape: Shape, layout: Layout, layers: float, own: float) -> list[Traffic]:
     """What a rank sends in a step."""
     found = []
-    t, p, dp, m = layout.tp, layout.pp, layout.dp, layout.micro_batches
-    activation = layout.micro_batch * shape.seq_len * shape.width * HALF
+    t, p, dp, m = layout.tp, layout.pp, layout.dp * layout.cp, layout.micro_batches
+    activation = layout.micro_batch * shape.seq_len / layout.cp * shape.width * HALF
     if t > 1:
         # Two sums of a layer forward and two backward; two more if the forward pass is repeated. With sequence
         # parallelism, a sum is a reduce-scatter and an all-gather, which move as much.
@@ -191,6 +202,12 @@ def traffic(shape: Shape, layout: Layout, layers: float, own: float) -> list[Tra
         over = machines(t, 1, layout.local_size)
         hidden = "step" if layout.sums_hidden else "no"
         found.append(Traffic("all-reduce", "tp", t, over, sums, sums * activation, hidden))
+    if layout.cp > 1:  # keys and values go round forward and backward, and so do their gradients in 32 bit
+        calls = int(m * layers * (layout.cp - 1) * (4 if layout.recompute == "full" else 3))
+        block = 2 * shape.kv_heads / shape.heads * activation
+        over = machines(layout.cp, 1, layout.local_size)
+        bytes_ = (calls + m * layers * (layout.cp - 1)) * block
+        found.append(Traffic("send", "cp", layout.cp, over, calls, bytes_))
     if p > 1:
         calls = int(2 * m * layout.virtual)
         over = machines(p, t * dp, layout.local_size)
@@ -211,65 +228,145 @@ def traffic(shape: Shape, layout: Layout, layers: float, own: float) -> list[Tra
     return found
 
 
-def memory(shape: Shape, layout: Layout, layers: float, own: float) -> dict[str, float]:
-    """Bytes at the peak of a step, on the first stage, which keeps most activations."""
-    t, p, b = layout.tp, layout.pp, layout.micro_batch
-    s, h = shape.seq_len, shape.width
-    dp = layout.dp
-    parts = {1: 1, 3: dp}.get(layout.zero, 1)
-    split = t if layout.sequence else 1
-    kv = shape.kv_heads / shape.heads
-    # Of a layer: inputs and outputs of both norms and the sum between; query, key, value and output of attention; of
-    # the MLP its products and what lies between them. Norms' outputs may be kept gathered.
-    norms = (5 - layout.gathered_kept) / split + layout.gathered_kept
-    whole = b * s * HALF * (norms * h + ((2 + 2 * kv) * h + (4 if shape.gated else 2) * shape.mlp_width) / t)
-    kept = {"none": whole, "selective": whole, "ops": whole / 2, "full": b * s * h * HALF / split}[layout.recompute]
-    # The first of p stages has p micro-batches on their way; with v stages a rank, (1 + (p - 1) / (p v)) times as many.
-    under_way = min(p, layout.micro_batches) if p > 1 else 1
-    under_way *= 1 + (p - 1) / (p * layout.virtual) if layout.virtual > 1 else 1
-    again = whole if layout.recompute == "full" else 0.0
-    logits = b * s * shape.vocab / t
-    if p == 1:
-        rest = layers * kept + again + logits * layout.logit_bytes
-    else:  # the first stage, or the last one, which has one micro-batch on its way
-        outputs = logits * HALF * (layout.micro_batches if layout.outputs_kept else 0)
-        rest = again + max(layers * kept * under_way, layers * kept + logits * layout.logit_bytes + outputs)
-    if _autocast(layout):  # which keeps the weights in 16 bit until the backward pass has ended
-        rest += own * HALF
-    if layout.zero == 3:  # two blocks and the ends, gathered, and gradients of a block and of the ends
-        rest += (3 * shape.layer_parameters + 2 * shape.ends) / t * HALF
+def memory(shape: Shape, layout: Layout, layers: float) -> dict[str, float]:
+    """Bytes at the peak of a step on the rank that needs most: of a pipeline the first, or the last with the logits."""
+    fewest = layers if layout.balanced else shape.layers // layout.pp  # what the last stage has
+    ends = [(layers, True, True)] if layout.pp == 1 else [(layers, True, False), (fewest, False, True)]
+    return max((_held(shape, layout, *one) for one in ends), key=lambda kinds: sum(kinds.values()))
+
+
+# One account, which is read from its top to its end.
+def _held(  # noqa: PLR0912, PLR0915
+    shape: Shape, layout: Layout, layers: float, first: bool, last: bool
+) -> dict[str, float]:
+    """Of a rank with this many layers, and the first or the last of all stages.
+
+    The peak is the largest of some moments. What is there at each of them was read off the recipes' code: see
+    tests/harness/memory_grid.py.
+    """
+    t, m, tied = layout.tp, layout.micro_batches, shape.tied
+    length, h = shape.seq_len / layout.cp, shape.width
+    tokens = layout.micro_batch * length
+    shards = layout.dp * layout.cp if layout.zero == 3 else 1
+    sharded, autocast, several = layout.zero == 3, _autocast(layout), m > 1
+    layer, table = shape.layer_parameters / t, shape.vocab * h / t  # parameters; the embedding's are the head's as well
+    tables = first + (last and not (first and tied))
+    own = layers * layer + tables * table
+    # Activations in 16 bit, (b, s, h) whole and as tensor-parallel ranks split it, and (b, s, m). Under autocast, what
+    # layers add to is in 32 bit, and each matrix has its own copy of its input.
+    wide, inner = tokens * h * HALF, tokens * shape.mlp_width * HALF / t
+    narrow = wide / (t if layout.sequence else 1)
+    stream = narrow * (2 if autocast else 1)
+    gathered_kept = layout.gathered_kept
+    matrices = 2 if shape.gated else 1
+    attention = (2 + 2 * shape.kv_heads / shape.heads) * wide / t + tokens * shape.heads * FLOAT / t
+    whole = (
+        ((10 if autocast else layout.norms) - gathered_kept) * narrow
+        + gathered_kept * wide
+        + attention
+        + 2 * matrices * inner
+    )
+    products = attention + 2 * wide + matrices * inner + stream
+    kept = {"ops": whole / 2, "products": products, "full": stream}.get(layout.recompute, whole)
+    again = whole - kept
+    inner_again = {"products": matrices, "full": 2 * matrices}.get(layout.recompute, 0) * inner
+    # Of weights in 16 bit: under autocast all that no recomputation makes again; of FSDP the ends, and single layers.
+    casts = layers * layer * HALF if autocast and not again else 0.0
+    head = table * HALF if autocast else 0.0
+    gathered = tables * table * HALF if sharded else 0.0
+    ahead = layer * HALF if sharded else 0.0
+    # Until the last micro-batch, FSDP sends no gradients and keeps them whole, DTensor the embedding's for all slices.
+    sums = (own + (0 if tied else (t - 1) * table)) * layout.grad_bytes if sharded and several else 0.0
+    gradients = own * layout.grad_bytes * layout.gradients if not sharded else 0.0
+    scattered = layers * layer * FLOAT / shards
+    logits = tokens * shape.vocab / t
+    at_once = logits * min(1.0, max(1.0, layout.loss_logits // (length * shape.vocab)) / layout.micro_batch)
+    outputs = m * (logits * HALF + stream) if layout.outputs_kept and last and not first else 0.0
+    copies = 0.0 if outputs else logits * HALF
+    loss = at_once * layout.logit_bytes + (copies + (logits - at_once) * HALF if at_once < logits else 0.0)
+    base = layers * kept + gathered + sums + outputs
+    moments = [outputs + m * logits * HALF if outputs else 0.0]  # torch joins them, at the end of a step
+    if last:
+        top = base + wide + stream + head + ahead
+        moments.append(top + casts + loss)
+        if autocast:  # the end of the forward pass, which has cast all weights
+            moments.append(top + layers * layer * HALF + 2 * FLOAT * at_once + copies)
+        # The gradient of the head, in 16 bit and, where gradients are added up or kept in 32 bit, cast.
+        cast = table * FLOAT if autocast or several else 0.0
+        moments.append(top - head + casts + table * HALF + max(logits * HALF + head, cast))
+    # A layer's backward pass: of the MLP, or of what tensor-parallel ranks gather before it. The head's gradient waits
+    # for those of the micro-batch, or of the embedding whose weights it has.
+    matrix = shape.mlp_width * h / t
+    passing = narrow + stream + 2 * inner + matrix * HALF
+    if sharded and several:  # the gradient of a matrix is cast, added up, and gone
+        passing = narrow + stream + inner + max(inner, matrix * (HALF + FLOAT))
+    if gathered_kept:
+        passing = max(passing, (4 if layout.recompute == "products" else 3) * wide + 2 * narrow - inner_again)
+    if sharded:
+        waits = table * HALF if tied or not several else 0.0
+        for done in {0, 1, max(layers - 1, 1)}:  # layers before it
+            sent = 0.0 if several else done * layer * FLOAT / shards + (layer * FLOAT if done else 0.0)
+            moment = base - done * kept + 2 * ahead + sent + waits
+            moments += [moment + again + passing, moment - kept + 3 * stream + (0.0 if several else ahead)]
+        if several:
+            moments += [base - kept + 2 * stream + 3 * ahead + waits, sums + 2 * gathered + ahead]
+            moments.append(2 * FLOAT * tables * table + scattered)
+            both = (table * 2 * FLOAT if t == 1 else t * table * (HALF + FLOAT)) if tied else 0.0
+            moments.append(sums + gathered + (both or t * table * HALF + (table * FLOAT if t == 1 else 0.0)))
+        else:
+            moments.append(tables * table * (FLOAT + HALF) + scattered)
+            more = 3 * table if tied and t == 1 else (t + tables) * table if t > 1 else 0.0
+            moments.append(gathered + more * HALF + layer * FLOAT + scattered)
+    else:
+        waits = table * FLOAT if tied and first and last else 0.0
+        own_output = stream if first and not last else 0.0
+        # The first of p stages has p micro-batches on their way; with v stages a rank (1 + (p - 1) / (p v)) as many.
+        ways = min(layout.pp, m) if first else 1
+        ways *= 1 + (layout.pp - 1) / (layout.pp * layout.virtual) if layout.virtual > 1 else 1
+        one = layers * kept + casts + own_output
+        passing += again + own_output + outputs + waits + (layer * HALF if autocast and again else 0.0)
+        if m > ways or layout.pp == 1:
+            moments.append(ways * one + passing)
+        else:  # when the first backward pass begins, there are no gradients; when it ends, less to go back through
+            moments += [ways * one + passing - gradients, max(ways - 1, 1) * one + passing]
+        if first and autocast:
+            moments.append(2 * waits + table * FLOAT)
+        if not layout.overlapped and layout.dp > 1:  # all of them in one buffer
+            moments.append(own * layout.grad_bytes)
     return {
-        "parameters": own * layout.storage / parts,
-        "gradients": own * layout.grad_bytes * layout.gradients / parts,
-        "optimizer": own * layout.optimizer / (dp if layout.zero else 1),
-        "rest": rest,
+        "parameters": own * layout.storage / shards,
+        "gradients": gradients + sums,
+        "optimizer": own * layout.optimizer / (shards if sharded else layout.dp if layout.zero else 1),
+        "rest": max(moments) - sums + own * layout.extra,
     }
 
 
 # --- the strategies that recipes have ------------------------------------------------------------------------------
 
-STRATEGIES = ("ddp_gpt", "fsdp_gpt", "tensor_gpt", "pipeline_gpt")
+STRATEGIES = ("ddp_gpt", "fsdp_gpt", "tensor_gpt", "pipeline_gpt")  # of docs/explorer.html
 
 
-def of_recipe(recipe: str, size: int, parts: int, **more: int | str) -> Layout:
+def of_recipe(recipe: str, size: int, parts: int, **more: Any) -> Layout:
     """The layout of a language-model recipe.
 
     Args:
-        recipe: one of `STRATEGIES`.
+        recipe: that trains language models; accelerate_gpt under DDP, or with `zero` 3 under FSDP2.
         size: number of ranks.
-        parts: --tp or --pp; 1 for the others.
-        **more: other fields of `Layout`.
+        parts: --tp, --pp or --cp; 1 for the others.
+        **more: other fields of `Layout`; `recompute` as the recipes have it.
     """
-    base = Layout(**more)  # type: ignore[arg-type]
+    base = Layout(loss_logits=FLOAT_LOGITS, **more)
+    if base.recompute == "selective":
+        base = dataclasses.replace(base, recompute="products")
     several = base.global_batch * parts > base.micro_batch * size
-    if recipe == "tensor_gpt":  # its loss over sliced logits makes more copies: counted
-        return dataclasses.replace(
-            base, tp=parts, dp=size // parts, zero=3, gathered_kept=2, logit_bytes=40, logit_moved=150
-        )
-    if recipe == "pipeline_gpt":
-        return dataclasses.replace(
-            base, pp=parts, dp=size // parts, overlapped=False, outputs_kept=True, gradients=2 if size > parts else 1
-        )
-    if recipe == "fsdp_gpt":
-        return dataclasses.replace(base, dp=size, zero=3)
-    return dataclasses.replace(base, dp=size, gradients=2 if several else 1)
+    replicas = {"gradients": 2 if several else 1, "extra": 8 if recipe == "diloco_gpt" else 0}
+    own: dict[str, Any] = {
+        # Its loss over sliced logits makes more copies: counted.
+        "tensor_gpt": {"tp": parts, "zero": 3, "gathered_kept": 2, "logit_bytes": 16, "logit_moved": 150},
+        "pipeline_gpt": {"pp": parts, "overlapped": False, "outputs_kept": True},
+        "context_gpt": {"cp": parts, "zero": 3},
+        "fsdp_gpt": {"zero": 3},
+        # Accelerate computes under autocast there as well: norms in 32 bit, and a cast for each matrix.
+        "accelerate_gpt": {"norms": 12} if base.zero == 3 else replicas,
+    }.get(recipe, replicas)
+    return dataclasses.replace(base, dp=size // parts, **own)

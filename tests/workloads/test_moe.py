@@ -1,0 +1,141 @@
+"""The model with experts: transformers' Mixtral computes the same, and what single parts do."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from common import UserError
+from common.train import initial
+from common.workloads import gpt, moe
+from transformers.models.mixtral import modeling_mixtral
+
+SHAPE = gpt.Shape(50, num_layers=2, num_heads=4, width=16, num_kv_heads=2, mlp_width=24)
+ROUTING = moe.Routing(experts=5, top_k=2)
+
+
+def make_model(routing: moe.Routing = ROUTING) -> Any:
+    """A small model with large weights, whose router is sure of its choices."""
+    with torch.device("meta"):
+        model = moe.with_experts(gpt.GPT(SHAPE), routing)
+    initial.materialize(model, 0, torch.device("cpu"), torch.float64)
+    for parameter in model.parameters():
+        parameter.data.mul_(5 if parameter.ndim > 1 else 1)
+    return model
+
+
+def mixtral_of(model: Any) -> Any:
+    """A Mixtral with the same weights."""
+    values: dict[str, Any] = {
+        "vocab_size": SHAPE.vocab_size,
+        "hidden_size": SHAPE.width,
+        "intermediate_size": SHAPE.mlp_width,
+        "num_hidden_layers": SHAPE.num_layers,
+        "num_attention_heads": SHAPE.num_heads,
+        "num_key_value_heads": SHAPE.num_kv_heads,
+        "rms_norm_eps": SHAPE.norm_eps,
+        "num_local_experts": ROUTING.experts,
+        "num_experts_per_tok": ROUTING.top_k,
+        "rope_parameters": {"rope_type": "default", "rope_theta": SHAPE.rope_base},
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",  # grouped products have no float64
+    }
+    config = transformers.MixtralConfig(**values)
+    theirs = transformers.MixtralForCausalLM(config).double().eval()
+    ours = model.state_dict()
+    plain = {
+        "model.embed_tokens.weight": "embed.weight",
+        "model.norm.weight": "norm.weight",
+        "lm_head.weight": "head.weight",
+    }
+    for i in range(SHAPE.num_layers):
+        for name, one in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm")):
+            plain[f"model.layers.{i}.{name}.weight"] = f"blocks.{i}.{one}.weight"
+        for name, one in (("q", "query"), ("k", "key"), ("v", "value"), ("o", "output")):
+            plain[f"model.layers.{i}.self_attn.{name}_proj.weight"] = f"blocks.{i}.attention.{one}.weight"
+    state = {name: ours[one] for name, one in plain.items()}
+    for name, wanted in theirs.state_dict().items():
+        if name in state:
+            continue
+        i, experts = int(name.split(".")[2]), range(ROUTING.experts)
+        mlp = f"blocks.{i}.mlp"
+        if name.endswith("gate.weight"):
+            state[name] = ours[f"{mlp}.router.weight"]
+        elif name.endswith("gate_up_proj"):
+            pairs = [[ours[f"{mlp}.experts.{e}.{part}.weight"] for part in ("gate", "up")] for e in experts]
+            state[name] = torch.stack([torch.cat(pair) for pair in pairs])
+        else:
+            assert name.endswith("experts.down_proj"), name
+            state[name] = torch.stack([ours[f"{mlp}.experts.{e}.down.weight"] for e in experts])
+        assert state[name].shape == wanted.shape, name
+    theirs.load_state_dict(state)
+    return theirs
+
+
+def test_logits_and_balance_loss_are_those_of_mixtral() -> None:
+    model = make_model()
+    theirs = mixtral_of(model)
+    tokens = torch.randint(SHAPE.vocab_size, (3, 20), generator=torch.Generator().manual_seed(0))
+    wanted = theirs(tokens, output_router_logits=True)
+    assert torch.allclose(model(tokens), wanted.logits, rtol=1e-6, atol=1e-6)  # theirs rotates in float32
+    here = moe.routed(model)
+    assert here
+    for i, logits in enumerate(wanted.router_logits):
+        balance = modeling_mixtral.load_balancing_loss_func((logits,), ROUTING.experts, ROUTING.top_k)
+        layer = moe.Routed(*(part[i : i + 1] for part in here))
+        found = moe.losses(layer, layer.counts, tokens.numel())["balance_loss"]
+        assert found.item() * ROUTING.top_k == pytest.approx(float(torch.as_tensor(balance).detach()), rel=1e-6)
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_weights_of_a_token_add_up_to_one(router: str) -> None:
+    model = make_model(moe.Routing(5, 3, router=router))
+    for layer in moe.layers(model).values():
+        chosen, weights, probabilities = layer.choose(torch.randn(2, 7, 5, dtype=torch.float64))
+        assert torch.allclose(weights.sum(2), torch.ones(2, 7, dtype=torch.float64))
+        assert torch.allclose(probabilities.sum(2), torch.ones(2, 7, dtype=torch.float64))
+        assert all(len(set(one)) == 3 for one in chosen.flatten(0, 1).tolist())
+
+
+def test_bias_decides_who_is_chosen_and_not_how_much_it_counts() -> None:
+    (layer, *_) = moe.layers(make_model(moe.Routing(4, 1, router="sigmoid"))).values()
+    logits = torch.tensor([[[2.0, 1.0, 0.0, -1.0]]])
+    layer.balance_bias[3] = 1.0
+    chosen, weights, probabilities = layer.choose(logits)
+    assert chosen.tolist() == [[[3]]]
+    assert weights.tolist() == [[[1.0]]]
+    assert probabilities.argmax().item() == 0
+
+
+def test_capacity_takes_the_first_of_each_sequence() -> None:
+    routing = moe.Routing(experts=2, top_k=1, capacity_factor=0.8)  # of 5 tokens: 2 to each expert
+    assert math.ceil(0.8 * 5 / 2) == 2
+    chosen = torch.tensor([[0, 0, 1, 0, 0], [1, 1, 1, 1, 0]])[..., None]
+    taken = moe.within_capacity(chosen, routing)
+    assert taken[..., 0].tolist() == [[0, 0, 1, 2, 2], [1, 1, 2, 2, 0]]
+
+
+def test_one_expert_is_the_model_without_experts() -> None:
+    with torch.device("meta"):
+        names = [gpt.GPT(SHAPE), moe.with_experts(gpt.GPT(SHAPE), moe.Routing(1, 2))]
+    assert [*names[0].state_dict()] == [*names[1].state_dict()]
+    assert moe.routed(names[1]) is None
+
+
+def test_more_choices_than_experts_are_refused() -> None:
+    class Args:
+        experts, top_k, shared_experts, router, capacity_factor = 3, 4, 0, "softmax", 0.0
+
+    with pytest.raises(UserError, match="--top-k 4 must be at most --experts 3"):
+        moe.Routing.of(Args)
+
+
+def test_idle_experts_are_named_once(capsys: pytest.CaptureFixture) -> None:
+    model = make_model()
+    idle = moe.Idle(2)
+    some = torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    for counts in (some, some, some.flip(1), some, some, some):
+        idle.add(model, counts)
+    warning = "warning: no token has chosen expert 1 of blocks.0 in the last 2 steps"
+    assert capsys.readouterr().out.splitlines() == [warning, warning]
