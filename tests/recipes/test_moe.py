@@ -358,6 +358,20 @@ def test_a_layer_waits_once_and_sends_its_choices_twice(kind: str, waits: int) -
         assert "all-to-all" not in {name for name, _ in sent}
 
 
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", ["ep 2", "ep 2 x 2", "hsdp, ep 2"])
+def test_muon_and_averages_are_those_of_one_process(kind: str, once: Once, epoch_text: Path, tmp_path: Path) -> None:
+    """Each matrix is orthogonalised by a rank of those that share it, and each rank averages its own experts."""
+    more = ("--optimizer", "muon", "--ema", "0.5")
+    alone = once.folder(lambda out: train(out, epoch_text, MOVED, 1, *more), "moe by muon") / "run"
+    size, flags = KINDS[kind]
+    run = train(tmp_path, epoch_text, MOVED, size, *flags, *more)
+    for tag in ("train/loss", "train/grad_norm", "val/loss"):
+        assert runner.records(run, tag) == pytest.approx(runner.records(alone, tag), rel=1e-9), tag
+    wanted = plain_curve(once, epoch_text, MOVED).held_out
+    assert abs(runner.records(run, "val/loss")[STEPS] - wanted[STEPS]) > 0.01, "AdamW has another loss"
+
+
 # --- Checkpoints --------------------------------------------------------------------------------------------
 
 MOVED = How(router="sigmoid", shared_experts=1, capacity_factor=1.0)  # with biases, which are buffers
