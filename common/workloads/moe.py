@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -164,6 +165,23 @@ def count(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
     )[:num_experts]
 
 
+def to_host(counts: torch.Tensor, rows: int) -> Any:
+    """Numbers of rows as lists: a layer's only wait for the device. Without data, as on meta, equal shares of all rows.
+
+    Args:
+        counts: of the rows of each expert, (E,) or (n, ranks, E / ranks).
+        rows: choices, of which each is a row if none is dropped.
+    """
+    return equal_shares(counts, rows) if counts.is_meta else counts.tolist()
+
+
+def equal_shares(counts: torch.Tensor, rows: int) -> Any:
+    """What `to_host` returns if each expert has as many rows as the others, or one more."""
+    size = counts.numel() // (len(counts) if counts.ndim > 1 else 1)
+    shares = np.diff(np.arange(size + 1) * rows // size)
+    return np.resize(shares, counts.shape).tolist()
+
+
 def rows_of(x: torch.Tensor, chosen: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A row for each choice, in the order of the experts, (num, C); and which choice it is, (num,).
 
@@ -183,18 +201,17 @@ def combine(rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> t
     return (every.view(*weights.shape, rows.shape[1]) * weights[..., None]).sum(1)
 
 
-def mix(experts: Experts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What the chosen experts, which are all here, make of each token, (N, C).
+def mix(experts: Experts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """What the chosen experts that are here make of each token, (N, C).
 
     Args:
         experts: E of them.
         x: tokens, (N, C).
         chosen: the experts of each, (N, k); E for none.
         weights: of their results, (N, k).
+        parts: of all experts, of which these are one.
     """
-    sizes = [chosen.numel()] + [0] * (len(experts) - 1)  # where FLOPs are counted, which depend on the sum alone
-    if not chosen.is_meta:
-        sizes = count(chosen, len(experts)).tolist()  # the layer's only wait for the device
+    sizes = to_host(count(chosen, len(experts)), chosen.numel() // parts)
     rows, order = rows_of(x, chosen, sum(sizes))
     return combine(experts(rows, sizes), order, weights)
 

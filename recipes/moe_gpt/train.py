@@ -171,8 +171,8 @@ def mix_by_exchange(
     counts = moe.count(chosen, group.size() * len(experts))
     coming = torch.empty_like(counts)  # the rows for our experts, by the rank that sends them
     dist.all_to_all_single(coming, counts, group=group)
-    # By rank and expert; the layer's only wait for the device.
-    ours, theirs = torch.stack([counts, coming]).view(2, group.size(), -1).tolist()
+    # By rank and expert.
+    ours, theirs = moe.to_host(torch.stack([counts, coming]).view(2, group.size(), -1), chosen.numel())
     given, taken = list(map(sum, ours)), list(map(sum, theirs))
     rows, order = moe.rows_of(x, chosen, sum(given))
     rows = Exchange.apply(rows, given, taken, group)
@@ -222,14 +222,15 @@ def mix_by_gather(
     group: dist.ProcessGroup, experts: moe.Experts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """The same without an exchange: every rank gets all tokens, and computes what its own experts make of them."""
-    longest = torch.tensor(len(x), device=x.device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
-    padding = (0, 0, 0, int(longest) - len(x))
+    lengths = torch.tensor([len(x)], device=x.device)
+    dist.all_reduce(lengths, dist.ReduceOp.MAX, group=group)
+    (longest,) = moe.to_host(lengths, len(x))  # a second wait, as all parts that are gathered have one size
+    padding = (0, 0, 0, longest - len(x))
     first = group.rank() * len(experts)
     mine = Gather.apply(F.pad(chosen, padding, value=-1), group) - first
     mine = mine.where((mine >= 0) & (mine < len(experts)), len(experts))  # the others are none
     x_of_all, weights_of_all = (Gather.apply(F.pad(part, padding), group) for part in (x, weights))
-    return Scatter.apply(moe.mix(experts, x_of_all, mine, weights_of_all), group)[: len(x)]
+    return Scatter.apply(moe.mix(experts, x_of_all, mine, weights_of_all, group.size()), group)[: len(x)]
 
 
 MIX = {"exchange": mix_by_exchange, "gather": mix_by_gather}
@@ -261,7 +262,9 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
     # in float32, and cast the result back once for each matrix that reads it.
     model.forward = torch.autocast(device.type, enabled=False)(model.forward)
     # Two axes make it HSDP. An expert is split over the ranks that have it, all else over all ranks of a group.
-    every = DeviceMesh(device.type, mesh.mesh.flatten(1), mesh_dim_names=("dp_replicate", "dp"))
+    size = mesh.size() // args.dp_replicate
+    groups = [list(range(first, first + size)) for first in range(0, mesh.size(), size)]
+    every = DeviceMesh(device.type, groups, mesh_dim_names=("dp_replicate", "dp"))
     axes = every if args.dp_replicate > 1 else every["dp"]
     of_experts = mesh["dp_replicate", "dp_shard"] if args.dp_replicate > 1 else mesh["dp_shard"]
     gpt.recompute(model, args.recompute)  # inside FSDP's hooks: they gather the parameters before

@@ -123,7 +123,7 @@ class Layout:
 
     @property
     def with_experts(self) -> tuple[str, ...]:
-        """Its strategy of the recipe's own model, which may have experts: it is compared with itself."""
+        """Its strategy, of a model that may have experts: what is compared with itself can have them."""
         pairs = zip(self.strategy[::2], self.strategy[1::2], strict=True)
         return tuple(part for pair in pairs if pair != WITHOUT_EXPERTS for part in pair)
 

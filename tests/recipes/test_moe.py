@@ -3,6 +3,7 @@
 With `--experts 1` it is fsdp_gpt, so the tests of all recipes run it like that (`runner.layouts`).
 """
 
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 from common.train import initial, sampler
 from common.workloads import gpt, text
 from safetensors.torch import save_file
+from tools.plan import counter
 from torch import nn
 from torch.nn import functional as F
 
@@ -335,6 +337,39 @@ def test_compiled(once: Once, epoch_text: Path, tmp_path: Path) -> None:
     wanted = plain_curve(once, epoch_text, SIGMOID)
     run = train(tmp_path, epoch_text, SIGMOID, 2, "--ep", "2", "--compile", target=runner.run_traced)
     compare(run, wanted, SIGMOID)
+
+
+@pytest.mark.parametrize(("kind", "waits"), [("exchange", 1), ("gather", 2)])
+def test_a_layer_waits_once_and_sends_its_choices_twice(kind: str, waits: int) -> None:
+    """And their gradients, where the load is balanced; an all-gather needs to know the sizes first."""
+    width, sequences = 64, 8
+    flags = ["--num-layers", "2", "--width", str(width), "--num-heads", "4", "--seq-len", "64", "--ep-kind", kind]
+    flags += ["--ep", "2", "--global-batch-size", str(4 * sequences), "--dtype", "bfloat16"]
+    case = {"folder": str(runner.ROOT / "recipes" / RECIPE), "size": 4, "flags": flags, "only_step": True}
+    found = json.loads(counter.in_child(case))
+    assert "error" not in found, found
+    assert sum(found["step"]["syncs"].values()) == 2 * waits
+    sent = {(one["kind"], one["axis"]): one["bytes"] for one in found["step"]["traffic"]}
+    rows = 2 * sequences * 64  # two choices of each token
+    numbers = 2 * 8 * 8  # of two layers, for eight experts each
+    if kind == "exchange":
+        assert sent["all-to-all", "ep"] == 2 * 2 * 2 * rows * width * 2 + numbers
+    else:
+        assert "all-to-all" not in {name for name, _ in sent}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", ["ep 2", "ep 2 x 2", "hsdp, ep 2"])
+def test_muon_and_averages_are_those_of_one_process(kind: str, once: Once, epoch_text: Path, tmp_path: Path) -> None:
+    """Each matrix is orthogonalised by a rank of those that share it, and each rank averages its own experts."""
+    more = ("--optimizer", "muon", "--ema", "0.5")
+    alone = once.folder(lambda out: train(out, epoch_text, MOVED, 1, *more), "moe by muon") / "run"
+    size, flags = KINDS[kind]
+    run = train(tmp_path, epoch_text, MOVED, size, *flags, *more)
+    for tag in ("train/loss", "train/grad_norm", "val/loss"):
+        assert runner.records(run, tag) == pytest.approx(runner.records(alone, tag), rel=1e-9), tag
+    wanted = plain_curve(once, epoch_text, MOVED).held_out
+    assert abs(runner.records(run, "val/loss")[STEPS] - wanted[STEPS]) > 0.01, "AdamW has another loss"
 
 
 # --- Checkpoints --------------------------------------------------------------------------------------------

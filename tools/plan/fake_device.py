@@ -46,6 +46,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from common import UserError, ranks
 from common.train import data
+from common.workloads import moe
 
 BUCKETS_BYTES = [2**20, 25 * 2**20]  # of torch's DDP: the first bucket, and all others
 aten = torch.ops.aten
@@ -165,6 +166,13 @@ def read_list(tensor: torch.Tensor) -> Any:
     return np.ones(tensor.shape, int).tolist()
 
 
+def read_counts(counts: torch.Tensor, rows: int) -> Any:
+    """`moe.to_host`: one wait, and a balanced load."""
+    if counts.is_cuda:
+        waited("tolist")
+    return moe.equal_shares(counts, rows)
+
+
 @contextlib.contextmanager
 def ranks_without_devices(
     device: torch.device, size: int, rank: int, local_size: int, gpu: str = "", memory_bytes: int = 0, bf16: bool = True
@@ -183,6 +191,7 @@ def ranks_without_devices(
     replaced: list[tuple[Any, str, Any]] = [
         (torch.utils, "swap_tensors", swap),
         (FakeTensor, "tolist", read_list),
+        (moe, "to_host", read_counts),
         (nn.functional, "scaled_dot_product_attention", functools.partial(flash_attention, device.type)),
         (nn.parallel, "DistributedDataParallel", Replicas),
         (data, "DataLoader", plain_loader),
