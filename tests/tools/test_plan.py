@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import json
+import math
 import mmap
 import platform
 import re
@@ -145,6 +146,18 @@ def test_range_covers_nine_of_ten_rows() -> None:
         assert low == pytest.approx(1 / high)
     near, far = (known.between("gpt", H100, known.Step(size, 1.0)) for size in (8, 10**6))
     assert far[0] < near[0] < 1 < near[1] < far[1]
+
+
+def test_range_covers_sources_that_are_left_out() -> None:
+    """Each row by a range from the rows of all other sources, as its error is of fractions without its own."""
+    source = {row.name: row.source for row in published.gpts()}
+    rows = [one for one in known.compared() if one.name in source]
+    within = []
+    for row in rows:
+        others = [one for one in rows if one.family == row.family and source[one.name] != source[row.name]]
+        within.append(abs(math.log1p(row.error)) <= known.farthest(others))
+    assert len(rows) > 40
+    assert sum(within) / len(rows) >= known.COVERED
 
 
 @pytest.mark.rest

@@ -102,6 +102,12 @@ def untested(found: Like, machine: Hardware, step: Step) -> str:
     return f"at most {found.most_tokens:,} tokens" if 0 < found.most_tokens < step.tokens else ""
 
 
+def farthest(rows: Sequence[Compared]) -> float:
+    """Size of the logarithm of measured / predicted, in which nine of ten rows like these should be."""
+    far = sorted(abs(math.log1p(one.error)) for one in rows)
+    return far[min(len(far), math.ceil(COVERED * (len(far) + 1))) - 1]
+
+
 def between(workload: str, machine: Hardware, step: Step) -> tuple[float, float]:
     """The shortest and the longest step that a prediction stands for, in seconds.
 
@@ -112,8 +118,7 @@ def between(workload: str, machine: Hardware, step: Step) -> tuple[float, float]
     if untested(found, machine, step):
         most = max(abs(math.log1p(one.error)) for one in compared())
     else:
-        far = sorted(abs(math.log1p(one.error)) for one in found.rows)
-        most = far[min(len(far), math.ceil(COVERED * (len(far) + 1))) - 1]
+        most = farthest(found.rows)
     return step.seconds * math.exp(-most), step.seconds * math.exp(most)
 
 
