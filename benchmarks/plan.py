@@ -105,6 +105,7 @@ def of_print() -> str:
         billions = row.shape.parameters / 1e9
         known.append(
             compared(row.name, "gpt", row.machine.family, row.layout.size, outer, mfu=mfu, parameters=billions)
+            | {"tokens": row.shape.seq_len}
         )
     keep(["gpt"], ["a100", "h100"], known)
     image_errors, image_known = [], []

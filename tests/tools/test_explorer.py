@@ -93,7 +93,8 @@ def test_error_is_that_of_known(fresh: browser.Page) -> None:
     steps = [0.0313 * 1.31**i for i in range(40)]  # up to 20 minutes
     pairs = [[one, steps[i % 40]] for i, one in enumerate(asked)]
     said = fresh.evaluate(f"{pairs}.map(([input, step_s]) => sentence(input, step_s))")
-    assert said == [known.sentence("gpt", explorer.machine(one), one["gpus"], step) for one, step in pairs]
+    right = [(explorer.machine(one), known.Step(one["gpus"], step, tokens=one["seq_len"])) for one, step in pairs]
+    assert said == [known.sentence("gpt", *one) for one in right]
     assert len({text[:20] for text in said}) == 2, "some rows are like these, and of others there are none"
 
 

@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import json
+import math
 import mmap
 import platform
 import re
@@ -118,7 +119,7 @@ def test_budget() -> None:
     assert asked.days == pytest.approx(days)
     assert asked.gpu_hours == pytest.approx(days * 24 * 8)
     assert asked.cost == pytest.approx(2.5 * asked.gpu_hours)
-    low, high = known.between("gpt", H100, 8, found.step_s)
+    low, high = known.between("gpt", H100, known.Step(8, found.step_s))
     assert asked.shortest_days / asked.days == pytest.approx(low / found.step_s)
     assert asked.longest_days / asked.days == pytest.approx(high / found.step_s)
     text = answer_.as_text(Case(Path("x"), 8), [one], H100, 1e12, 2.5)
@@ -139,12 +140,24 @@ def test_range_covers_nine_of_ten_rows() -> None:
     """Of the family's rows, which conformal prediction promises; and it is no wider than the worst of them."""
     for machine in (H100, hardware.table()["a100-ib"]):
         rows = known.like("gpt", machine).rows
-        low, high = known.between("gpt", machine, 8, 1.0)
+        low, high = known.between("gpt", machine, known.Step(8, 1.0))
         within = [low <= 1 / (1 + one.error) <= high for one in rows]
         assert 0.9 <= sum(within) / len(rows) <= 1
         assert low == pytest.approx(1 / high)
-    far = known.between("gpt", H100, 10**6, 1.0)
-    assert far[0] < known.between("gpt", H100, 8, 1.0)[0] < 1 < known.between("gpt", H100, 8, 1.0)[1] <= far[1]
+    near, far = (known.between("gpt", H100, known.Step(size, 1.0)) for size in (8, 10**6))
+    assert far[0] < near[0] < 1 < near[1] < far[1]
+
+
+def test_range_covers_sources_that_are_left_out() -> None:
+    """Each row by a range from the rows of all other sources, as its error is of fractions without its own."""
+    source = {row.name: row.source for row in published.gpts()}
+    rows = [one for one in known.compared() if one.name in source]
+    within = []
+    for row in rows:
+        others = [one for one in rows if one.family == row.family and source[one.name] != source[row.name]]
+        within.append(abs(math.log1p(row.error)) <= known.farthest(others))
+    assert len(rows) > 40
+    assert sum(within) / len(rows) >= known.COVERED
 
 
 @pytest.mark.rest
@@ -301,16 +314,18 @@ def test_fit_finds_what_made_the_steps() -> None:
 
 
 def test_error_beyond_what_was_tested_is_a_range() -> None:
-    like = r"rows like yours \(gpt on h100\): mean \d+%, worst \d+% of \d+$"
-    assert re.match(like, known.sentence("gpt", H100, 64, 1.0, launch_s=0.1))
-    assert not re.match(like, known.sentence("gpt", H100, 64, 1.0, launch_s=0.9))
-    for workload, machine, size in (
-        ("gpt", H100, 10**6),
-        ("mlp", H100, 8),
-        ("gpt", hardware.table()["rtx4090-pcie"], 8),
+    like = r"rows like yours \(gpt on h100\): mean \d+%, worst \d+% of \d+; by nine of ten of them, a step"
+    assert re.match(like, known.sentence("gpt", H100, known.Step(64, 1.0, 0.1, 8192)))
+    rtx = hardware.table()["rtx4090-pcie"]
+    for workload, machine, step, why in (
+        ("gpt", H100, known.Step(64, 1.0, 0.9), "no row whose GPUs wait for launches"),
+        ("gpt", H100, known.Step(10**6, 1.0), "at most 16,384 ranks"),
+        ("gpt", H100, known.Step(64, 1.0, 0.1, 16_384), "at most 8,192 tokens"),
+        ("mlp", H100, known.Step(8, 1.0), "no such rows"),
+        ("gpt", rtx, known.Step(8, 1.0), "no such rows"),
     ):
-        said = known.sentence(workload, machine, size, 1.0)
-        assert re.match(r"outside of what was tested \(.*\): a step between .* and .*, if it errs like the worst", said)
+        said = known.sentence(workload, machine, step)
+        assert re.match(rf"outside of what was tested \(.*: {why}\): a step between .* and .*, if it errs like", said)
 
 
 def test_own_runs_are_fitted(tmp_path: Path) -> None:

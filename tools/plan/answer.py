@@ -70,6 +70,10 @@ class Budget:
     cost: float
 
 
+def _step(work: Work, found: Prediction) -> known.Step:
+    return known.Step(work.world_size, found.step_s, found.launch_s, work.units.get("tokens", 0))
+
+
 def budget(tokens: float, price: float, works: Sequence[Work], machine: Hardware) -> Budget:
     """Of a training of so many tokens, at a price of a GPU's hour.
 
@@ -80,7 +84,7 @@ def budget(tokens: float, price: float, works: Sequence[Work], machine: Hardware
     if "tokens" not in first.units:
         raise UserError("--tokens needs a recipe that reads tokens, such as recipes/fsdp_gpt")
     steps = tokens / (first.samples * first.units["tokens"])
-    low_s, high_s = known.between(workload(first), machine, first.world_size, found.step_s, found.launch_s)
+    low_s, high_s = known.between(workload(first), machine, _step(first, found))
     days = steps * found.step_s / (1 - min(found.lost, 0.99)) / DAY_S
     hours = days * 24 * first.world_size
     return Budget(tokens, days, days * low_s / found.step_s, days * high_s / found.step_s, hours, hours * price)
@@ -112,7 +116,7 @@ def as_json(
         "hardware": dataclasses.asdict(machine),
         "prediction": dataclasses.asdict(found),
         "fits": fits(found, machine),
-        "error": known.sentence(workload(works[0]), machine, case.size, found.step_s, found.launch_s),
+        "error": known.sentence(workload(works[0]), machine, _step(works[0], found)),
         "ranks": [dataclasses.asdict(work) for work in works],
     }
 
@@ -153,7 +157,7 @@ def as_text(case: Case, works: Sequence[Work], machine: Hardware, tokens: float 
             f"least time to saves and failures: {found.lost:.2%}",
         ),
         *([("budget", _budget_line(budget(tokens, price, works, machine), price))] if tokens else []),
-        ("error", known.sentence(workload(first), machine, case.size, found.step_s, found.launch_s)),
+        ("error", known.sentence(workload(first), machine, _step(first, found))),
     ]
     names = [name if i == 0 or lines[i - 1][0] != name else "" for i, (name, _) in enumerate(lines)]
     return "\n".join(f"{name:8}{text}" for name, (_, text) in zip(names, lines, strict=True))

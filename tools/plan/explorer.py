@@ -9,6 +9,7 @@ import functools
 import html
 import itertools
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -222,7 +223,7 @@ def data() -> dict[str, Any]:
     return {
         "constants": {name: getattr(transformer, name) for name in named}
         | {"FACTORS": predict.FACTORS, "BACKWARD": predict.BACKWARD, "HOUR_S": predict.HOUR_S}
-        | {"RECOVERY_S": predict.recovery_s(), "ENOUGH": known.ENOUGH},
+        | {"RECOVERY_S": predict.recovery_s(), "ENOUGH": known.ENOUGH, "COVERED": known.COVERED},
         "machines": {name: dataclasses.asdict(one) for name, one in machines().items()},
         "models": [dataclasses.asdict(shape(model, 0)) for model in range(len(MODELS))],
         "strategies": {recipe: strategy(recipe) for recipe in STRATEGIES},
@@ -231,7 +232,11 @@ def data() -> dict[str, Any]:
         "words": {name: WORDS[name] for name in ("shares", "memory")},
         "default": DEFAULT,
         "published": [dataclasses.asdict(one) for one in every if one.workload == "gpt"],
-        "all_rows": {"count": len(every), "worst": max(abs(one.error) for one in every)},
+        "all_rows": {
+            "count": len(every),
+            "worst": max(abs(one.error) for one in every),
+            "farthest": max(abs(math.log1p(one.error)) for one in every),
+        },
     }
 
 

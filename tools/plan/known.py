@@ -26,6 +26,7 @@ class Compared:
         error: predicted / measured - 1, where the row had no part in the fit.
         mfu: measured, 0 where it is not known.
         parameters: of the model, in billions; 0 where it is not known.
+        tokens: of a sequence; 0 where it has none, or it is not known.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Compared:
     error: float
     mfu: float = 0.0
     parameters: float = 0.0
+    tokens: int = 0
 
 
 @functools.cache
@@ -50,6 +52,7 @@ class Like:
 
     rows: Sequence[Compared]
     most_ranks: int
+    most_tokens: int
 
     @property
     def mean(self) -> float:
@@ -68,43 +71,71 @@ def like(workload: str, machine: Hardware) -> Like:
     rows = [one for one in compared() if one.workload == workload and one.family == family]
     if len(rows) < ENOUGH:
         rows = []
-    return Like(rows, max((one.ranks for one in rows), default=0))
+    return Like(rows, *(max((getattr(one, name) for one in rows), default=0) for name in ("ranks", "tokens")))
 
 
-def between(workload: str, machine: Hardware, ranks: int, step_s: float, launch_s: float = 0.0) -> tuple[float, float]:
+@dataclass(frozen=True)
+class Step:
+    """A predicted step, as far as its error depends on it.
+
+    Attributes:
+        ranks: of the run.
+        seconds: predicted.
+        launch_s: of them, launches that nothing hides.
+        tokens: of a sequence; 0 where there are none.
+    """
+
+    ranks: int
+    seconds: float
+    launch_s: float = 0.0
+    tokens: int = 0
+
+
+def untested(found: Like, machine: Hardware, step: Step) -> str:
+    """Why no row is like a step; "" if some are."""
+    if not found.rows:
+        return "no such rows"
+    if machine.device == "cuda" and step.launch_s > step.seconds / 2:
+        return "no row whose GPUs wait for launches"
+    if step.ranks > found.most_ranks:
+        return f"at most {found.most_ranks:,} ranks"
+    return f"at most {found.most_tokens:,} tokens" if 0 < found.most_tokens < step.tokens else ""
+
+
+def farthest(rows: Sequence[Compared]) -> float:
+    """Size of the logarithm of measured / predicted, in which nine of ten rows like these should be."""
+    far = sorted(abs(math.log1p(one.error)) for one in rows)
+    return far[min(len(far), math.ceil(COVERED * (len(far) + 1))) - 1]
+
+
+def between(workload: str, machine: Hardware, step: Step) -> tuple[float, float]:
     """The shortest and the longest step that a prediction stands for, in seconds.
 
     As far off as nine of ten rows like it were, by split conformal prediction (https://arxiv.org/abs/1604.04173) of the
     logarithm; as far as the worst of all rows where none are like it.
     """
     found = like(workload, machine)
-    if is_tested(found, machine, ranks, step_s, launch_s):
-        far = sorted(abs(math.log1p(one.error)) for one in found.rows)
-        most = far[min(len(far), math.ceil(COVERED * (len(far) + 1))) - 1]
-    else:
+    if untested(found, machine, step):
         most = max(abs(math.log1p(one.error)) for one in compared())
-    return step_s * math.exp(-most), step_s * math.exp(most)
+    else:
+        most = farthest(found.rows)
+    return step.seconds * math.exp(-most), step.seconds * math.exp(most)
 
 
-def is_tested(found: Like, machine: Hardware, ranks: int, step_s: float, launch_s: float) -> bool:
-    """Whether rows are like a step on so many ranks; GPUs of no row wait for launches most of the time."""
-    waits = machine.device == "cuda" and launch_s > step_s / 2
-    return bool(found.rows) and ranks <= found.most_ranks and not waits
-
-
-def sentence(workload: str, machine: Hardware, ranks: int, step_s: float, launch_s: float = 0.0) -> str:
-    """What an answer says of its error, for a step that spends `launch_s` on launches: GPUs of no row wait for them."""
+def sentence(workload: str, machine: Hardware, step: Step) -> str:
+    """What an answer says of its error."""
     found, every = like(workload, machine), compared()
     where = f"{workload} on {machine.family or 'a calibrated CPU'}"
-    if is_tested(found, machine, ranks, step_s, launch_s):
-        return f"rows like yours ({where}): mean {found.mean:.0%}, worst {found.worst:.0%} of {len(found.rows)}"
-    worst = max(abs(one.error) for one in every)
-    why = f"at most {found.most_ranks:,} ranks" if found.rows else "no such rows"
-    if found.rows and ranks <= found.most_ranks:
-        why = "no row whose GPUs wait for launches"
+    low, high = between(workload, machine, step)
+    if why := untested(found, machine, step):
+        worst = max(abs(one.error) for one in every)
+        return (
+            f"outside of what was tested ({where}: {why}): a step between {span(low)} and {span(high)}, if it errs "
+            f"like the worst of all {len(every)} rows, {worst:.0%}"
+        )
     return (
-        f"outside of what was tested ({where}: {why}): a step between {span(step_s / (1 + worst))} and "
-        f"{span(step_s * (1 + worst))}, if it errs like the worst of all {len(every)} rows, {worst:.0%}"
+        f"rows like yours ({where}): mean {found.mean:.0%}, worst {found.worst:.0%} of {len(found.rows)}; by nine of "
+        f"ten of them, a step between {span(low)} and {span(high)}"
     )
 
 
