@@ -17,7 +17,7 @@ from tests.harness import runner
 
 ALONE = ("keymap", "metrics", "schedule", "ranks")
 WITH_CHECKPOINTS = (*ALONE, "checkpoint", "manifest", "shards")
-MOST = {ALONE: 300, WITH_CHECKPOINTS: 660}  # lines of code
+MOST = {ALONE: 300, WITH_CHECKPOINTS: 670}  # lines of code
 
 HEAD = """
 import json
