@@ -231,8 +231,9 @@ class Run:
     def _show(self, step: int, values: Mapping[str, float], tail: str = "") -> None:
         self._bar.update(step - self._shown_step)
         self._shown_step = step
-        # A name with two slashes is one of many, such as the load of each expert: it is recorded only.
-        text = "  ".join([*(f"{key} {one:.4g}" for key, one in values.items() if key.count("/") < 2), tail]).rstrip()
+        # One of many, such as the load of each expert, is recorded only; that of a source stands beside that of all.
+        many = {key for key in values if key.count("/") > 1 and key.rpartition("/")[0] not in values}
+        text = "  ".join([*(f"{key} {one:.4g}" for key, one in values.items() if key not in many), tail]).rstrip()
         if self._bar.disable or "val/loss" in values:
             ranks.print0(f"step {step:>{len(str(self._plan.max_steps))}}/{self._plan.max_steps}  {text}")
         else:

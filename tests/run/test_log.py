@@ -94,6 +94,24 @@ def test_records_are_exact_under_the_tags_of_the_design(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in board.Scalars("val/loss")] == [(10, pytest.approx(2 / 3))]
 
 
+def test_parts_of_a_value_stand_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The losses of a mixture's sources are recorded in the group of the loss, and shown; one of many is recorded."""
+    run = make_run(tmp_path)
+    run.add({key: torch.tensor(value) for key, value in {"loss": 9.0, "count": 3.0}.items()})
+    run.add({key: torch.tensor(value) for key, value in {"loss/web": 4.0, "count/web": 2.0, "loss/code": 5.0}.items()})
+    run.add({key: torch.tensor(value) for key, value in {"count/code": 1.0, "load/blocks.0/1": 6.0}.items()})
+    run.log_train(10, 0.0)
+    run.log_validation(10, {"loss": 2.0, "loss/web": 1.0, "rl/return": 4.0})
+    run.close()
+    train, _, validation = run_dir.records(tmp_path)
+    assert train == {"step": 10, "train/loss": 3, "train/loss/web": 2, "train/loss/code": 5, "load/blocks.0/1": 2}
+    assert validation == {"step": 10, "val/loss": 2, "val/loss/web": 1, "rl/return": 4}
+    shown = capsys.readouterr().out
+    assert "loss 3  loss/web 2  loss/code 5  " in shown
+    assert "val/loss 2  val/loss/web 1  rl/return 4" in shown
+    assert "load" not in shown
+
+
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     """JSON has no word for them, and other programs refuse Python's; here they are read as NaN."""
 
