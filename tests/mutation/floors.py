@@ -97,8 +97,8 @@ FAULTS = (
     of(
         "train/metrics",
         "a sum in place of the mean",
-        "return {key: total / divisor if divisor else math.nan for key, total in found.items()}",
-        "return dict(found)",
+        "shown[key] = found[key] / divisor if divisor else math.nan",
+        "shown[key] = found[key]",
         "test_means_are_global",
     ),
     of(
@@ -520,7 +520,7 @@ FAULTS = (
     of(
         "train/metrics",
         "a mean over tokens is shown as one over samples",
-        'found.pop("weight", count)',
+        'found.get(f"weight{of_part}", count)',
         "count",
         "tests/recipes/test_weights.py::test_token_mean",
     ),

@@ -304,7 +304,7 @@ def test_balance_of_micro_batches_is_another_one(once: Once, epoch_text: Path) -
 
 WEIGHTED = {
     "forward": {
-        '{"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device)}': (
+        '{"loss": losses.sum(), "count": torch.full((), len(losses), device=losses.device), **more}': (
             '{"loss": 5 * losses.sum(), "weight": torch.full((), 5.0 * len(losses)),'
             ' "count": torch.full((), len(losses), device=losses.device)}'
         )
