@@ -53,7 +53,7 @@ class Template:
 
     def text(self, messages: Any) -> str:
         """A chat as a text."""
-        return self._render(messages).replace(self._begin, "").replace(self._end, "")
+        return self._render(_known(messages)).replace(self._begin, "").replace(self._end, "")
 
     def answers(self, messages: Any) -> tuple[str, Spans]:
         """A chat as a text, and what of it the assistant wrote.
@@ -64,17 +64,18 @@ class Template:
         Raises:
             UserError: a message of the assistant changes the text before it, so nobody can tell what it adds.
         """
+        messages = _known(messages)
         if self.has_marks:
             return self._split(self._render(messages))
         text = self.text(messages)
         spans = []
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message.get("role") != "assistant":
                 continue
             before = self._render(messages[:i], add_generation_prompt=True)
             after = self._render(messages[: i + 1])
             if not (after.startswith(before) and text.startswith(after)):
-                shown = printable(str(message["content"]), MOST_SAID)
+                shown = printable(str(message.get("content", "")), MOST_SAID)
                 raise UserError(
                     f"--loss-on answers: {self._where[self._where.index('the') :]} writes what stands before message "
                     f"{i + 1} of a chat of --data {self._name} in another way once it is answered, so nobody can tell "
@@ -103,10 +104,12 @@ class Template:
     def _render(self, messages: Any, add_generation_prompt: bool = False) -> str:
         try:
             return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt)
-        except UserError:
-            raise
+        except UserError as error:
+            raise UserError(f"{error} (the chat begins {_beginning(messages)})") from error
         except self._errors as error:
-            raise UserError(f"{self._where} fails on a chat of --data {self._name}: {error}") from error
+            raise UserError(
+                f"{self._where} fails on a chat of --data {self._name}, which begins {_beginning(messages)}: {error}"
+            ) from error
 
     def _split(self, marked: str) -> tuple[str, Spans]:
         """A text without the marks, and what stood between them."""
@@ -118,6 +121,19 @@ class Template:
             spans.append((len(text), len(text) + len(inside)))
             text += inside + outside
         return text, spans
+
+
+def _known(messages: Any) -> Any:
+    """Messages without keys that have no value: `datasets` adds them where other messages have one."""
+    if not isinstance(messages, list):
+        return messages
+    return [{key: one for key, one in message.items() if one is not None} for message in messages]
+
+
+def _beginning(messages: Any) -> str:
+    """The first words of a chat, for an error."""
+    first = messages[0] if messages else {}
+    return repr(printable(str(first.get("content", first)), 60))
 
 
 def _environment(begin: str, end: str) -> Any:

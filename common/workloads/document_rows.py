@@ -179,9 +179,10 @@ def say(rows: DocumentRows, seq_len: int, loss_on: str) -> None:
     if rows.num_dropped:
         why = "no token of an answer" if loss_on == "answers" else "fewer than two tokens"
         dropped = f"; {rows.num_dropped:,} documents or pieces left out, with {why}"
+    other = "" if loss_on == "answers" else "; --attend row would let each read those before it"
     ranks.print0(
         f"data     {rows.num_documents:,} document(s) kept apart in {len(rows):,} row(s) of {seq_len}, "
-        f"{rows.padding:.1%} padding{cut}{dropped}; --attend row would let each read those before it"
+        f"{rows.padding:.1%} padding{cut}{dropped}{other}"
     )
 
 

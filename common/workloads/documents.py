@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from common import UserError, manifest, places
-from common.workloads import chats, document_rows, packed, parsing
+from common.workloads import chats, table_columns, document_rows, packed
 
 if TYPE_CHECKING:
-    from datasets import Dataset, Features
+    from datasets import Dataset
     from tokenizers import Tokenizer
 
 # Names of the token that ends a document, where no tokenizer_config.json beside the tokenizer tells it.
@@ -110,14 +110,14 @@ class Encoder:
         self._template: Any = None
         self.vocab_size = vocabulary.size if vocabulary else 256
         self.end = ""
-        self.columns = _choose(name, rows, columns, loss_on)
+        self.columns = table_columns.choose(name, rows, columns, loss_on)
         self._answers = loss_on == "answers"
         about = [*self.columns]
         if vocabulary:
             if rows.info.builder_name != "text":  # whose rows are lines, not documents
                 self.end = end_token(vocabulary)
             about += [vocabulary.digest, self.end]
-        if chats := [column for column in self.columns if _is_chat(rows.features[column])]:
+        if chats := [column for column in self.columns if table_columns.is_chat(rows, column)]:
             self._template = _chat_template(name, chats[0], vocabulary)
             facts = vocabulary.facts if vocabulary else {}
             about += [facts["chat_template"], repr(_special(facts))]
@@ -190,47 +190,6 @@ class Encoder:
             else:
                 text += self._template.text(part)
         return (text, spans) if parts else None
-
-
-def _choose(name: str, rows: "Dataset", wanted: str, loss_on: str) -> list[str]:
-    """The columns to read: those that --text-columns names, else the one of strings with the most text.
-
-    For answers alone, it is the column of chats, if there is one.
-    """
-    kinds = {key: getattr(kind, "dtype", type(kind).__name__) for key, kind in rows.features.items()}
-    strings = [key for key, kind in kinds.items() if kind in ("string", "large_string")]
-    chats = [key for key, kind in rows.features.items() if _is_chat(kind)]
-    if loss_on == "answers":
-        if not wanted and len(chats) == 1:
-            return chats
-        if not {column.strip() for column in wanted.split(",")} & {*chats}:
-            has = f"name one of {', '.join(map(repr, chats))} in --text-columns" if chats else "drop --loss-on answers"
-            raise UserError(f"--loss-on answers: {wanted or 'no column'!r} of --data {name} holds no chats: {has}")
-    if wanted:
-        columns = [column.strip() for column in wanted.split(",")]
-        if wrong := [column for column in columns if column not in strings + chats]:
-            raise UserError(
-                f"--text-columns {wanted}: {wrong[0]!r} is no column of strings or chats of --data {name}, which has "
-                f"{', '.join(map(repr, strings + chats)) or 'none'}"
-            )
-        if twice := [column for column in columns if columns.count(column) > 1]:
-            raise UserError(f"--text-columns {wanted} has {twice[0]!r} twice: name each column once")
-        return columns
-    if not strings:
-        chat = f"; its chats are read with --text-columns {chats[0]}" if chats else ""
-        raise UserError(
-            f"--data {name} has no column of strings: {kinds}{chat}. In a folder, use .txt, .jsonl or .parquet files"
-        )
-    some = parsing.cells(
-        rows.select_columns(strings), slice(None, None, max(1, len(rows) // 16))
-    )  # rows from all over the set
-    return [max(strings, key=lambda key: sum(len(text or "") for text in some[key]))]
-
-
-def _is_chat(kind: "Features | Any") -> bool:
-    """Whether a column holds lists of messages, {"role": ..., "content": ...}."""
-    message = getattr(kind, "feature", kind[0] if isinstance(kind, list) and kind else None)
-    return isinstance(message, Mapping) and {"role", "content"} <= message.keys()
 
 
 def _facts(tokenizer: Path) -> dict[str, Any]:

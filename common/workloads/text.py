@@ -259,11 +259,10 @@ def _load_rows(name: str, seq_len: int, tokenizer: str, columns: str, attend: st
         _, num_bytes, num_tokens, packed_digest, _ = path.name.split(".")
         file = packed.Packed(path, int(num_tokens), encoder.dtype)
         rows = None
-        num_targets = int(num_tokens)
+        # Of answers, nobody knows the bytes.
+        rate = int(num_tokens) / max(1, int(num_bytes)) if loss_on == "all" else 0.0
         if attend == "documents":
             rows = document_rows.DocumentRows(file.tokens, encoder.vocab_size, seq_len, file.check)
-            num_targets = rows.num_targets if loss_on == "all" else 0  # the bytes are those of prompts as well
-        rate = num_targets / max(1, int(num_bytes))
         loaded.append(Text(file.tokens, seq_len, encoder.vocab_size, rate, packed_digest, file, rows))
     others = [repr(key) for key in train.features if key not in encoder.columns]
     columns = f"column{'s' * (len(encoder.columns) > 1)} {ranks.listed([repr(key) for key in encoder.columns])}"

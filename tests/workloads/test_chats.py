@@ -1,11 +1,13 @@
 """Which tokens of a chat the assistant wrote, beside transformers', with templates of three families."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from common import UserError
@@ -97,7 +99,9 @@ def test_a_chat_cannot_write_marks(tmp_path: Path) -> None:
 def test_refused(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data", chat=[CHAT] * 40, body=["x"] * 40)
     tokenizer = str(write_tokenizer(tmp_path / "tokenizer", SPECIAL, FACTS | {"chat_template": FAMILIES["ChatML"][0]}))
-    with pytest.raises(UserError, match=r"--loss-on answers: 'body' .* holds no chats: name one of 'chat'"):
+    with pytest.raises(
+        UserError, match=r"--loss-on answers: --text-columns body .* are no column .* name one of 'chat'"
+    ):
         text.load(str(data), 8, tokenizer, "body", "auto", "answers")
     with pytest.raises(UserError, match="--loss-on answers keeps chats apart: drop --attend row"):
         text.load(str(data), 8, tokenizer, "chat", "row", "answers")
@@ -105,11 +109,29 @@ def test_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"{flag} needs a table of documents, and the built-in text is one row"):
             text.load("stdlib", 8, "", "", *how)
     only = write_rows(tmp_path / "only", body=["x"] * 40)
-    with pytest.raises(UserError, match=r"'no column' .* holds no chats: drop --loss-on answers"):
+    with pytest.raises(UserError, match=r"has no column of chats.* without chats, drop --loss-on answers"):
         text.load(str(only), 8, tokenizer, "", "auto", "answers")
     none = write_rows(tmp_path / "none", chat=[CHAT[:1]] * 40)
     with pytest.raises(UserError, match="no document of the training split has an answer: nothing can be predicted"):
         text.load(str(none), 8, tokenizer, "chat", "auto", "answers")
+
+
+def test_messages_with_other_keys(tmp_path: Path) -> None:
+    """Of tools, names and weights; a key without a value is as if it were not there."""
+    used = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f"}}]}
+    rows = [[CHAT[0], used, {"role": "tool", "content": "7", "name": "f"}, CHAT[1]], CHAT[:2]] * 20
+    for split in ("train", "validation"):
+        lines = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
+        (tmp_path / f"{split}.jsonl").write_text(lines)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ '!' if m.tool_calls }}{% endfor %}"
+    facts = FACTS | {"chat_template": template + "{% if add_generation_prompt %}<assistant>{% endif %}"}
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", SPECIAL, facts)
+    train, _ = text.load(str(tmp_path), 200, str(tokenizer), "messages", "auto", "answers")
+    assert train.rows is not None
+    tokens, counts = train.rows.first()
+    model = tokenizers.Tokenizer.from_file(str(tokenizer))
+    assert model.decode(tokens.tolist()) == "<user>ab é 1<assistant>!<tool>7<assistant>document 7: é"
+    assert model.decode(tokens[counts].tolist()) == "!document 7: é"
 
 
 def test_lines_are_no_documents(tmp_path: Path) -> None:
@@ -128,9 +150,7 @@ def test_bits_per_byte_and_digest(tmp_path: Path) -> None:
     apart, row = (text.load(data, 8, "", "", attend)[0] for attend in ("documents", "row"))
     assert apart.digest() != row.digest()
     assert apart.vocab_size == row.vocab_size == 256
-    # The first byte of a document is not predicted; its end is.
-    sizes = [len(f"ab {i}\n") for i in range(60)]
-    assert apart.tokens_per_byte == pytest.approx(sum(size - 1 for size in sizes) / sum(sizes))
+    assert apart.tokens_per_byte == row.tokens_per_byte == 1.0, "of all bytes, also those that begin a document"
     inputs, targets = apart.read(np.zeros(2, int), np.arange(2))
     assert inputs.dtype == targets.dtype == torch.int64
     assert text.weight(inputs, targets)["weight"].item() == ((targets != document_rows.IGNORED).sum() / 8).item()

@@ -128,6 +128,8 @@ def export(path: Path, out: Path, ema: bool = False) -> None:
                 f"{folder} must be a checkpoint of a GPT, with its number of heads in {file}: {error!r}"
             ) from error
         experts = args.get("experts", 1)  # of moe_gpt
+        # Refuses what has no equal there, before its tensors would be unexpected.
+        config = moe_names.to_config(shape, experts, args) if experts > 1 else gpt_names.to_config(shape)
         tensors = renamed(tensors, moe_names.names(shape, experts) if experts > 1 else gpt_names.names(shape))
         seq_len = args.get("seq_len", 2048)  # the weights themselves set no limit
         tokenizer = Path(args["tokenizer"]).expanduser() if args.get("tokenizer") else None
@@ -139,7 +141,6 @@ def export(path: Path, out: Path, ema: bool = False) -> None:
                 special = write_tokenizer(tokenizer, partial, seq_len)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"--tokenizer {tokenizer} or a file beside it cannot be used: {error!r}") from error
-        config = moe_names.to_config(shape, experts, args) if experts > 1 else gpt_names.to_config(shape)
         config |= about | special
         (partial / "config.json").write_text(json.dumps(config, indent=1))
         write(tensors, partial / "model.safetensors", step)
