@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from common import UserError, manifest, places
-from common.workloads import chats, table_columns, document_rows, packed
+from common.workloads import chats, document_rows, packed, table_columns
 
 if TYPE_CHECKING:
     from datasets import Dataset
