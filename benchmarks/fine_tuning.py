@@ -1,7 +1,6 @@
 """Fine-tuning as docs/fine_tuning.md shows it: `uv run python -m benchmarks.fine_tuning` fills that page."""
 
 import tempfile
-import textwrap
 import time
 from pathlib import Path
 
@@ -15,11 +14,10 @@ def main() -> None:
         told = walkthrough.walk(Path(folder))
     start = next(text for command, text in told.items() if "--loss-on" in command)
     lines = [line for line in start.splitlines() if line.startswith("data ")]
-    answers = [f"{name}:\n{told[name]}" for name in ("before", "after")]
     pages.write(
         walkthrough.PAGE,
-        start=textwrap.indent("\n".join(lines), "    "),
-        answers=textwrap.indent("\n".join(answers).strip(), "    "),
+        start="\n".join(["```", *lines, "```"]),
+        answers="\n".join(["```", *(f"{name}:\n{told[name].strip()}" for name in ("before", "after")), "```"]),
         measured=pages.measured("uv run python -m benchmarks.fine_tuning", "two processes", "gloo", began=began),
     )
 

@@ -11,7 +11,7 @@ from tests.harness.runner import ROOT
 
 PAGE = ROOT / "docs" / "fine_tuning.md"
 PROGRAM = re.compile(r"^<!-- (\w+\.py) -->\n```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-COMMAND = re.compile(r"^    ((?:python|bash) .*(?:\\\n.*)*)$", re.MULTILINE)
+COMMAND = re.compile(r"^    ((?:python|bash) (?:.*\\\n)*.*)$", re.MULTILINE)
 
 
 def walk(folder: Path, *flags: str) -> dict[str, str]:
