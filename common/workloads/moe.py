@@ -6,7 +6,7 @@ on a rank, and put its own function in the place of `Moe.mix`, and each tensor k
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -64,15 +64,26 @@ class Routed(NamedTuple):
     dropped: torch.Tensor  # () choices that no expert takes
 
 
-class Experts(nn.ModuleDict):
-    """Experts that compute one after the other, each on its rows."""
+class Experts(nn.Module):
+    """Experts that compute one after the other, each on its rows; a strategy may leave some out, by their numbers.
+
+    It is no ModuleDict: torch 2.11 does not let FSDP take one.
+    """
+
+    def __init__(self, experts: Iterable[nn.Module]) -> None:
+        super().__init__()
+        for i, expert in enumerate(experts):
+            self.add_module(str(i), expert)
+
+    def __len__(self) -> int:
+        return len(self._modules)
 
     def forward(self, rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         """Map (n, C) to (n, C); the first sizes[0] rows belong to the first expert, and so on.
 
         An expert without rows takes part, so that its gradient is 0, not missing.
         """
-        parts = zip(self.values(), rows.split(sizes), strict=True)
+        parts = zip(self.children(), rows.split(sizes), strict=True)
         return torch.cat([expert(part) for expert, part in parts])
 
 
@@ -88,7 +99,7 @@ class Moe(nn.Module):
         self.mix: Mix = mix
         self.routed: Routed | None = None
         self.router = nn.Linear(shape.width, routing.experts, bias=False)
-        self.experts = Experts({str(i): gpt.Mlp(shape) for i in range(routing.experts)})
+        self.experts = Experts(gpt.Mlp(shape) for _ in range(routing.experts))
         wide = dataclasses.replace(shape, mlp_width=max(1, routing.shared_experts) * shape.mlp_width)
         self.shared = gpt.Mlp(wide) if routing.shared_experts else None
         self.balance_bias: torch.Tensor

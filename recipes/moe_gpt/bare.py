@@ -85,7 +85,7 @@ def parallelize(model: Any, device: torch.device) -> Any:
     for block in model.blocks.values():
         for i in range(EXPERTS):
             if i * size // EXPERTS != rank:
-                del block.mlp.experts[str(i)]
+                delattr(block.mlp.experts, str(i))
         block.mlp.mix = mix
         fully_shard(block.mlp.experts, mesh=alone)  # in one part, for an optimizer that has parts of all others
         fully_shard(block)

@@ -239,10 +239,10 @@ MIX = {"exchange": mix_by_exchange, "gather": mix_by_gather}
 def share_experts(args: Args, model: Any, group: dist.ProcessGroup) -> None:
     """Leave each rank of a group its part of the experts, and let tokens travel to them."""
     for layer in moe.layers(model).values():
-        names = list(layer.experts)
+        names = [name for name, _ in layer.experts.named_children()]
         size = len(names) // group.size()
         for name in names[: group.rank() * size] + names[(group.rank() + 1) * size :]:
-            del layer.experts[name]
+            delattr(layer.experts, name)
         if group.size() > 1:
             layer.mix = functools.partial(MIX[args.ep_kind], group)
         layer.mix = torch.compiler.disable(layer.mix)  # the sizes of its tensors are other ones each time
