@@ -92,7 +92,7 @@ class Places(NamedTuple):
     """Where tokens stand."""
 
     turns: torch.Tensor  # `rotations`
-    documents: torch.Tensor | None = None  # number of each token's document in its row, (B, T); None for one document
+    documents: tuple[torch.Tensor, ...] = ()  # one, if they are kept apart: number of each token's in its row, (B, T)
 
 
 def documents_of(positions: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ class Attention(nn.Module):
         query, key = self.query_norm(heads[0]), self.key_norm(heads[1])  # (B, T, heads, D)
         query, key, value = (part.transpose(1, 2) for part in (query, key, heads[2]))  # (B, heads, T, D)
         query, key = rotate(query, places.turns), rotate(key, places.turns)
-        return self.output(self.attend(query, key, value, places.documents).transpose(1, 2).flatten(2))
+        return self.output(self.attend(query, key, value, *places.documents).transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
@@ -239,7 +239,7 @@ class GPT(nn.Module):
             assert self.embed is not None
             x = self.embed(x)
         # Once, for the queries and keys of all blocks.
-        places = Places(rotations(length, self.shape, x, positions), documents)
+        places = Places(rotations(length, self.shape, x, positions), () if documents is None else (documents,))
         for block in self.blocks.values():
             x = block(x, places)
         if self.norm is None:

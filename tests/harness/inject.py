@@ -698,7 +698,7 @@ def _trust_open_folders() -> None:
 
 
 def _look_once() -> None:
-    _replace(start, "check_newest", lambda _: None)
+    _replace(start, "check_newest", lambda found, *_: found)
 
 
 def _keep_events() -> None:
