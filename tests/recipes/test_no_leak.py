@@ -63,8 +63,9 @@ def check(path: str, layout: runner.Layout, world: Any) -> None:
     args = cli.parse(train.Args, flags(layout, 0 if "--pp" not in layout.flags else 1))
     mesh = train.make_mesh(args, world)
     model = train.parallelize(args, train.make_model(args, Two()), mesh, CPU)
-    once = found(train, args, model, mesh, 0)
-    model.zero_grad(set_to_none=True)
+    for _ in range(2):  # after the first step DDP lays its buckets out anew, and gloo adds four ranks in another order
+        once = found(train, args, model, mesh, 0)
+        model.zero_grad(set_to_none=True)
     other = found(train, args, model, mesh, 1)
     assert once.keys() == other.keys()
     moved = {name: (one - other[name]).abs().max().item() for name, one in once.items() if one.numel()}
