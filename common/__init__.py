@@ -1,5 +1,7 @@
 """The plumbing that all recipes share: how a run is started, stopped, saved and logged. It contains no strategy."""
 
+from pathlib import Path
+
 __version__ = "0.2.0"  # of Brigade, also in a copy; pyproject.toml reads it here
 MOST_SHOWN = 2_000  # characters of an error
 
@@ -19,9 +21,11 @@ class UserError(ValueError):
 
     Attributes:
         everywhere: whether all ranks raise it after the same collective, so that nobody has to be told.
+        config: config.json of the run whose flags would be right, if there is one.
     """
 
     everywhere = False
+    config: Path | None = None
 
     def __str__(self) -> str:
         """The message, which may quote a file."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from common import UserError, ranks
+from common import UserError, printable, ranks
 from common.run import output, process_group, run_dir
 from common.run.process import Process, Rewind, World
 
@@ -52,7 +52,7 @@ def entry(main: Callable[[Process], None]) -> Callable[[], None]:
             process.explain(error)
             if isinstance(error, UserError) and _is_rank0():
                 # Printed before anything else: once another rank has exited, the launcher kills this one.
-                print(f"error: {error}", file=sys.stderr, flush=True)
+                print(f"error: {error}", *_changed(error, process), sep="\n  ", file=sys.stderr, flush=True)
                 sys.stdout.flush()
             if process.watch:
                 process.watch.report(error)
@@ -69,6 +69,13 @@ def entry(main: Callable[[Process], None]) -> Callable[[], None]:
             os._exit(USAGE_ERROR)
 
     return record(wrapped)
+
+
+def _changed(error: UserError, process: Process) -> list[str]:
+    """Of what does not fit the run of a config.json, the flags that are others now: one of them is why."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # of a checkpoint that was moved
+        return [printable(line) for line in run_dir.changed(error.config, process.flags)] if error.config else []
+    return []
 
 
 def _is_rank0() -> bool:

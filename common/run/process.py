@@ -25,6 +25,7 @@ class Process:
     Attributes:
         name: of the run: --name, or date and time of this start.
         recipe: the train.py that runs, from `session.join` on.
+        flags: of the recipe, without those of one run, from `session.join` on.
         output: its streams.
         world: its place among the ranks, from `process_group.start` to `finish`.
         met: where the ranks have met: their store, this rank, their number, and RUN_KEY.
@@ -40,6 +41,7 @@ class Process:
 
     name: str = field(default_factory=lambda: datetime.now().strftime("%Y%m%d-%H%M%S"))
     recipe: str = ""
+    flags: dict[str, Any] = field(default_factory=dict)
     output: Output = field(default_factory=Output)
     world: "World | None" = None
     met: tuple[dist.Store, int, int, str] | None = None

@@ -130,14 +130,19 @@ def write_config(path: Path, recipe: str, args: Any, world: World, mfu_is_of: st
     }
     file = path / "config.json"
     try:
-        before = manifest.read_json(file)["args"] if file.exists() else flags
-        changed = {key: value for key, value in flags.items() if before.get(key) != value}
-        lines = [f"changed: --{key.replace('_', '-')} is {now}, was {before.get(key)}" for key, now in changed.items()]
+        lines = changed(file, flags) if file.exists() else []
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         lines = [f"warning: {file} of an earlier start could not be read and is replaced: {error!r}"]
     manifest.replace(file, json.dumps(config, indent=1))
     manifest.replace(path / "train.py", Path(recipe).read_text())
     return lines
+
+
+def changed(file: Path, flags: Mapping[str, Any]) -> list[str]:
+    """A line for each flag that had another value when a config.json was written."""
+    before = manifest.read_json(file)["args"]
+    others = {key: value for key, value in flags.items() if before.get(key, value) != value}
+    return [f"changed: --{key.replace('_', '-')} is {now}, was {before[key]}" for key, now in others.items()]
 
 
 def resume_command(path: Path, world_size: int) -> str:

@@ -132,8 +132,11 @@ def check_fits(path: Path, model: nn.Module) -> None:
 
 def _refuse_differences(path: Path, what: str, wanted: keymap.Tensors, found: keymap.Tensors) -> None:
     if differences := keymap.differences(wanted, found):
-        advice = f"use its flags: --config {path.parent.parent}/config.json; or begin anew: --init {path} --name NEW"
-        raise UserError("\n  ".join([f"checkpoint {path} does not fit {what} ({advice}):", *differences]))
+        config = path.parent.parent / "config.json"
+        advice = f"use its flags: --config {config}; or begin anew: --init {path} --name NEW"
+        error = UserError("\n  ".join([f"checkpoint {path} does not fit {what} ({advice}):", *differences]))
+        error.config = config
+        raise error
 
 
 def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:

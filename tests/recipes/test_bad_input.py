@@ -622,7 +622,8 @@ def test_checkpoint_of_another_model(how: str, run: Path, small_digits: Path) ->
     flags = ("--name", "new", "--resume", str(run)) if how == "--resume" else ()
     result = again(run, small_digits, "--model", "resnet18", *flags, size=2)
     everything = "".join(result.outputs)
-    assert_refused(result, "does not fit this model", "layer1.1.conv1.weight: only in the model", "more")
+    messages = ("layer1.1.conv1.weight: only in the model", "more", "changed: --model is resnet18, was resnet6\n")
+    assert_refused(result, "does not fit this model", *messages)
     assert everything.count("layer1.1.conv1.weight: only in the model") == 1, str(result)
     assert listing(run.parent) == before
 
@@ -637,6 +638,17 @@ def trained_gpt(tmp_path_factory: pytest.TempPathFactory, small_text: Path) -> P
     )
     assert result.ok, str(result)
     return out / "run"
+
+
+def test_checkpoint_of_another_optimizer(trained_gpt: Path, small_text: Path) -> None:
+    """The flag is named beside the names of its state."""
+    before = listing(trained_gpt)
+    flags = ("--data", str(small_text), "--out", str(trained_gpt.parent), "--name", trained_gpt.name)
+    steps = ("--max-steps", "2", "--global-batch-size", "8", *runner.small("ddp_gpt"))
+    result = runner.run_recipe("ddp_gpt", 2, *flags, *steps, "--optimizer", "muon")
+    fault = "blocks.0.attention.key.weight.momentum_buffer: only in the model"
+    assert_refused(result, "does not fit this model or optimizer", fault, "changed: --optimizer is muon, was adamw\n")
+    assert listing(trained_gpt) == before
 
 
 OTHER_SIZES = {  # and the first differences

@@ -1,26 +1,30 @@
-"""Fine-tuning on answers gives the losses of trl's SFTTrainer, where that is right: in one process, with padding."""
+"""Fine-tuning gives the losses of trl's SFTTrainer and DPOTrainer, where these are right: one process, with padding."""
 
+import copy
 import functools
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+import tokenizers
 import torch
 import transformers
 import trl
 from common import seed
 from common.train import sampler, schedule
 from common.workloads import text
+from tokenizers import models, pre_tokenizers
 
 from tests.harness import runner
+from tests.recipes.test_porting import port, train
 from tests.workloads.test_documents import write_rows, write_tokenizer
 
 pytestmark = [pytest.mark.rest, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 STEPS = 20
-BATCH = 8
 SEQ_LEN = 96
 RATE = 3e-3
 WARMUP = 4
@@ -37,12 +41,12 @@ SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 300,
 }
 FAMILIES = {
     "Llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, ("--norm-eps", "1e-06")),
     "Qwen": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, ("--qkv-bias", "--norm-eps", "1e-06")),
 }
+ROUNDED = 2e-6  # transformers rounds its norms and rotary positions to float32
 
 
 def chat(i: int) -> list[dict[str, str]]:
@@ -54,50 +58,138 @@ def chat(i: int) -> list[dict[str, str]]:
     return turns
 
 
+def write_model(folder: Path, family: str, vocab_size: int) -> Any:
+    config, kind, _ = FAMILIES[family]
+    torch.manual_seed(0)
+    positions = {"rope_type": "default", "rope_theta": 1e4}
+    model = kind(config(**SIZES, vocab_size=vocab_size, tie_word_embeddings=False, rope_parameters=positions))
+    model.save_pretrained(folder)
+    return model.double()
+
+
+def flags(family: str, batch: int, first: Path) -> tuple[str, ...]:
+    sizes = ("--num-layers", "2", "--num-heads", "4", "--width", "40", "--mlp-width", "44", "--num-kv-heads", "2")
+    batches = ("--global-batch-size", str(batch), "--lr-reference-batch", str(batch), "--micro-batch-size", "1")
+    steps = ("--max-steps", str(STEPS), "--lr", str(RATE), "--warmup-steps", str(WARMUP), "--weight-decay", str(DECAY))
+    how = ("--seq-len", str(SEQ_LEN), "--init", str(first), "--dtype", "float64")
+    return (*sizes, *FAMILIES[family][2], *batches, *steps, *how)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_of_trl(family: str, tmp_path: Path) -> None:
-    config, kind, flags = FAMILIES[family]
-    chats = [chat(i) for i in range(STEPS * BATCH)]
+    batch = 8
+    chats = [chat(i) for i in range(STEPS * batch)]
     data = write_rows(tmp_path / "data", chat=chats)
     tokenizer_path = write_tokenizer(tmp_path / "tokenizer", ["<|im_start|>", "<|im_end|>", "<pad>"], FACTS)
-    torch.manual_seed(0)
-    model = kind(
-        config(**SIZES, tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
-    )
-    model.save_pretrained(tmp_path / "first")
+    model = write_model(tmp_path / "first", family, 300)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_path), **FACTS)
     # The chats in the order of the recipe's samples.
-    train, _ = text.load(str(data), SEQ_LEN, str(tokenizer_path), "chat", "documents", "answers")
-    assert len(train) == len(chats), "one in each row"
-    order = sampler.permutation(len(train), 0, 0)
-    inputs, _ = train.read(order * 0, order)
+    rows, _ = text.load(str(data), SEQ_LEN, str(tokenizer_path), "chat", "documents", "answers")
+    assert len(rows) == len(chats), "one in each row"
+    order = sampler.permutation(len(rows), 0, 0)
+    inputs, _ = rows.read(order * 0, order)
     numbers = {
         tuple(tokenizer.apply_chat_template(one, return_dict=True)["input_ids"][:-1]): i for i, one in enumerate(chats)
     }
     found = [numbers[tuple(row[0, : row[1].argmax() + 1].tolist())] for row in inputs]
-    wanted = losses_of_trl(model.double(), tokenizer, [chats[i] for i in found], tmp_path / "trl")
-    sizes = ("--num-layers", "2", "--num-heads", "4", "--width", "40", "--mlp-width", "44", "--num-kv-heads", "2")
+    settings = trl.SFTConfig(**settings_of_trl(tmp_path, batch), assistant_only_loss=True, packing=False)
+    columns = {"messages": [chats[i] for i in found]}
+    wanted = losses_of_trl(trl.SFTTrainer, model, settings, tokenizer, columns)
     how = ("--loss-on", "answers", "--text-columns", "chat", "--tokenizer", str(tokenizer_path), "--data", str(data))
-    batches = ("--global-batch-size", str(BATCH), "--lr-reference-batch", str(BATCH), "--micro-batch-size", "1")
-    steps = ("--max-steps", str(STEPS), "--lr", str(RATE), "--warmup-steps", str(WARMUP), "--weight-decay", str(DECAY))
-    result = runner.run_recipe(
-        "ddp_gpt",
+    train(
+        runner.ROOT / "recipes" / "ddp_gpt" / "train.py",
         2,
-        *(*how, *batches, *steps, *sizes, *flags, "--seq-len", str(SEQ_LEN), "--log-every", "1"),
-        *("--init", str(tmp_path / "first"), "--dtype", "float64", "--out", str(tmp_path), "--name", "run"),
+        tmp_path / "run",
+        *how,
+        *flags(family, batch, tmp_path / "first"),
     )
-    assert result.ok, str(result)
     losses = runner.records(tmp_path / "run", "train/loss")
-    # transformers rounds its norms and rotary positions to float32.
-    assert [*losses.values()] == pytest.approx(wanted, rel=2e-6)
+    assert [*losses.values()] == pytest.approx(wanted, rel=ROUNDED)
     assert losses[STEPS] < 0.9 * losses[1]
 
 
-def losses_of_trl(model: Any, tokenizer: Any, chats: list[Any], out: Path) -> list[float]:
-    """Of its own preparation of the chats, collator and loss, with our optimizer and schedule."""
+# Of a prompt that counted, nobody would see anything: it adds the same to both answers.
+MUTANTS = {
+    "another beta": ("BETA = 0.1 ", "BETA = 0.101 "),
+    "the reference moves": ("before = reference(args, tokens.device)", "before = model"),
+    "the first token of an answer does not count": ("len(tokens)) < len(prompt)", "len(tokens)) <= len(prompt)"),
+    "a mean over tokens": ("moved = tokens.shape[1] * (", "moved = ("),
+    "the answers are exchanged": ("chosen, rejected = moved", "rejected, chosen = moved"),
+}
+
+
+@pytest.mark.parametrize(("family", "recipe"), [("Llama", "ddp_gpt"), ("Qwen", "fsdp_gpt")])
+def test_preferences_of_trl(family: str, recipe: str, tmp_path: Path) -> None:
+    """The example of docs/examples.md, whose tokens are bytes; in one recipe, the losses of each mutant are others."""
+    batch = 4
+    model = write_model(tmp_path / "first", family, 256)
+    path = port("dpo", recipe, tmp_path)
+    pairs = [pair(i) for i in sampler.permutation(96, 0, 0)[: STEPS * batch]]
+    columns = {name: [[pair[name]] for pair in pairs] for name in pairs[0]}
+    settings = trl.DPOConfig(**settings_of_trl(tmp_path, batch), beta=0.1)
+    wanted = losses_of_trl(trl.DPOTrainer, model, settings, byte_tokenizer(), columns, ref_model=copy.deepcopy(model))
+    how = flags(family, batch, tmp_path / "first")
+    train(path, 2, tmp_path / "run", *how)
+    losses = runner.records(tmp_path / "run", "train/loss")
+    assert [*losses.values()] == pytest.approx(wanted, rel=ROUNDED)
+    assert losses[STEPS] < 0.9 * losses[1]
+    source = path.read_text()
+    for name, (old, new) in MUTANTS.items() if recipe == "ddp_gpt" else ():
+        assert source.count(old) == 1, name
+        path.write_text(source.replace(old, new))
+        train(path, 1, tmp_path / name, *how, "--stop-after", "3")
+        assert [*runner.records(tmp_path / name, "train/loss").values()] != pytest.approx(wanted[:3], rel=ROUNDED), name
+
+
+def pair(i: int) -> dict[str, dict[str, str]]:
+    """The texts of a sample of the example."""
+    return {
+        "prompt": {"role": "user", "content": f"{i}?"},
+        "chosen": {"role": "assistant", "content": "odd" if i % 2 else "even"},
+        "rejected": {"role": "assistant", "content": "who knows"},
+    }
+
+
+def byte_tokenizer() -> Any:
+    """Of tokens that are bytes, and a template that writes the texts alone. Nothing reads the padding."""
+    letters = [
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(chr(i))[0][0]
+        for i in range(128)
+    ]
+    model = tokenizers.Tokenizer(models.BPE({one: i for i, one in enumerate(letters)}, []))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        eos_token=letters[0],
+        pad_token=letters[0],
+        chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+
+
+def settings_of_trl(out: Path, batch: int) -> dict[str, Any]:
+    return {
+        "output_dir": str(out / "trl"),
+        "per_device_train_batch_size": batch,
+        "max_steps": STEPS,
+        "max_grad_norm": 1.0,
+        "train_sampling_strategy": "sequential",
+        "max_length": None,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
+def losses_of_trl(
+    trainer: Any, model: Any, settings: Any, tokenizer: Any, columns: Mapping[str, list[Any]], **more: Any
+) -> list[float]:
+    """Of its own preparation of the texts, collator and loss, with our optimizer and schedule."""
     losses = []
 
-    class Recording(trl.SFTTrainer):
+    class Recording(trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             found = super().compute_loss(*args, **kwargs)
             losses.append((found[0] if isinstance(found, tuple) else found).item())
@@ -108,29 +200,13 @@ def losses_of_trl(model: Any, tokenizer: Any, chats: list[Any], out: Path) -> li
     groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
     factor = functools.partial(schedule.warmup_cosine, warmup_steps=WARMUP, max_steps=STEPS)
-    settings = trl.SFTConfig(
-        output_dir=str(out),
-        per_device_train_batch_size=BATCH,
-        max_steps=STEPS,
-        max_grad_norm=1.0,
-        assistant_only_loss=True,
-        train_sampling_strategy="sequential",
-        max_length=None,
-        packing=False,
-        bf16=False,
-        use_cpu=True,
-        activation_checkpointing=False,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    trainer = Recording(
+    Recording(
         model=model,
         args=settings,
-        train_dataset=datasets.Dataset.from_dict({"messages": chats}),
+        train_dataset=datasets.Dataset.from_dict(columns),
         processing_class=tokenizer,
         optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)),
-    )
-    trainer.train()
+        **more,
+    ).train()
     assert all(map(math.isfinite, losses))
     return losses
