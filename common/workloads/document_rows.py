@@ -179,7 +179,9 @@ def say(rows: DocumentRows, seq_len: int, loss_on: str) -> None:
     if rows.num_dropped:
         why = "no token of an answer" if loss_on == "answers" else "fewer than two tokens"
         dropped = f"; {rows.num_dropped:,} documents or pieces left out, with {why}"
-    other = "" if loss_on == "answers" else "; --attend row would let each read those before it"
+    # A model of somebody's own may take nothing else than tokens.
+    row = "; inputs (b, T), in which each reads those before it, with --attend row"
+    other = f"; inputs are (b, 2, T), tokens and their positions{row * (loss_on == 'all')}"
     ranks.print0(
         f"data     {rows.num_documents:,} document(s) kept apart in {len(rows):,} row(s) of {seq_len}, "
         f"{rows.padding:.1%} padding{cut}{dropped}{other}"

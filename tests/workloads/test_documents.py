@@ -67,6 +67,18 @@ def test_each_document_ends(
     assert f"; each row ends with {end}\n" in capsys.readouterr().out
 
 
+def test_a_model_of_ones_own_is_told_what_it_gets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the inputs' shape, which another model may not take, and of the flag for the usual one."""
+    folder = write_rows(tmp_path / "data", body=BODIES)
+    for attend, inputs in (("auto", "(b, 2, T)"), ("row", "(b, T)")):
+        train, _ = text.load(str(folder), 8, attend=attend)
+        read, _ = train.read(np.zeros(3, int), np.arange(3))
+        assert read.shape == ((3, 2, 8) if inputs == "(b, 2, T)" else (3, 8))
+        said = capsys.readouterr().out
+        assert ("inputs are (b, 2, T), tokens and their positions; inputs (b, T), " in said) == (attend == "auto")
+        assert ("with --attend row\n" in said) == (attend == "auto")
+
+
 def test_without_an_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A tokenizer that has no such token, and lines, which are no documents."""
     folder = write_rows(tmp_path / "data", body=BODIES)
