@@ -56,7 +56,10 @@ def parse(name: str) -> list[Source]:
         UserError: a source has no weight, a wrong one, or no name of its own, or all weights are 0.
     """
     pieces = name.split(",")
-    if not any(re.fullmatch(r".+=[^/]*", piece) for piece in pieces) or places.local("--data", name).exists():
+    weighted = any(re.fullmatch(r".+=[^/]*", piece) for piece in pieces)
+    if not weighted and (len(pieces) == 1 or splits.folder_of(name).exists()):
+        return []
+    if places.local("--data", name).exists():
         return []
     found: dict[str, Source] = {}
     where: dict[str, str] = {}
@@ -65,7 +68,7 @@ def parse(name: str) -> list[Source]:
         if not rest or not re.fullmatch(r"\d{1,12}(\.\d{1,12})?|\.\d{1,12}", weight, re.ASCII):
             raise UserError(
                 f"--data {name}: {HOW}, and {piece!r} does not end with a weight: give a number that is not negative, "
-                "such as 0.7"
+                "as in a=0.7,b=0.3"
             )
         named = re.fullmatch(r"([\w.-]+)=(.+)", rest)
         place = named[2] if named and not places.local("--data", rest).exists() else rest

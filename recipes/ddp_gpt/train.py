@@ -55,7 +55,7 @@ class Args(text.TextArgs, gpt.ShapeArgs, session.TrainArgs):
     eval_every: bounds.NonNegativeInt = 100  # steps between evaluations; 0 for once per epoch
     save_every: bounds.NonNegativeInt = 100  # steps between checkpoints; 0 for once per epoch
     # data
-    data: str = "stdlib"  # "stdlib" (built in: Python's own text), a folder, or a data set of the Hugging Face hub
+    data: str = "stdlib"  # "stdlib" (Python's own text), a folder, a set of the hub, or a mixture: "a=0.7,b=0.3"
     workers: bounds.NonNegativeInt = 0  # loader processes per rank; a data set in memory needs none
     seq_len: bounds.PositiveInt = 128  # tokens in a sequence
     # batch and rate

@@ -52,7 +52,6 @@ def load(folders: dict[str, str], *names: str, how: str = "row") -> tuple[mixed.
         ("same:one=1,b=same:two=1", [("b", "same:two", "1"), ("same", "same:one", "1")]),
         ("stdlib", []),
         ("/a=b/c", []),
-        ("a,b", []),
     ],
 )
 def test_names(given: str, wanted: list[tuple[str, str, str]]) -> None:
@@ -65,6 +64,8 @@ def test_a_path_that_exists_is_no_mixture(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / name).mkdir()
     assert mixed.parse("a=0.7,b=0.3") == mixed.parse("c=1") == []
     assert mixed.parse("x=d=e=1") == [("x", "d=e", 1)]
+    (tmp_path / "f,g").mkdir()
+    assert mixed.parse("f,g") == mixed.parse("f,g:own@test") == []
     with pytest.raises(UserError, match="'d=e' gives no name for the log: write NAME=d=e=1"):
         mixed.parse("d=e=1")
 
@@ -72,6 +73,8 @@ def test_a_path_that_exists_is_no_mixture(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("given", "error"),
     [
+        ("a,b", "'a' does not end with a weight: give a number that is not negative, as in a=0.7,b=0.3"),
+        ("/x/a,b@test", "'/x/a' does not end with a weight"),
         ("a=0.7,b", "a mixture is PLACE=WEIGHT.*'b' does not end with a weight"),
         ("a=0.7,b=", "'b=' does not end with a weight"),
         ("a=0.7,b=much", "'b=much' does not end with a weight"),
