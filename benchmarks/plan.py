@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import plan_here
+from benchmarks import plan_here, plan_questions
 from tests.harness import pages
 from tools import about
 from tools.plan import fit, hardware, known, published, transformer
@@ -389,6 +389,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "example": of_example,
     "published": of_print,
     "sources": of_sources,
+    "questions": plan_questions.of_questions,
     "vtrain": of_vtrain,
     "curves": of_curves,
     "counts": plan_here.of_counts,
@@ -417,6 +418,7 @@ def main() -> None:
         example=parts["example"],
         published=parts["published"],
         sources=parts["sources"],
+        questions=parts["questions"],
         vtrain=parts["vtrain"],
         curves=parts["curves"],
         counts=parts["counts"],
