@@ -58,7 +58,7 @@ MTBF_HOURS = (1_000, 2_000, 5_000, 10_000, 20_000, 50_676, 100_000, 200_000, 500
 LABELS = {
     "hardware": "Hardware",
     "strategy": "Strategy",
-    "parts": "Split (--tp, --pp, --cp)",
+    "parts": "Split (tp, pp, cp)",
     "gpus": "GPUs",
     "model": "Model",
     "seq_len": "Tokens in a sequence",
