@@ -228,7 +228,7 @@ class Counter(TorchDispatchMode):
             kind = next((one for one in SPECIAL if one in name), "product")
             if kind == "attention":
                 length, width = tensors[0].shape[-2:]
-                if any(one is True for one in args):  # causal: half of the square is left out, but for its diagonal
+                if any(one is True for one in args):  # causal: half of the square is left out, except its diagonal
                     whole = min(length, DIAGONAL) if self.device.type == "cuda" else 0
                     count = count * (length + whole) // (2 * length)
                 self.exponentials += count // ((10 if "backward" in name else 4) * width)
