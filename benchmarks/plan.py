@@ -7,26 +7,31 @@ links are those between network namespaces, which needs root.
 import argparse
 import dataclasses
 import json
+import math
 import shlex
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import plan_here
+from benchmarks import plan_here, plan_questions
 from tests.harness import pages
 from tools import about
-from tools.plan import fit, hardware, published, transformer
+from tools.plan import fit, hardware, known, published, transformer
 from tools.plan.count import Case, count, each
 from tools.plan.hardware import KNOWN, Hardware
-from tools.plan.predict import predict
+from tools.plan.predict import of_rank, predict
 from tools.plan.published import counted_flops
 
 PAGE = about.ROOT / "docs" / "plan.md"
 COMMAND = "uv run python -m benchmarks.plan"
 SPLITS = 10
+FAR = 0.35
+BEFORE = (
+    about.ROOT / "docs" / "measured" / "plan_before.json"
+)  # seconds that the planner of 0.1.0 predicted of the rows, with its fractions
 BAD = 0.15  # an error above it has a reason on the page
 REASONS = {  # by the beginning of a row's name
     "SC21 7.5B": "its micro-batch is not published; we assume 4",
@@ -77,10 +82,112 @@ def summary(errors: Sequence[float]) -> str:
     return f"mean {mean:.1%}, median {median:.1%}, worst {max(sizes):.0%} of {len(sizes)}"
 
 
+def of_row(row: published.Row, step_s: float, reaches: Mapping[str, hardware.Reach]) -> dict[str, Any]:
+    """A row of known.json, with what says how near it is to a question."""
+    machine = fit.with_reach(row.machine, reaches[row.machine.family])
+    parts = of_rank(row.measured.works[0], machine)
+    more: dict[str, float] = {"launch": parts["launch_s"] / parts["step_s"]}
+    if row.name in {one["name"] for one in published.raw()}:  # which the explorer shows
+        flops = row.shape.model_flops * row.layout.global_batch
+        more["mfu"] = flops / (row.step_s * row.machine.peak_16bit * row.layout.size)
+        more["parameters"] = row.shape.parameters / 1e9
+    exact = {"tokens": row.shape.seq_len, "local_tokens": row.local_tokens, "year": published.YEARS[row.program]}
+    error = step_s / row.step_s - 1
+    return compared(row.name, "gpt", row.machine.family, row.layout.size, error, **more) | exact
+
+
+def signed(rows: Sequence[published.Row], steps: Mapping[str, float]) -> str:
+    """How many rows, and their errors, as cells of a table."""
+    errors = [steps[row.name] / row.step_s - 1 for row in rows]
+    sizes = [abs(one) for one in errors]
+    return (
+        f"{len(rows)} | {statistics.fmean(sizes):.1%} | {statistics.fmean(errors):+.1%} | {max(errors, key=abs):+.0%}"
+    )
+
+
+def by(
+    what: str, key: Callable[[published.Row], Any], rows: Sequence[published.Row], *columns: Mapping[str, float]
+) -> list[str]:
+    """A table of the errors of rows that have the same key."""
+    groups = {value: [row for row in rows if key(row) == value] for value in sorted({key(row) for row in rows})}
+    head = f"| {what} |" + " rows | mean | signed | worst |" * len(columns)
+    cells = [f"| {value} | {' | '.join(signed(some, one) for one in columns)} |" for value, some in groups.items()]
+    return [head, "|---|" + "--:|" * 4 * len(columns), *cells]
+
+
+def of_sources() -> str:
+    """Errors of all sources before and after, and how many rows lie in the range from the rows of all other sources."""
+    fit_rows, held = published.may_be_fitted(), [row for row in published.foundry() if published.held_out(row)]
+    rows = [*fit_rows, *held]
+    reaches = {name: hardware.Reach(**one) for name, one in json.loads(KNOWN.read_text())["reach"].items()}
+    after = {row.name: published.guess(row, reaches) for row in rows}
+    left = {one.name: one for one in known.compared() if one.workload == "gpt"}
+    outside = {row.name: row.step_s * (1 + left[row.name].error) for row in rows}
+    before = json.loads(BEFORE.read_text())
+    groups = sorted({row.group for row in rows})
+    lines = ["| source | rows | of them fitted | before | fitted | left out | signed | worst | in the range |"]
+    lines.append("|---|" + "--:|" * 8)
+    inside_all = 0
+    for group in groups:
+        some = [row for row in rows if row.group == group]
+        others = [left[row.name] for row in rows if row.group != group]
+        inside = sum(known.within(left[row.name], others) for row in some)
+        inside_all += inside
+        mean = [
+            statistics.fmean(abs(steps[row.name] / row.step_s - 1) for row in some)
+            for steps in (before, after, outside)
+        ]
+        rest = signed(some, outside).split(" | ", 2)[2]
+        fitted = sum(row.group == group for row in fit_rows)
+        shares = " | ".join(f"{one:.1%}" for one in mean)
+        lines.append(f"| {group} | {len(some)} | {fitted} | {shares} | {rest} | {inside} of {len(some)} |")
+    far = [f"{row.name} {outside[row.name] / row.step_s - 1:+.0%}" for row in rows if is_far(row, outside)]
+    no_words = [
+        one
+        for row, one in zip([row for row in rows if is_far(row, outside)], far, strict=True)
+        if not known.is_outside(left[row.name], [left[other.name] for other in rows if other.group != row.group])
+    ]
+    return "\n".join(
+        [
+            f"The {len(held)} rows of llm-foundry that no fit has seen: mean {part(held, before)} before, and",
+            f"{part(held, after)} now. All {len(rows)} rows, each by fractions fitted without its source: mean",
+            f"{part(rows, before)} before, {part(rows, outside)} now; {inside_all} of {len(rows)} "
+            f"({inside_all / len(rows):.0%}) lie in the range that the rows of all",
+            f'other sources give. Off by more than {FAR:.0%}: {len(far)}, and without the words "outside of what was '
+            f'tested": {", ".join(no_words) or "none"}.',
+            "",
+            *lines,
+            "",
+            "Held-out rows of llm-foundry by length, before and now:",
+            "",
+            *by("tokens", lambda row: row.shape.seq_len, held, before, after),
+            "",
+            "All rows, each without its source, by ranks that split a matrix, and by GPUs:",
+            "",
+            *by("tensor ranks", lambda row: row.layout.tp, rows, outside),
+            "",
+            *by(
+                "GPUs, to a power of 8", lambda row: 8 ** math.ceil(math.log(row.layout.size, 8) - 1e-9), rows, outside
+            ),
+        ]
+    )
+
+
+def part(rows: Sequence[published.Row], steps: Mapping[str, float]) -> str:
+    """Mean of the errors' sizes."""
+    return f"{statistics.fmean(abs(steps[row.name] / row.step_s - 1) for row in rows):.1%}"
+
+
+def is_far(row: published.Row, steps: Mapping[str, float]) -> bool:
+    """Whether a step is off by more than the planner should be without saying so."""
+    return abs(steps[row.name] / row.step_s - 1) > FAR
+
+
 def of_print() -> str:
-    """Every row of published.csv: predicted beside published."""
+    """Every row of published.csv, and all sources: predicted beside published."""
     rows = published.gpts()
-    reaches = published.fitted(rows)
+    fit_rows, held = published.may_be_fitted(), [row for row in published.foundry() if published.held_out(row)]
+    reaches = published.fitted(fit_rows)
     images = published.resnets()
     counted = {one.name: tuple(count(one.case, one.machine)) for one in images}
     measured = {one.name: fit.Measured(counted[one.name], one.machine, one.step_s) for one in images}
@@ -88,9 +195,9 @@ def of_print() -> str:
     convolutions = fit.fit(list(measured.values()), reaches["gpu"], 1.0).convolutions
     reaches = {name: dataclasses.replace(reach, convolutions=convolutions) for name, reach in reaches.items()}
     save(reach={name: {k: round(v, 4) for k, v in dataclasses.asdict(one).items()} for name, one in reaches.items()})
-    outside = published.left_out(rows)
+    outside = published.left_out(fit_rows, held)
     lines = ["| row | GPUs | step, s | fitted | left out | why, if more than 15 % |", "|---|--:|--:|--:|--:|---|"]
-    known = []
+    compared_rows = [of_row(row, outside[row.name], reaches) for row in (*fit_rows, *held)]
     fit_errors, out_errors = [], []
     for row in rows:
         inner = published.guess(row, reaches) / row.step_s - 1
@@ -100,14 +207,7 @@ def of_print() -> str:
         why = reason(row.name) if max(abs(inner), abs(outer)) > BAD else ""
         cells = (row.name, f"{row.layout.size:,}", f"{row.step_s:.4g}", f"{inner:+.0%}", f"{outer:+.0%}", why)
         lines.append(f"| {' | '.join(cells)} |")
-        flops = row.shape.model_flops * row.layout.global_batch
-        mfu = flops / (row.step_s * row.machine.peak_16bit * row.layout.size)
-        billions = row.shape.parameters / 1e9
-        known.append(
-            compared(row.name, "gpt", row.machine.family, row.layout.size, outer, mfu=mfu, parameters=billions)
-            | {"tokens": row.shape.seq_len}
-        )
-    keep(["gpt"], ["a100", "h100"], known)
+    keep(["gpt"], ["a100", "h100"], compared_rows)
     image_errors, image_known = [], []
     for one in images:
         others = [measured[other.name] for other in images if other.case.flags != one.case.flags]
@@ -288,6 +388,8 @@ def of_links(known: str) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "example": of_example,
     "published": of_print,
+    "sources": of_sources,
+    "questions": plan_questions.of_questions,
     "vtrain": of_vtrain,
     "curves": of_curves,
     "counts": plan_here.of_counts,
@@ -315,6 +417,8 @@ def main() -> None:
         PAGE,
         example=parts["example"],
         published=parts["published"],
+        sources=parts["sources"],
+        questions=parts["questions"],
         vtrain=parts["vtrain"],
         curves=parts["curves"],
         counts=parts["counts"],

@@ -1,10 +1,11 @@
-"""Faults of tools/plan: of the formula of memory, of what it is compared with, and of the advice that stands on it."""
+"""Faults of tools/plan: of the formulas of memory and time, of what they are compared with, and of the advice."""
 
 from tests.mutation.fault import Fault
 
 MEMORY = "tests/tools/test_plan_memory.py"
 NEAR = f"{MEMORY}::test_formula_is_near_the_count"
 ADVICE = "tests/tools/test_plan_advice.py"
+PLAN = "tests/tools/test_plan.py"
 AGAIN = f"{MEMORY}::test_counts_are_those_of_the_code"
 
 
@@ -72,6 +73,48 @@ FAULTS = (
         NEAR,
     ),
     of("counter", "whole tensors of DTensor's shapes are held", "counter.aside = True", "counter.aside = False", AGAIN),
+    of(
+        "predict",
+        "attention's kernels reach what products do",
+        "/ (machine.reach.products * machine.reach.attention)",
+        "/ machine.reach.products",
+        f"{PLAN}::test_rows_that_no_fit_has_seen",
+    ),
+    of(
+        "predict",
+        "what is sent during computation slows nothing",
+        "slowed = machine.reach.contention * (sum(sends) - out)",
+        "slowed = 0.0 * (sum(sends) - out)",
+        f"{PLAN}::test_fsdp_is_slowed_by_what_it_sends_meanwhile",
+    ),
+    of(
+        "transformer",
+        "narrow heads take no more exponentials",
+        "exponentials=scores * (2",
+        "exponentials=scores / shape.heads * (2",
+        f"{PLAN}::test_attention_has_an_efficiency_of_its_own",
+    ),
+    of(
+        "known",
+        "a row is near a question of any length",
+        'SCALES = {"ranks": 3.0, "tokens": 1.5,',
+        'SCALES = {"ranks": 3.0, "tokens": 1.5e9,',
+        f"{PLAN}::test_range_covers_nine_of_ten_rows_near_a_question",
+    ),
+    of(
+        "known",
+        "the question itself does not count",
+        "needed = COVERED * (1 + sum(",
+        "needed = COVERED * (0 + sum(",
+        f"{PLAN}::test_range_covers_nine_of_ten_rows_near_a_question",
+    ),
+    of(
+        "published",
+        "rows that are held out are fitted",
+        "if not held_out(row)),",
+        "if held_out(row) or not held_out(row)),",
+        f"{PLAN}::test_rows_that_no_fit_has_seen",
+    ),
     of(
         "advice",
         "what the formula likes is advised, whether it fits or not",

@@ -19,7 +19,7 @@ from tests.harness import browser
 from tools import about
 
 ARROW_RIGHT, ARROW_LEFT, ARROW_DOWN, TAB = ("ArrowRight", 39), ("ArrowLeft", 37), ("ArrowDown", 40), ("Tab", 9)
-JAVASCRIPT_LINES = 480
+JAVASCRIPT_LINES = 542
 # A constant, a formula and a rule of a layout, each changed a little: (what, into what)
 MUTANTS = {
     "constant": ('"MOVED": 29', '"MOVED": 29.0001'),
@@ -27,6 +27,9 @@ MUTANTS = {
     "layout": ("gradients[micro_batches > 1 ? 1 : 0]", "gradients[0]"),
     "memory": ("sharded && several ? (own", "sharded && several ? 0 * (own"),
     "hardware": ('"launch_s": 6e-06', '"launch_s": 6.001e-06'),
+    "attention": ("(3.5 + again)", "(3 + again)"),
+    "contention": ("machine.reach.contention * (sends - out)", "0"),
+    "context": ("layout.micro_batch * shape.seq_len / cp", "layout.micro_batch * shape.seq_len"),
 }
 OUTSIDE = "http://127.0.0.1:9/"
 
@@ -93,7 +96,13 @@ def test_error_is_that_of_known(fresh: browser.Page) -> None:
     steps = [0.0313 * 1.31**i for i in range(40)]  # up to 20 minutes
     pairs = [[one, steps[i % 40]] for i, one in enumerate(asked)]
     said = fresh.evaluate(f"{pairs}.map(([input, step_s]) => sentence(input, step_s))")
-    right = [(explorer.machine(one), known.Step(one["gpus"], step, tokens=one["seq_len"])) for one, step in pairs]
+    right = [
+        (
+            explorer.machine(one),
+            known.Step(one["gpus"], step, tokens=one["seq_len"], local_tokens=one["sequences"] * one["seq_len"]),
+        )
+        for one, step in pairs
+    ]
     assert said == [known.sentence("gpt", *one) for one in right]
     assert len({text[:20] for text in said}) == 2, "some rows are like these, and of others there are none"
 
@@ -152,13 +161,16 @@ def check_command(command: str, one: dict[str, Any]) -> None:
     case = Case(about.ROOT / "recipes" / recipe, one["gpus"], tuple(flags))
     assert command == sweep.command(case, explorer.machine(one))
     args = cli.parse(args_of(recipe), flags)
-    width, layers, heads = explorer.MODELS[one["model"]]
+    shape = explorer.shape(one["model"], one["seq_len"])
     flag = explorer.flag(recipe)
     expected = {
-        "width": width,
-        "num_layers": layers,
-        "num_heads": heads,
-        "vocab_size": explorer.VOCAB,
+        "width": shape.width,
+        "num_layers": shape.layers,
+        "num_heads": shape.heads,
+        "num_kv_heads": shape.kv_heads,
+        "mlp_width": shape.mlp_width,
+        "tied": shape.tied,
+        "vocab_size": shape.vocab,
         "seq_len": one["seq_len"],
         "global_batch_size": one["sequences"] * one["gpus"],
         "micro_batch_size": min(one["micro_batch"], one["sequences"] * (one["parts"] if flag else 1)),
@@ -237,7 +249,27 @@ def test_readable_by_all(fresh: browser.Page) -> None:
     assert len(set(fresh.evaluate(f"{dashes}.map((one) => one.strokeDasharray)"))) == len(explorer.STRATEGIES)
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+def test_question_travels_in_the_address(fresh: browser.Page) -> None:
+    """What the address says is asked; what no control can be is left as it is."""
+    llama = explorer.model_names().index("Llama 3 8B")
+    fresh.evaluate(f"choose({{strategy: 'context_gpt', model: {llama}, seq_len: 32768, budget: 2e12}})")
+    address, state, said = fresh.evaluate("location.href"), fresh.evaluate("state"), shown(fresh)
+    assert "#" in address
+    fresh.evaluate("choose(DATA.default)")
+    assert shown(fresh) != said
+    for query in (address.partition("#")[2], address.partition("#")[2] + "&gpus=7&nobody=1"):
+        fresh.evaluate(f"location.hash = '{query}'")
+        fresh.evaluate("ask(location.hash)")
+        assert (fresh.evaluate("state"), shown(fresh)) == (state, said)
+        fresh.evaluate("choose(DATA.default)")
+
+
+def test_budget_is_that_of_the_planner(fresh: browser.Page) -> None:
+    now = explorer.predicted(explorer.DEFAULT)
+    assert known.span(now["days"] * 86_400) in fresh.evaluate("byId('training').textContent")
+
+
+@pytest.mark.parametrize("width", [360, 1280])
 def test_nothing_is_wider_than_the_window(fresh: browser.Page, width: int) -> None:
     fresh.resize(width, 844)
     for state in ("{}", "{model: 10, hardware: 'rtx4090-pcie', gpus: 65536, strategy: 'pipeline_gpt'}"):

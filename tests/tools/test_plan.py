@@ -44,7 +44,7 @@ def plan(*words: str) -> tuple[int, str, str]:
 
 def in_order(step: dict[str, Any]) -> dict[str, Any]:
     """What `repeat` knows of a step, in an order of its own."""
-    kept = {name: step[name] for name in ("elementwise_bytes", "kernels")}
+    kept = {name: step[name] for name in ("elementwise_bytes", "exponentials", "kernels")}
     traffic = sorted([sorted(one.items()) for one in step["traffic"]])
     return kept | {"traffic": traffic, "products": sorted(map(list, step["products"]))}
 
@@ -136,28 +136,72 @@ def test_number_of_tokens(text: str, tokens: float) -> None:
     assert answer_.number_of_tokens(text) == pytest.approx(tokens)
 
 
-def test_range_covers_nine_of_ten_rows() -> None:
-    """Of the family's rows, which conformal prediction promises; and it is no wider than the worst of them."""
-    for machine in (H100, hardware.table()["a100-ib"]):
-        rows = known.like("gpt", machine).rows
-        low, high = known.between("gpt", machine, known.Step(8, 1.0))
-        within = [low <= 1 / (1 + one.error) <= high for one in rows]
-        assert 0.9 <= sum(within) / len(rows) <= 1
-        assert low == pytest.approx(1 / high)
-    near, far = (known.between("gpt", H100, known.Step(size, 1.0)) for size in (8, 10**6))
-    assert far[0] < near[0] < 1 < near[1] < far[1]
+def near_all(step: known.Step, *, error: float = 0.1, count: int = 20) -> known.Like:
+    """Rows that are just like a question, one of ten of which is twice as far off."""
+    rows = [known.Compared(str(i), "gpt", "h100", 8, error * (1 + (i % 10 == 0)), tokens=4096) for i in range(count)]
+    return known.Like(rows, [], 8, 4096)
+
+
+def test_range_covers_nine_of_ten_rows_near_a_question() -> None:
+    step = known.Step(8, 1.0, tokens=4096)
+    assert known.farthest(near_all(step), step) == pytest.approx(math.log(1.2))  # 9 of 10 of 21 are 18.9 of 20
+    assert known.farthest(near_all(step, count=40), step) == pytest.approx(math.log(1.2))
+    assert known.farthest(near_all(step, count=8), step) == math.inf  # the question itself counts for one
+    far = dataclasses.replace(step, tokens=4096 * 64)
+    assert known.farthest(near_all(far), far) == math.inf, "no row has such sequences"
+    low, high = known.between("gpt", H100, known.Step(8, 1.0))
+    assert low == pytest.approx(1 / high)
+    near, outside = (known.between("gpt", H100, known.Step(size, 1.0)) for size in (8, 10**6))
+    assert outside[0] < near[0] < 1 < near[1] < outside[1]
 
 
 def test_range_covers_sources_that_are_left_out() -> None:
     """Each row by a range from the rows of all other sources, as its error is of fractions without its own."""
-    source = {row.name: row.source for row in published.gpts()}
-    rows = [one for one in known.compared() if one.name in source]
-    within = []
+    held = [row for row in published.foundry() if published.held_out(row)]
+    group = {row.name: row.group for row in (*published.may_be_fitted(), *held)}
+    rows = [one for one in known.compared() if one.name in group]
+    inside: dict[str, list[bool]] = {}
     for row in rows:
-        others = [one for one in rows if one.family == row.family and source[one.name] != source[row.name]]
-        within.append(abs(math.log1p(row.error)) <= known.farthest(others))
-    assert len(rows) > 40
-    assert sum(within) / len(rows) >= known.COVERED
+        others = [one for one in rows if group[one.name] != group[row.name]]
+        inside.setdefault(group[row.name], []).append(known.within(row, others))
+    every = [one for some in inside.values() for one in some]
+    assert len(rows) == len(group) == 170
+    assert sum(every) / len(every) >= known.COVERED
+    short = {name for name, some in inside.items() if sum(some) / len(some) < known.COVERED}
+    # docs/plan.md says so: a cluster that is a fifth slower than all others, and one run at a third of their speed.
+    assert short == {"llm-analysis examples/megatron-turing-nlg", "nanotron benchmark_summary.svg"}
+
+
+def test_rows_that_no_fit_has_seen() -> None:
+    """The goal for the time of a step: 8 % in the mean, no trend over the length of sequences."""
+    held = [row for row in published.foundry() if published.held_out(row)]
+    assert not {row.name for row in held} & {row.name for row in published.may_be_fitted()}
+    reaches = {name: hardware.Reach(**one) for name, one in json.loads(hardware.KNOWN.read_text())["reach"].items()}
+    errors = {row.name: published.guess(row, reaches) / row.step_s - 1 for row in held}
+    assert sum(map(abs, errors.values())) / len(errors) < 0.08
+    assert max(map(abs, errors.values())) < 0.35
+    for least, most in ((0, 2048), (2048, 8192), (8192, 2**17)):
+        some = [errors[row.name] for row in held if least < row.shape.seq_len <= most]
+        assert abs(sum(some) / len(some)) < 0.06, (least, most)
+
+
+def test_attention_has_an_efficiency_of_its_own() -> None:
+    """At the same FLOPs, long rows take longer, and so do narrow heads."""
+    shapes = [transformer.Shape(2048, 8, heads, heads, 8192, False, 50_304, 32_768, True) for heads in (16, 32)]
+    wide, narrow = (transformer.work(one, transformer.Layout()) for one in shapes)
+    assert wide.attention == narrow.attention
+    assert narrow.exponentials == 2 * wide.exponentials
+    assert predict.attended(narrow, H100) > 1.05 * predict.attended(wide, H100)
+    plain = dataclasses.replace(H100, peak_exp=0.0, reach=dataclasses.replace(H100.reach, attention=1.0))
+    assert predict.attended(wide, H100) > 2 * predict.attended(wide, plain)
+
+
+def test_fsdp_is_slowed_by_what_it_sends_meanwhile() -> None:
+    one = work(traffic=(Traffic("all-gather", "dp", 8, 1, 64, 1e10, "step"),))
+    none, half = (dataclasses.replace(H100, reach=dataclasses.replace(H100.reach, contention=c)) for c in (0.0, 0.5))
+    before, after = (predict.of_rank(one, machine) for machine in (none, half))
+    assert after["step_s"] - before["step_s"] == pytest.approx(0.5 * before["hidden_s"])
+    assert after["hidden_s"] == pytest.approx(0.5 * before["hidden_s"])
 
 
 @pytest.mark.rest
@@ -263,7 +307,7 @@ def test_gloo_scatters_by_an_all_reduce() -> None:
 
 
 def test_hidden_traffic_is_exposed_beyond_its_window() -> None:
-    few, many = (work(traffic=(Traffic("all-gather", "dp", 8, 1, 64, size, "step"),)) for size in (1e6, 1e12))
+    few, many = (work(traffic=(Traffic("all-gather", "dp", 8, 1, 64, size, "engine"),)) for size in (1e6, 1e12))
     assert predict.of_rank(few, H100)["exposed_s"] < 0.05 * predict.of_rank(few, H100)["step_s"]
     assert predict.of_rank(many, H100)["exposed_s"] > 0.9 * predict.of_rank(many, H100)["step_s"]
 
@@ -314,13 +358,14 @@ def test_fit_finds_what_made_the_steps() -> None:
 
 
 def test_error_beyond_what_was_tested_is_a_range() -> None:
-    like = r"rows like yours \(gpt on h100\): mean \d+%, worst \d+% of \d+; by nine of ten of them, a step"
+    like = r"rows like yours \(gpt on h100\): mean \d+%, worst \d+% of \d+; by nine of ten of those near it, a step"
     assert re.match(like, known.sentence("gpt", H100, known.Step(64, 1.0, 0.1, 8192)))
     rtx = hardware.table()["rtx4090-pcie"]
     for workload, machine, step, why in (
         ("gpt", H100, known.Step(64, 1.0, 0.9), "no row whose GPUs wait for launches"),
         ("gpt", H100, known.Step(10**6, 1.0), "at most 16,384 ranks"),
-        ("gpt", H100, known.Step(64, 1.0, 0.1, 16_384), "at most 8,192 tokens"),
+        ("gpt", H100, known.Step(64, 1.0, 0.1, 131_072), "at most 65,536 tokens"),
+        ("gpt", H100, known.Step(16_384, 1.0, 0.1, 65_536, 128.0), "too few rows near it"),
         ("mlp", H100, known.Step(8, 1.0), "no such rows"),
         ("gpt", rtx, known.Step(8, 1.0), "no such rows"),
     ):
@@ -381,7 +426,7 @@ def test_sweep_grows_the_batch_with_the_ranks() -> None:
 
 
 def test_traffic_of_a_message_is_counted_once() -> None:
-    step = {"products": [], "elementwise_bytes": 1, "kernels": 1, "traffic": []}
+    step = {"products": [], "elementwise_bytes": 1, "exponentials": 0, "kernels": 1, "traffic": []}
     one = {"kind": "send", "axis": "pp", "ranks": 2, "machines": 1, "calls": 1, "bytes": 8, "hidden": "no"}
     step["traffic"] = [one, one | {"kind": "receive"}]
     found = {"step": step, "samples": 1, "memory": {}, "state_bytes": 1, "sample_flops": 1, "micro_batches": 1}

@@ -15,6 +15,7 @@ from tools.plan.count import Case
 from tools.plan.hardware import Hardware
 from tools.plan.predict import Prediction, predict
 from tools.plan.sweep import Row
+from tools.plan.work import Work
 
 AT_ONCE, MOST = 3, 12  # layouts that are counted beside each other, and of one number of ranks
 SURE = 1.05  # how far the formula may be above what is counted: tests/tools/test_plan_memory.py
@@ -84,6 +85,11 @@ def batches(cases: Sequence[Case]) -> Iterator[Sequence[Case]]:
 
 def guess(case: Case, machine: Hardware) -> Prediction:
     """What the formulas predict of a layout of a language model."""
+    return predict([work(case, machine)], machine)
+
+
+def work(case: Case, machine: Hardware) -> Work:
+    """What the formulas say that a layout of a language model computes, sends and holds."""
 
     def value(flag: str) -> int:
         return sweep.value(case.flags, flag, sweep.default(case.folder.name, flag))
@@ -111,7 +117,7 @@ def guess(case: Case, machine: Hardware) -> Prediction:
         recompute=dict(itertools.pairwise(case.flags)).get(sweep.RECOMPUTE, "none"),
         local_size=machine.local_size,
     )
-    return predict([transformer.work(shape, layout)], machine)
+    return transformer.work(shape, layout)
 
 
 def as_text(found: Advice | None, case: Case) -> str:

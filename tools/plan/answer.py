@@ -17,7 +17,12 @@ from tools.plan.work import KINDS, Work
 
 GIB = 2**30
 DAY_S = 86_400.0
-HIDDEN = {"no": "nothing is computed meanwhile", "backward": "during the backward pass", "step": "during computation"}
+HIDDEN = {
+    "no": "nothing is computed meanwhile",
+    "backward": "during the backward pass",
+    "step": "during computation",
+    "engine": "during computation, by copy engines",
+}
 
 
 def workload(work: Work) -> str:
@@ -71,7 +76,8 @@ class Budget:
 
 
 def _step(work: Work, found: Prediction) -> known.Step:
-    return known.Step(work.world_size, found.step_s, found.launch_s, work.units.get("tokens", 0))
+    tokens = work.units.get("tokens", 0)
+    return known.Step(work.world_size, found.step_s, found.launch_s, tokens, work.samples * tokens / work.world_size)
 
 
 def budget(tokens: float, price: float, works: Sequence[Work], machine: Hardware) -> Budget:

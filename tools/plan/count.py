@@ -119,14 +119,13 @@ def refusal(case: Case, found: dict[str, Any]) -> str:
 def to_work(found: dict[str, Any], case: Case, machine: Hardware) -> Work:
     """What the counter has printed of a rank, as `Work`."""
     step = found["step"]
-    flops: dict[str, float] = {}
-    convolutions: dict[str, float] = {}
+    places: dict[str, dict[str, float]] = {"product": {}, "convolution": {}, "attention": {}}
     moved = 0.0
     tf32 = machine.device == "cuda" and found["tf32"]
-    for count_, bytes_, dtype, is_convolution, times in step["products"]:
+    for count_, bytes_, dtype, name, times in step["products"]:
         # cuDNN takes TF32 for convolutions of float32, unless it is set otherwise.
-        kind = "tf32" if dtype == "float32" and machine.device == "cuda" and (tf32 or is_convolution) else dtype
-        place = convolutions if is_convolution else flops
+        kind = "tf32" if dtype == "float32" and machine.device == "cuda" and (tf32 or name == "convolution") else dtype
+        place = places[name]
         place[kind] = place.get(kind, 0.0) + count_ * times
         moved += bytes_ * times
     # A message is there twice: where it is sent, and where it is received.
@@ -135,8 +134,10 @@ def to_work(found: dict[str, Any], case: Case, machine: Hardware) -> Work:
     return Work(
         world_size=case.size,
         samples=found["samples"],
-        flops=flops,
-        convolutions=convolutions,
+        flops=places["product"],
+        convolutions=places["convolution"],
+        attention=places["attention"],
+        exponentials=step["exponentials"],
         product_bytes=moved,
         elementwise_bytes=step["elementwise_bytes"],
         kernels=step["kernels"],

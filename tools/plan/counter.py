@@ -42,10 +42,12 @@ from common.train.data import map_tensors
 from launch import strategy
 from tools import about
 from tools.plan import fake_device, orders, repeat
+from tools.plan.transformer import DIAGONAL
 from tools.plan.work import HIDDEN, KINDS, Traffic
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_STEPS = 1  # creates what lasts: the optimizer's state, FSDP's order of blocks
+SPECIAL = ("convolution", "attention")  # in an operator's name: what is no plain product, and has a reach of its own
 SMALL_BYTES = 1000
 LEAST_SAMPLES = 2**20  # of a data set: as many as any step reads
 FSDP_CODE = "_fsdp_collectives.py"  # of torch: what it sends on GPUs travels beside the computation
@@ -112,9 +114,9 @@ class Counter(TorchDispatchMode):
         self.casts: collections.Counter[str] = collections.Counter()
         self.cast_elements: collections.Counter[str] = collections.Counter()
         self.kernels: collections.Counter[str] = collections.Counter()
-        # (FLOPs, bytes, type, whether a convolution) of each
-        self.products: collections.Counter[tuple[int, int, str, bool]] = collections.Counter()
-        self.elementwise_bytes = 0
+        # (FLOPs, bytes, type, kind) of each
+        self.products: collections.Counter[tuple[int, int, str, str]] = collections.Counter()
+        self.elementwise_bytes = self.exponentials = 0
         self.sent: dict[tuple[str, str, str], Traffic] = {}
         self.small_calls: collections.Counter[tuple[str, str]] = collections.Counter()
         self.came = self.peak_at = 0
@@ -132,6 +134,7 @@ class Counter(TorchDispatchMode):
             "kernels": self.kernels.total(),
             "products": sorted([*key, count] for key, count in self.products.items()),
             "elementwise_bytes": self.elementwise_bytes,
+            "exponentials": self.exponentials,
             "traffic": [dataclasses.asdict(one) for _, one in sorted(self.sent.items())],
             "small_calls": {" ".join(key): count for key, count in sorted(self.small_calls.items())},
             "held_bytes": self.live_bytes,
@@ -222,9 +225,14 @@ class Counter(TorchDispatchMode):
         moved = sum(_bytes(tensor) for tensor in (*tensors, *results) if self._here(tensor))
         if func._overloadpacket in flop_registry:
             count = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-            if "attention" in name and any(one is True for one in args):  # causal: half of the square is left out
-                count //= 2
-            self.products[count, moved, _short(tensors[0].dtype), "convolution" in name] += 1
+            kind = next((one for one in SPECIAL if one in name), "product")
+            if kind == "attention":
+                length, width = tensors[0].shape[-2:]
+                if any(one is True for one in args):  # causal: half of the square is left out, except its diagonal
+                    whole = min(length, DIAGONAL) if self.device.type == "cuda" else 0
+                    count = count * (length + whole) // (2 * length)
+                self.exponentials += count // ((10 if "backward" in name else 4) * width)
+            self.products[count, moved, _short(tensors[0].dtype), kind] += 1
         else:
             self.elementwise_bytes += moved
 

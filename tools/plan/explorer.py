@@ -17,7 +17,7 @@ from typing import Any
 
 from common.workloads import gpt
 from tools import about
-from tools.plan import known, predict, sweep, transformer
+from tools.plan import answer, known, predict, sweep, transformer
 from tools.plan.hardware import Hardware, table
 from tools.plan.transformer import STRATEGIES, Layout, Shape
 
@@ -25,8 +25,8 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 PAGE = about.ROOT / "docs" / "explorer.html"
 VOCAB = 50_304  # GPT-2's 50,257 tokens, rounded up to a multiple of 64
 # Width, layers and heads: Brown et al. 2020, https://arxiv.org/abs/2005.14165, Zhang et al. 2022,
-# https://arxiv.org/abs/2205.01068, and Llama 3, https://arxiv.org/abs/2407.21783.
-MODELS = (
+# https://arxiv.org/abs/2205.01068.
+GPTS = (
     (768, 12, 12),
     (1024, 24, 16),
     (1536, 24, 16),
@@ -37,8 +37,20 @@ MODELS = (
     (7168, 48, 56),
     (9216, 64, 72),
     (12288, 96, 96),
-    (16384, 126, 128),
 )
+# Key-value heads, hidden units of an MLP, vocabulary and whether it is tied as well: https://arxiv.org/abs/2407.21783,
+# table 3, and https://arxiv.org/abs/2412.15115, table 1.
+LLAMAS = {
+    "Llama 3.2 1B": (2048, 16, 32, 8, 8192, 128_256, True),
+    "Llama 3 8B": (4096, 32, 32, 8, 14_336, 128_256, False),
+    "Llama 3 70B": (8192, 80, 64, 8, 28_672, 128_256, False),
+    "Llama 3 405B": (16_384, 126, 128, 8, 53_248, 128_256, False),
+    "Qwen2.5 1.5B": (1536, 28, 12, 2, 8960, 151_936, True),
+    "Qwen2.5 7B": (3584, 28, 28, 4, 18_944, 152_064, False),
+    "Qwen2.5 32B": (5120, 64, 40, 8, 27_648, 152_064, False),
+    "Qwen2.5 72B": (8192, 80, 64, 8, 29_568, 152_064, False),
+}
+MODELS = (*GPTS, *LLAMAS.values())
 # Not "selective": transformer.py has Megatron's, and the recipes keep other results.
 RECOMPUTE = ("none", "full")
 LATENCIES_US = (1, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
@@ -46,9 +58,9 @@ MTBF_HOURS = (1_000, 2_000, 5_000, 10_000, 20_000, 50_676, 100_000, 200_000, 500
 LABELS = {
     "hardware": "Hardware",
     "strategy": "Strategy",
-    "parts": "Split (--tp, --pp)",
+    "parts": "Split (tp, pp, cp)",
     "gpus": "GPUs",
-    "model": "Parameters",
+    "model": "Model",
     "seq_len": "Tokens in a sequence",
     "sequences": "Sequences of a GPU",
     "micro_batch": "Sequences in a micro-batch",
@@ -56,6 +68,7 @@ LABELS = {
     "bandwidth": "Network of a GPU",
     "latency_us": "Latency of the network",
     "mtbf_hours": "A GPU fails every",
+    "budget": "Tokens of the training",
 }
 WORDS: dict[str, Any] = {  # of legends, from bottom to top
     "strategies": {
@@ -63,6 +76,7 @@ WORDS: dict[str, Any] = {  # of legends, from bottom to top
         "fsdp_gpt": "Fully sharded",
         "tensor_gpt": "Tensor parallel",
         "pipeline_gpt": "Pipeline",
+        "context_gpt": "Context parallel",
     },
     "shares": ["matrix products", "other operators", "waiting in a pipeline", "sending", "failures and saves"],
     "memory": ["parameters", "gradients", "optimizer", "activations and others"],
@@ -81,6 +95,7 @@ DEFAULT: dict[str, Any] = {
     "bandwidth": 1,
     "latency_us": 20,
     "mtbf_hours": 50_676,
+    "budget": 10**12,
 }
 
 
@@ -105,14 +120,21 @@ def values() -> dict[str, list[Any]]:
         "bandwidth": [2.0**i for i in range(-4, 3)],
         "latency_us": list(LATENCIES_US),
         "mtbf_hours": list(MTBF_HOURS),
+        "budget": [n * 10**i for i in range(9, 14) for n in (1, 2, 5)],
     }
 
 
 def shape(model: int, seq_len: int) -> Shape:
-    """A model of `MODELS`, with the recipes' defaults for all other sizes."""
-    width, layers, heads = MODELS[model]
+    """A model of `MODELS`; of `GPTS` with the recipes' defaults for all other sizes."""
+    width, layers, heads, *more = MODELS[model]
     own = gpt.Shape(VOCAB, layers, heads, width)
-    return Shape(width, layers, heads, own.num_kv_heads, own.mlp_width, True, VOCAB, seq_len, own.tied)
+    kv_heads, mlp_width, vocab, tied = more or (own.num_kv_heads, own.mlp_width, VOCAB, own.tied)
+    return Shape(width, layers, heads, kv_heads, mlp_width, True, vocab, seq_len, bool(tied))
+
+
+def model_names() -> list[str]:
+    """What they are called, in their order."""
+    return [f"GPT {shape(i, 0).parameters / 1e9:.3g}B" for i in range(len(GPTS))] + [*LLAMAS]
 
 
 def machine(chosen: Mapping[str, Any]) -> Hardware:
@@ -133,8 +155,8 @@ def predicted(chosen: Mapping[str, Any]) -> dict[str, float]:
         chosen: a value for each key of `DEFAULT`; `gpus` must be a multiple of `parts` for tensor_gpt and pipeline_gpt.
 
     Returns:
-        The fields of `predict.Prediction`, tokens_s (tokens a second over all ranks) and the bytes of each kind of
-        memory of the rank that needs most.
+        The fields of `predict.Prediction`, tokens_s (tokens a second over all ranks), days (of the budget) and the
+        bytes of each kind of memory of the rank that needs most.
     """
     size, of_machine = chosen["gpus"], machine(chosen)
     parts = chosen["parts"] if flag(chosen["strategy"]) else 1
@@ -150,11 +172,12 @@ def predicted(chosen: Mapping[str, Any]) -> dict[str, float]:
     work = transformer.work(shape(chosen["model"], chosen["seq_len"]), layout)
     found = predict.predict([work], of_machine)
     tokens_s = layout.global_batch * chosen["seq_len"] / found.step_s
-    return {**dataclasses.asdict(found), "tokens_s": tokens_s, **work.memory}
+    days = chosen["budget"] / tokens_s / (1 - min(found.lost, 0.99)) / answer.DAY_S
+    return {**dataclasses.asdict(found), "tokens_s": tokens_s, "days": days, **work.memory}
 
 
 def flag(recipe: str) -> str:
-    """The flag that says over how many ranks a recipe splits a model: --tp, --pp, or "" for none."""
+    """The flag that says over how many ranks a recipe splits a model or its text: --tp, --pp, --cp, or "" for none."""
     return next((one for one in sweep.PARTS if about.has_flag(recipe, one)), "")
 
 
@@ -162,7 +185,7 @@ def strategy(recipe: str) -> dict[str, Any]:
     """What the page needs to make a recipe's layout, by the rules of `transformer.of_recipe`."""
     few = transformer.of_recipe(recipe, 2, 2)
     many = transformer.of_recipe(recipe, 4, 2, global_batch=8)
-    chosen = ("dp", "tp", "pp", "micro_batch", "global_batch", "recompute", "local_size", "gradients")
+    chosen = ("dp", "tp", "pp", "cp", "micro_batch", "global_batch", "recompute", "local_size", "gradients")
     fixed = {field.name: getattr(many, field.name) for field in dataclasses.fields(Layout) if field.name not in chosen}
     return {"flag": flag(recipe), "layout": fixed, "gradients": [few.gradients, many.gradients]}
 
@@ -187,6 +210,7 @@ def control(key: str, choices: Sequence[Any]) -> str:
         },
         "strategy": {recipe: f"{name} ({recipe})" for recipe, name in WORDS["strategies"].items()},
         "recompute": WORDS["recompute"],
+        "model": dict(enumerate(model_names())),
     }.get(key, {})
     label = f'<div class="row"><label for="{key}">{LABELS[key]}</label>'
     if named:
@@ -219,11 +243,13 @@ def published() -> str:
 def data() -> dict[str, Any]:
     """All that the page's script takes from Python."""
     every = known.compared()
-    named = ("OPERATORS", "MOVED", "MOVED_MLP", "CASTS", "UPDATE_BYTES", "HALF", "FLOAT")
+    named = ("DIAGONAL", "OPERATORS", "MOVED", "MOVED_MLP", "CASTS", "UPDATE_BYTES", "HALF", "FLOAT")
     return {
         "constants": {name: getattr(transformer, name) for name in named}
         | {"FACTORS": predict.FACTORS, "BACKWARD": predict.BACKWARD, "HOUR_S": predict.HOUR_S}
-        | {"RECOVERY_S": predict.recovery_s(), "ENOUGH": known.ENOUGH, "COVERED": known.COVERED},
+        | {"RECOVERY_S": predict.recovery_s()}
+        | {name: getattr(known, name) for name in ("ENOUGH", "COVERED", "TODAY", "OTHER_FAMILY")}
+        | {name: getattr(known, name) for name in ("SCALES", "PLAIN_SCALES")},
         "machines": {name: dataclasses.asdict(one) for name, one in machines().items()},
         "models": [dataclasses.asdict(shape(model, 0)) for model in range(len(MODELS))],
         "strategies": {recipe: strategy(recipe) for recipe in STRATEGIES},
@@ -231,7 +257,7 @@ def data() -> dict[str, Any]:
         "layouts": layouts(),
         "words": {name: WORDS[name] for name in ("shares", "memory")},
         "default": DEFAULT,
-        "published": [dataclasses.asdict(one) for one in every if one.workload == "gpt"],
+        "published": [dataclasses.asdict(one) for one in every if one.workload == "gpt" and one.family != "cpu"],
         "all_rows": {
             "count": len(every),
             "worst": max(abs(one.error) for one in every),

@@ -12,6 +12,7 @@ from tools.plan.work import Work
 PRIOR = 0.01  # weight of the table's fractions against one measurement, where the measurements do not decide
 ROUNDS = 60
 ROUND = 0.05  # errors below this count by their square, larger ones as they are: one odd source does not lead
+LEAST = 1e-3  # of a fraction
 LEAST_STEP = 1e-3  # of a logarithm
 NAMES = tuple(field.name for field in dataclasses.fields(Reach))
 
@@ -48,7 +49,7 @@ def fit(measured: Sequence[Measured], start: Reach, prior: float = PRIOR) -> Rea
         drawn = sum((value - first) ** 2 for value, first in zip(values, begin, strict=True))
         return sum(errors) / len(errors) + prior * drawn / len(NAMES)
 
-    begin = [math.log(getattr(start, name)) for name in NAMES]
+    begin = [math.log(max(getattr(start, name), LEAST)) for name in NAMES]
     found = descend(loss, begin, [math.inf if name in ("launch", "latency") else 0.0 for name in NAMES])
     return Reach(**dict(zip(NAMES, map(math.exp, found), strict=True)))
 

@@ -15,7 +15,12 @@ KNOWN = Path(__file__).with_name("known.json")  # what benchmarks/plan.py has fi
 
 @dataclass(frozen=True)
 class Reach:
-    """Fractions of peaks that trainings achieve; `launch` and `latency` multiply the seconds of those."""
+    """Fractions of peaks that trainings achieve; `launch` and `latency` multiply the seconds of those.
+
+    `attention` is of what products achieve, in attention's kernels. `contention` is the share of the time in which FSDP
+    sends during computation by which the step is longer: NCCL's kernels take multiprocessors and memory from it, and a
+    layer waits for its own parameters.
+    """
 
     products: float = 0.77
     convolutions: float = 0.4
@@ -24,6 +29,8 @@ class Reach:
     network: float = 0.75
     launch: float = 1.0
     latency: float = 1.0
+    attention: float = 1.0
+    contention: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,7 @@ class Hardware:
     link_bandwidth: float
     network_bandwidth: float
     peak_tf32: float = 0.0
+    peak_exp: float = 0.0
     gpu: str = ""  # "" for a CPU
     family: str = ""  # of machines whose achieved fractions were fitted together
     bfloat16: bool = True

@@ -12,6 +12,12 @@ from tools.plan.hardware import KNOWN, Hardware
 
 ENOUGH = 3  # rows, to speak of a mean
 COVERED = 0.9  # of rows, by the range that is printed
+# How far two questions must be apart to be no longer near: in powers of two of GPUs, of tokens of a sequence, and of
+# tokens of a GPU in a step; in years between their programs, in the share of a step that waits for launches; families.
+SCALES = {"ranks": 3.0, "tokens": 1.5, "local_tokens": 3.0}
+PLAIN_SCALES = {"year": 4.0, "launch": 0.15}
+OTHER_FAMILY = 1.0
+TODAY = 2025  # of a program like the recipes
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,9 @@ class Compared:
         mfu: measured, 0 where it is not known.
         parameters: of the model, in billions; 0 where it is not known.
         tokens: of a sequence; 0 where it has none, or it is not known.
+        local_tokens: of a GPU in a step; 0 likewise.
+        year: of the program.
+        launch: share of the predicted step that waits for launches.
     """
 
     name: str
@@ -37,6 +46,9 @@ class Compared:
     mfu: float = 0.0
     parameters: float = 0.0
     tokens: int = 0
+    local_tokens: float = 0.0
+    year: int = TODAY
+    launch: float = 0.0
 
 
 @functools.cache
@@ -51,6 +63,7 @@ class Like:
     """The comparisons that are like an answer."""
 
     rows: Sequence[Compared]
+    others: Sequence[Compared]  # of other GPUs
     most_ranks: int
     most_tokens: int
 
@@ -68,10 +81,12 @@ class Like:
 def like(workload: str, machine: Hardware) -> Like:
     """Comparisons of the same workload on the same family of machines; none if they are too few."""
     family = machine.family or "cpu"
-    rows = [one for one in compared() if one.workload == workload and one.family == family]
+    every = [one for one in compared() if one.workload == workload]
+    rows = [one for one in every if one.family == family]
+    others = [one for one in every if one.family != family and "cpu" not in (one.family, family)]
     if len(rows) < ENOUGH:
         rows = []
-    return Like(rows, *(max((getattr(one, name) for one in rows), default=0) for name in ("ranks", "tokens")))
+    return Like(rows, others, *(max((getattr(one, name) for one in rows), default=0) for name in ("ranks", "tokens")))
 
 
 @dataclass(frozen=True)
@@ -83,12 +98,21 @@ class Step:
         seconds: predicted.
         launch_s: of them, launches that nothing hides.
         tokens: of a sequence; 0 where there are none.
+        local_tokens: of a GPU in a step; 0 likewise.
+        year: of the program.
     """
 
     ranks: int
     seconds: float
     launch_s: float = 0.0
     tokens: int = 0
+    local_tokens: float = 0.0
+    year: int = TODAY
+
+    @property
+    def launch(self) -> float:
+        """Share of the step that waits for launches."""
+        return self.launch_s / self.seconds
 
 
 def untested(found: Like, machine: Hardware, step: Step) -> str:
@@ -99,26 +123,66 @@ def untested(found: Like, machine: Hardware, step: Step) -> str:
         return "no row whose GPUs wait for launches"
     if step.ranks > found.most_ranks:
         return f"at most {found.most_ranks:,} ranks"
-    return f"at most {found.most_tokens:,} tokens" if 0 < found.most_tokens < step.tokens else ""
+    if 0 < found.most_tokens < step.tokens:
+        return f"at most {found.most_tokens:,} tokens"
+    return "" if farthest(found, step) < math.inf else "too few rows near it"
 
 
-def farthest(rows: Sequence[Compared]) -> float:
-    """Size of the logarithm of measured / predicted, in which nine of ten rows like these should be."""
-    far = sorted(abs(math.log1p(one.error)) for one in rows)
-    return far[min(len(far), math.ceil(COVERED * (len(far) + 1))) - 1]
+def weight(row: Compared, step: Step) -> float:
+    """How near a row is to a question, from 1: what either does not have counts as the same."""
+    apart = [(getattr(row, name) - getattr(step, name)) / scale for name, scale in PLAIN_SCALES.items()]
+    for name, scale in SCALES.items():
+        mine, other = getattr(row, name), getattr(step, name)
+        apart.append(math.log2(mine / other) / scale if mine and other else 0.0)
+    return math.exp(-sum(one * one for one in apart) / 2)
+
+
+def farthest(found: Like, step: Step) -> float:
+    """Size of the logarithm of measured / predicted, in which nine of ten rows near this question should be.
+
+    Split conformal prediction with weights by nearness (https://arxiv.org/abs/1904.06019, equation 3): the question
+    itself has the weight 1, and counts as infinitely far, so that it is infinite where too few rows are near.
+    """
+    far = [(abs(math.log1p(one.error)), weight(one, step)) for one in found.rows]
+    of_others = math.exp(-(OTHER_FAMILY**2) / 2)
+    far += [(abs(math.log1p(one.error)), of_others * weight(one, step)) for one in found.others]
+    needed = COVERED * (1 + sum(one for _, one in far))
+    for size, one in sorted(far):
+        needed -= one
+        if needed <= 0:
+            return size
+    return math.inf
+
+
+def _answer(row: Compared, others: Sequence[Compared]) -> float:
+    """What `farthest` says of a row as somebody would ask for it, who knows the others only."""
+    found = Like(
+        [one for one in others if one.family == row.family], [one for one in others if one.family != row.family], 0, 0
+    )
+    return farthest(found, Step(row.ranks, 1.0, row.launch, row.tokens, row.local_tokens, row.year))
+
+
+def is_outside(row: Compared, others: Sequence[Compared]) -> bool:
+    """Whether an answer about a row says that it is outside of what was tested, by these others."""
+    return _answer(row, others) == math.inf
+
+
+def within(row: Compared, others: Sequence[Compared]) -> bool:
+    """Whether a row lies in the range that these others give."""
+    far, worst = _answer(row, others), max(abs(math.log1p(one.error)) for one in others)
+    return abs(math.log1p(row.error)) <= (far if far < math.inf else worst)
 
 
 def between(workload: str, machine: Hardware, step: Step) -> tuple[float, float]:
     """The shortest and the longest step that a prediction stands for, in seconds.
 
-    As far off as nine of ten rows like it were, by split conformal prediction (https://arxiv.org/abs/1604.04173) of the
-    logarithm; as far as the worst of all rows where none are like it.
+    As far off as nine of ten rows near it were; as far as the worst of all rows where none are like it.
     """
     found = like(workload, machine)
     if untested(found, machine, step):
         most = max(abs(math.log1p(one.error)) for one in compared())
     else:
-        most = farthest(found.rows)
+        most = farthest(found, step)
     return step.seconds * math.exp(-most), step.seconds * math.exp(most)
 
 
@@ -135,7 +199,7 @@ def sentence(workload: str, machine: Hardware, step: Step) -> str:
         )
     return (
         f"rows like yours ({where}): mean {found.mean:.0%}, worst {found.worst:.0%} of {len(found.rows)}; by nine of "
-        f"ten of them, a step between {span(low)} and {span(high)}"
+        f"ten of those near it, a step between {span(low)} and {span(high)}"
     )
 
 

@@ -1,7 +1,10 @@
 """From a rank's work and a machine to seconds: a latency-bandwidth-overlap model, every formula with its source.
 
 products  = sum over types of FLOPs / (peak * reach), but not less than their bytes / memory bandwidth: the roofline
-            of https://doi.org/10.1145/1498765.1498785
+            of https://doi.org/10.1145/1498765.1498785, and attention
+attention = (FLOPs / peak + exponentials / their peak) / (reach of products * reach of attention), in kernels that hold
+            their scores: the narrower the heads, the more exponentials, which other units compute (section 3.1 of
+            https://arxiv.org/abs/2407.08608: 989 TFLOP/s beside 3.9e12 exponentials a second)
 memory    = bytes of all other operators / (memory bandwidth * reach)
 launches  = operators * seconds of a launch; on a GPU, they run beside the device, on a CPU before each operator
 computed  = max(products + memory, launches) on a GPU, their sum on a CPU
@@ -13,7 +16,8 @@ a call    = steps * latency + factor * bytes / bandwidth, for n ranks: an all-re
 bandwidth = of links within a machine; over machines, of the network, times the group's ranks on a machine, as
             each sends to another one over a port of its own, and not more than that of the links
 exposed   = what hides behind nothing, and of what hides behind the last backward pass (2/3 of a micro-batch's
-            computation) or behind all computation, what is longer than that, but at least one call
+            computation) or behind all computation, what is longer than that, but at least one call; and of what FSDP
+            sends during computation, the reach of contention
 step      = computed / (1 - idle) + exposed, where idle is the pipeline's bubble
 MFU       = model FLOPs / (step * peak * ranks) (https://arxiv.org/abs/2204.02311, appendix B)
 a save    = state bytes / (storage bandwidth * machines)
@@ -103,7 +107,7 @@ def computed(work: Work, machine: Hardware) -> tuple[float, float, float]:
     bandwidth = machine.memory_bandwidth * reach.memory
     products = sum(count / machine.peak(dtype) for dtype, count in work.flops.items()) / reach.products
     convolutions = sum(count / machine.peak(dtype) for dtype, count in work.convolutions.items()) / reach.convolutions
-    products = max(products + convolutions, work.product_bytes / bandwidth)
+    products = max(products + convolutions, work.product_bytes / bandwidth) + attended(work, machine)
     memory = work.elementwise_bytes / bandwidth
     launches = work.kernels * machine.launch_s * reach.launch
     if machine.device == "cuda":  # what is left of them when the device has nothing to do
@@ -111,11 +115,18 @@ def computed(work: Work, machine: Hardware) -> tuple[float, float, float]:
     return products, memory, launches
 
 
+def attended(work: Work, machine: Hardware) -> float:
+    """Seconds of attention's kernels: of their products, and of their exponentials where the data sheet has those."""
+    products = sum(count / machine.peak(dtype) for dtype, count in work.attention.items())
+    exponentials = work.exponentials / machine.peak_exp if machine.peak_exp else 0.0
+    return (products + exponentials) / (machine.reach.products * machine.reach.attention)
+
+
 def of_rank(work: Work, machine: Hardware) -> dict[str, float]:
     """The parts of one rank's step, in seconds."""
     products, memory, launches = computed(work, machine)
     busy = products + memory + launches
-    windows = {"backward": BACKWARD * busy / work.micro_batches, "step": busy}
+    windows = {"backward": BACKWARD * busy / work.micro_batches, "step": busy, "engine": busy}
     exposed = hidden = 0.0
     for kind in ("no", *windows):
         some = [one for one in work.traffic if one.hidden == kind]
@@ -126,8 +137,9 @@ def of_rank(work: Work, machine: Hardware) -> dict[str, float]:
             # The last bucket, or the first gather, has nothing to hide behind.
             alone = sum(sends) / sum(one.calls for one in some)
             out = max(alone, sum(sends) - windows[kind])
-            exposed += out
-            hidden += sum(sends) - out
+            slowed = machine.reach.contention * (sum(sends) - out) if kind == "step" else 0.0
+            exposed += out + slowed
+            hidden += sum(sends) - out - slowed
     bubble = busy * work.idle / (1 - work.idle)
     return {
         "products_s": products,

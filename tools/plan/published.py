@@ -1,12 +1,19 @@
-"""Published measurements beside predictions, by rule: published.csv, and the 1,440 steps of vTrain on A100."""
+"""Published measurements beside predictions: published.csv, llm_foundry.csv, and vTrain's 1,440 steps on A100.
+
+What the fractions are fitted to: all rows of published.csv, those of llm_foundry.csv that `held_out` does not take, and
+every 48th of vTrain's steps. Everything else is only compared.
+"""
 
 import csv
 import dataclasses
 import math
 import random
+import re
 import statistics
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +30,8 @@ TERA = 1e12
 MASTER = {"storage": 2, "optimizer": 12, "grad_bytes": 4}
 FLOAT32 = {"storage": 4, "optimizer": 8, "grad_bytes": 4}
 PROGRAMS: dict[str, dict[str, Any]] = {
-    "megatron": {**MASTER, "compiled": True},  # its kernels are joined by hand
+    # Its kernels are joined by hand, but those of attention, which flash attention came after.
+    "megatron": {**MASTER, "compiled": True, "flash": False},
     # Its README on these rows: communication of all kinds is overlapped with computation.
     "megatron-core": {**MASTER, "compiled": True, "sums_hidden": True},
     # 126 layers, so that the first and the last stage have one less (https://arxiv.org/abs/2407.21783, 3.3.2).
@@ -31,6 +39,16 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "nanotron": {**MASTER, "balanced": True},  # stages by the FLOPs of their blocks
     "torchtitan": FLOAT32,
     "llm-foundry": {**FLOAT32, "grad_bytes": 2, "compiled": True},
+}
+
+
+YEARS = {
+    "megatron": 2021,
+    "llm-foundry": 2023,
+    "megatron-core": 2024,
+    "meta": 2024,
+    "torchtitan": 2025,
+    "nanotron": 2025,
 }
 
 
@@ -62,6 +80,17 @@ class Row:
     def measured(self) -> Measured:
         """For the fit."""
         return Measured((transformer.work(self.shape, self.layout),), self.machine, self.step_s)
+
+    @property
+    def local_tokens(self) -> float:
+        """Tokens of a GPU in a step."""
+        return self.layout.global_batch * self.shape.seq_len / self.layout.size
+
+    @property
+    def group(self) -> str:
+        """What is left out with it: its source, and of llm-foundry's tables that of its hardware."""
+        is_foundry = self.program == "llm-foundry"
+        return f"llm-foundry on {self.machine.name}" if is_foundry else re.split(r" \(", self.source)[0]
 
 
 def raw() -> list[dict[str, str]]:
@@ -120,6 +149,44 @@ def step_s(metric: str, value: float, shape: Shape, layout: Layout, machine: har
     }[metric]()
 
 
+# Width, layers and heads of MPT models; a vocabulary of 50,368, four times the width in an MLP, tied.
+MPT = {
+    "125m": (768, 12, 12),
+    "350m": (1024, 24, 16),
+    "760m": (1536, 24, 12),
+    "1b": (2048, 24, 16),
+    "3b": (2560, 32, 20),
+    "7b": (4096, 32, 32),
+    "13b": (5120, 40, 40),
+    "30b": (7168, 48, 56),
+    "70b": (8192, 80, 64),
+}
+
+
+def foundry() -> list[Row]:
+    """The rows of llm_foundry.csv."""
+    machines = hardware.table()
+    found = []
+    with (FOLDER / "llm_foundry.csv").open() as file:
+        next(file)
+        for line in csv.DictReader(file):
+            width, layers, heads = MPT[line["model"]]
+            length, gpus, batch = int(line["seq_len"]), int(line["gpus"]), int(line["global_batch"])
+            shape = Shape(width, layers, heads, heads, 4 * width, False, 50_368, length, True)
+            own, recompute = PROGRAMS["llm-foundry"], "full" if line["recompute"] == "1" else "none"
+            micro = int(line["micro_batch"])
+            layout = Layout(gpus, micro_batch=micro, global_batch=batch, recompute=recompute, zero=3, **own)
+            name = f"MPT {line['model']} {length} tokens {gpus} {line['hardware']}"
+            step = batch * length / float(line["tokens_s"])
+            found.append(Row(name, "llm-foundry", shape, layout, machines[line["hardware"]], step, 0, "llm-foundry"))
+    return found
+
+
+def held_out(row: Row) -> bool:
+    """Whether no fit sees a row of llm-foundry: by a checksum of its name, half of them."""
+    return zlib.crc32(row.name.encode()) % 2 == 1
+
+
 # --- vTrain --------------------------------------------------------------------------------------------------------
 
 
@@ -127,6 +194,7 @@ def step_s(metric: str, value: float, shape: Shape, layout: Layout, machine: har
 class Step:
     """A line of a100_one_node.csv; `features` are the logarithms that say which lines are near."""
 
+    row: Row
     measured: Measured
     group: tuple[int, ...]  # what is computed; within it, only the layout differs
     features: tuple[float, ...]
@@ -144,9 +212,9 @@ def vtrain() -> list[Step]:
             own = PROGRAMS["megatron"]
             layout = Layout(dp, tp, pp, 1, micro, batch, "full", **own, sequence=False, overlapped=False)
             features = tuple(math.log2(value) for value in (tp, dp, pp, micro, width, layers, batch))
-            work = transformer.work(shape, layout)
-            measured = Measured((work,), machine, float(line[10]) / 1e3)
-            found.append(Step(measured, (gpus, batch, width, heads, layers, length), features))
+            name = f"vTrain h{width} L{layers} TP{tp} DP{dp} PP{pp} micro-batch {micro} batch {batch}"
+            row = Row(name, "vTrain single", shape, layout, machine, float(line[10]) / 1e3, 0, "megatron")
+            found.append(Step(row, row.measured, (gpus, batch, width, heads, layers, length), features))
     return found
 
 
@@ -214,7 +282,7 @@ def split(seed: int) -> tuple[Errors, Errors]:
     steps = vtrain()
     random.Random(seed).shuffle(steps)  # noqa: S311 (a draw, and no secret)
     fifth, rest = steps[: len(steps) // 5], steps[len(steps) // 5 :]
-    reach = fit.fit([one.measured for one in fifth], hardware.Reach())
+    reach = fit.fit([one.measured for one in fifth], START)
 
     def formula(one: Step) -> float:
         return fit.predicted_s(one.measured, reach)
@@ -224,12 +292,14 @@ def split(seed: int) -> tuple[Errors, Errors]:
 
 # --- fits ----------------------------------------------------------------------------------------------------------
 
+EVERY = 48  # of vTrain's steps one is fitted, or they would outweigh all others
+START = hardware.Reach(attention=0.6, contention=0.3)  # of a GPU, where rows do not decide
 TO_SHARED = 0.5  # how much the fractions of one family are drawn to those of all: the least error of sources left out
 
 
 def fitted(rows: Sequence[Row]) -> dict[str, hardware.Reach]:
     """Achieved fractions of each family of machines, and "gpu" for all of them."""
-    shared = fit.fit([one.measured for one in rows], hardware.Reach())
+    shared = fit.fit([one.measured for one in rows], START)
     families = sorted({one.machine.family for one in rows})
     own = {
         family: fit.fit([one.measured for one in rows if one.machine.family == family], shared, TO_SHARED)
@@ -243,13 +313,18 @@ def guess(row: Row, reaches: Mapping[str, hardware.Reach]) -> float:
     return fit.predicted_s(row.measured, reaches.get(row.machine.family, reaches["gpu"]))
 
 
-def left_out(rows: Sequence[Row]) -> dict[str, float]:
-    """Predicted seconds of each row, by fractions that were fitted to the rows of all other sources."""
-    found: dict[str, float] = {}
-    for source in sorted({one.source for one in rows}):
-        reaches = fitted([one for one in rows if one.source != source])
-        found |= {one.name: guess(one, reaches) for one in rows if one.source == source}
-    return found
+def may_be_fitted() -> list[Row]:
+    """The rows that fractions may be fitted to."""
+    return [*gpts(), *(row for row in foundry() if not held_out(row)), *(step.row for step in vtrain()[::EVERY])]
+
+
+def left_out(rows: Sequence[Row], held: Sequence[Row] = ()) -> dict[str, float]:
+    """Predicted seconds of each row, and of those held out, by fractions fitted to `rows` of all other sources."""
+    groups = sorted({one.group for one in rows})
+    with ProcessPoolExecutor(2) as pool:
+        fits = pool.map(fitted, [[one for one in rows if one.group != group] for group in groups])
+        found = dict(zip(groups, fits, strict=True))
+    return {one.name: guess(one, found[one.group]) for one in (*rows, *held)}
 
 
 # --- images --------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def more(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
                 | {name: grown(*(some.get(key, none)[name] for some in sent)) for name in none}
                 for key in sorted({*sent[0], *sent[1]})
             ],
-            **{name: grown(a[name], b[name]) for name in ("elementwise_bytes", "kernels")},
+            **{name: grown(a[name], b[name]) for name in ("elementwise_bytes", "exponentials", "kernels")},
         }
 
     # A pipeline's step is as long as its micro-batches, and what its ranks wait for.

@@ -5,6 +5,10 @@ and p pipeline ranks. FLOPs of a layer and micro-batch, forward: 2 b s (2 h^2 + 
 matrices in an MLP and attention that looks back only, s h for half of 2 s h (https://arxiv.org/abs/2104.04473,
 appendix, has the whole square); of the logits 2 b s h v. A backward pass is twice that.
 
+Attention's time is apart: flash attention's backward pass computes the scores again, so 5 products for 2, and blocks on
+the diagonal are computed whole (https://arxiv.org/abs/2307.08691, section 3). Programs before it wrote all scores to
+memory, and computed the whole square.
+
 Activations of a layer, in bytes of 16 bit: https://arxiv.org/abs/2205.05198, section 4, with flash attention, which
 keeps no s x s scores.
 """
@@ -22,6 +26,8 @@ OPERATORS = 98  # of a layer's forward and backward pass in eager mode: counted 
 MOVED = 29  # tensors of (b, s, h) that a layer's other operators read and write, forward: counted in ddp_gpt
 MOVED_MLP = 13  # the same of (b, s, m)
 CASTS = 27  # operators of a layer more, where autocast turns replicated float32 weights into 16 bit
+DIAGONAL = 128  # tokens of the blocks in which attention's kernels compute
+SCORES_MOVED = 6.5  # times that scores are read or written where no kernel joins it: 2 products, mask, softmax, dropout
 UPDATE_BYTES = 40  # for each parameter of clipping and AdamW in float32: 4 tensors read, 3 written, and the norm
 
 
@@ -58,7 +64,12 @@ class Shape:
     @property
     def layer_flops(self) -> float:
         """Of a layer's forward pass of one sequence."""
-        return 2 * self.seq_len * (self.layer_parameters + self.seq_len * self.width)
+        return 2 * self.seq_len * self.layer_parameters + self.attention_flops
+
+    @property
+    def attention_flops(self) -> float:
+        """Of them, attention, which looks back only."""
+        return 2 * self.seq_len * self.seq_len * self.width
 
     @property
     def head_flops(self) -> float:
@@ -103,6 +114,7 @@ class Layout:
         norms: tensors (b, s, h) of 16 bit that a layer keeps for its norms, and for what is added up between them.
         gathered_kept: tensors (b, s, h) of a layer that tensor-parallel ranks keep gathered for the backward pass.
         cp: ranks that share each sequence.
+        flash: whether one kernel computes attention; without it, memory is not known.
     """
 
     dp: int = 1
@@ -131,6 +143,7 @@ class Layout:
     norms: int = 5
     gathered_kept: int = 0
     cp: int = 1
+    flash: bool = True
 
     @property
     def size(self) -> int:
@@ -154,12 +167,22 @@ def work(shape: Shape, layout: Layout) -> Work:
     s, h = shape.seq_len / layout.cp, shape.width
     again = {"ops": 0.5, "full": 1.0}.get(layout.recompute, 0.0)
     moved_again = 1.0 if layout.recompute in ("ops", "products") else again
-    # Selective recomputation repeats the attention of two matrix products, and nothing else.
-    selective = 2 * s * shape.seq_len * h if layout.recompute == "selective" else 0.0
+    # Selective recomputation repeats attention; "ops" and "products" all but that and, of "ops", half of the products.
+    attention_again = {"selective": 1.0, "full": 1.0}.get(layout.recompute, 0.0)
     # The last stage has the logits, and then the most to do, unless it has fewer layers.
     layers = shape.layers / p if layout.balanced else math.ceil(shape.layers / p)
     share = p if layout.balanced else 1
-    flops = m * b * (layers * ((3 + again) * shape.layer_flops + selective) + 3 * shape.head_flops / share)
+    products = (3 + again) * (shape.layer_flops - shape.attention_flops)
+    flops = m * b * (layers * products + 3 * shape.head_flops / share)
+    # Of all heads. A score takes 4 FLOPs of a head's width forward, and an exponential; backward 10, and another one.
+    square = m * b * layers * shape.heads * shape.seq_len**2
+    scores = square * (1 + min(1.0, DIAGONAL / shape.seq_len)) / 2
+    attention = scores * 4 * h / shape.heads * (3.5 + attention_again)
+    written = 0.0
+    if not layout.flash:
+        flops += 4 * square * h / shape.heads * (3 + attention_again)
+        written = SCORES_MOVED * HALF * square / t * (3 + attention_again)
+        scores = attention = 0.0
     split = t if layout.sequence else 1
     per_layer = (MOVED / split * h + MOVED_MLP / t * shape.mlp_width) * b * s * HALF
     joined = 0.5 if layout.compiled else 1.0
@@ -168,13 +191,15 @@ def work(shape: Shape, layout: Layout) -> Work:
     own = (layers * shape.layer_parameters + shape.ends / (1 if p == 1 else 2)) / t
     update = UPDATE_BYTES * own / (layout.dp * layout.cp if layout.zero else 1)
     casts = CASTS if _autocast(layout) else 0
-    operators = int(m * layers * (OPERATORS + casts) * (1 + again / 3) * joined)
+    operators = int(m * layers * (OPERATORS + casts) * (1 + again / 3) * (joined if layout.flash else 1))
     return Work(
         world_size=layout.size,
         samples=layout.global_batch,
         flops={"bfloat16": flops / (t * layout.cp)},
+        attention={"bfloat16": attention / (t * layout.cp)},
+        exponentials=scores * (2 + attention_again) / (t * layout.cp),
         product_bytes=m * layers * 3 * shape.layer_parameters / t * HALF,
-        elementwise_bytes=moved + update,
+        elementwise_bytes=moved + written + update,
         kernels=operators,
         traffic=tuple(traffic(shape, layout, layers, own)),
         memory=memory(shape, layout, layers),
@@ -200,7 +225,7 @@ def traffic(shape: Shape, layout: Layout, layers: float, own: float) -> list[Tra
         # parallelism, a sum is a reduce-scatter and an all-gather, which move as much.
         sums = int(m * layers * (6 if layout.recompute == "full" else 4))
         over = machines(t, 1, layout.local_size)
-        hidden = "step" if layout.sums_hidden else "no"
+        hidden = "engine" if layout.sums_hidden else "no"
         found.append(Traffic("all-reduce", "tp", t, over, sums, sums * activation, hidden))
     if layout.cp > 1:  # keys and values go round forward and backward, and so do their gradients in 32 bit
         calls = int(m * layers * (layout.cp - 1) * (4 if layout.recompute == "full" else 3))
@@ -343,7 +368,7 @@ def _held(  # noqa: PLR0912, PLR0915
 
 # --- the strategies that recipes have ------------------------------------------------------------------------------
 
-STRATEGIES = ("ddp_gpt", "fsdp_gpt", "tensor_gpt", "pipeline_gpt")  # of docs/explorer.html
+STRATEGIES = ("ddp_gpt", "fsdp_gpt", "tensor_gpt", "pipeline_gpt", "context_gpt")  # of docs/explorer.html
 
 
 def of_recipe(recipe: str, size: int, parts: int, **more: Any) -> Layout:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 KINDS = ("parameters", "gradients", "optimizer", "rest")  # of memory; rest: activations, gathered parameters, buffers
-HIDDEN = ("no", "backward", "step")  # behind nothing, the last backward pass, or all that is computed
+# Behind nothing, the last backward pass, or all that is computed: by kernels of NCCL beside it, or by copy engines.
+HIDDEN = ("no", "backward", "step", "engine")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class Work:
     Attributes:
         world_size: number of ranks.
         samples: of a step, over all ranks.
-        flops: of matrix products and attention, by the type they are computed in.
+        flops: of matrix products, by the type they are computed in.
+        attention: FLOPs of attention where one kernel computes all of it, by their type.
+        exponentials: that these kernels compute.
         convolutions: FLOPs of convolutions, by their type.
         product_bytes: that products and convolutions read and write.
         elementwise_bytes: that all other operators read and write.
@@ -61,6 +64,8 @@ class Work:
     state_bytes: float
     model_flops: float
     convolutions: dict[str, float] = field(default_factory=dict)
+    attention: dict[str, float] = field(default_factory=dict)
+    exponentials: float = 0.0
     micro_batches: float = 1
     idle: float = 0.0
     units: dict[str, int] = field(default_factory=dict)
