@@ -50,6 +50,7 @@ SMALL_BYTES = 1000
 LEAST_SAMPLES = 2**20  # of a data set: as many as any step reads
 FSDP_CODE = "_fsdp_collectives.py"  # of torch: what it sends on GPUs travels beside the computation
 
+GROUPED = "aten::_grouped_mm"  # of a mixture of experts; torch's own table of FLOPs has no formula for it
 COLLECTIVES = {  # operator: its name here, and which of its arguments holds what is counted
     "c10d::allreduce_": ("all-reduce", 0),
     "c10d::allreduce_coalesced_": ("all-reduce", 0),
@@ -220,8 +221,11 @@ class Counter(TorchDispatchMode):
             self.cpu_tensors[f"{name} at {_place()}"] += 1
         self.kernels[name] += 1
         moved = sum(_bytes(tensor) for tensor in (*tensors, *results) if self._here(tensor))
-        if func._overloadpacket in flop_registry:
-            count = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        if func._overloadpacket in flop_registry or name == GROUPED:
+            if name == GROUPED:
+                count = 2 * tensors[0].numel() * results[0].shape[-1]
+            else:
+                count = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
             if "attention" in name and any(one is True for one in args):  # causal: half of the square is left out
                 count //= 2
             self.products[count, moved, _short(tensors[0].dtype), "convolution" in name] += 1
