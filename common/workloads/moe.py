@@ -189,6 +189,17 @@ def layers(model: Any) -> dict[str, Moe]:
     return {name: block.mlp for name, block in model.blocks.items() if isinstance(block.mlp, Moe)}
 
 
+def parameters(model: Any) -> tuple[int, int]:
+    """How many a model has, and how many of them a token meets: those of `top_k` of the experts of each layer."""
+    total = sum(one.numel() for one in model.parameters())
+    idle = [
+        sum(one.numel() for one in layer.experts.parameters()) * (1 - layer.routing.top_k / layer.routing.experts)
+        for layer in model.modules()
+        if isinstance(layer, Moe)
+    ]
+    return total, round(total - sum(idle))
+
+
 def within_capacity(chosen: torch.Tensor, routing: Routing) -> torch.Tensor:
     """The choices, (B, T, k), with the number of experts, which is none, for those that an expert does not take.
 

@@ -350,6 +350,7 @@ def test_a_layer_waits_once_and_sends_its_choices_twice(kind: str, waits: int) -
     found = json.loads(counter.in_child(case))
     assert "error" not in found, found
     assert sum(found["step"]["syncs"].values()) == 2 * waits
+    assert found["parameters"] - found["active"] == 2 * 6 * 3 * width * 192, "of two layers, six of eight experts"
     sent = {(one["kind"], one["axis"]): one["bytes"] for one in found["step"]["traffic"]}
     rows = 2 * sequences * 64  # two choices of each token
     numbers = 2 * 8 * 8  # of two layers, for eight experts each

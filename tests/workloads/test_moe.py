@@ -135,6 +135,13 @@ def test_grouped_product_is_the_loop(dtype: torch.dtype, empty: bool) -> None:
         assert torch.equal(experts(rows, counts.flip(0), None), found[0][0])
 
 
+def test_parameters_that_a_token_meets() -> None:
+    total, active = moe.parameters(make_model())
+    assert total == sum(one.numel() for one in make_model().parameters())
+    assert total - active == 2 * 3 * 3 * 16 * 24, "of two layers, three of five experts"
+    assert moe.parameters(gpt.GPT(SHAPE))[0] == moe.parameters(gpt.GPT(SHAPE))[1]
+
+
 def test_rule_of_the_grouped_product(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = moe.Experts(gpt.Mlp(SHAPE) for _ in range(3))
     x = torch.zeros(2, SHAPE.width, dtype=torch.bfloat16)

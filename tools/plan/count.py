@@ -147,4 +147,6 @@ def to_work(found: dict[str, Any], case: Case, machine: Hardware) -> Work:
         micro_batches=micro,
         idle=found["idle"],
         units=found["units"],
+        parameters=found["parameters"],
+        active=found["active"],
     )

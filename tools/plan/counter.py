@@ -39,6 +39,7 @@ from common.run.process import World
 from common.state import average, state_check
 from common.train import data, flops, guard, initial, sampler
 from common.train.data import map_tensors
+from common.workloads import moe
 from launch import strategy
 from tools import about
 from tools.plan import fake_device, orders, repeat
@@ -535,6 +536,7 @@ def _steps(
     plan = sampler.make_plan(division, there, run_seed=0, epochs=0, max_steps=WARM_STEPS + 5, progress={})
     model = recipe["make_model"](args, train)
     whole = sum(one.numel() * one.element_size() for one in keymap.model_tensors(model).values())
+    total, active = moe.parameters(model)
     if "PipelineStage" in recipe:
         recipe["PipelineStage"] = static_stages(recipe, args, model, division)
     model = recipe["parallelize"](args, model, mesh, counter.device)
@@ -565,6 +567,8 @@ def _steps(
         "micro_batches": micro_batches,
         "counted": division.num_micro_batches,
         "samples": samples,
+        "parameters": total,
+        "active": active,
         "idle": (idle := idle_share(model)),
         "stages": dist.get_process_group_ranks(mesh.get_group("pp")) if idle else [],
     }
