@@ -43,7 +43,6 @@ PAGE = ROOT / "docs" / "measured" / "gpu-counts.md"
 COMMAND = "uv run python -m tests.cuda_table"
 NOT_RUN = {
     "cellfree_mimo": "it trains nothing: there is no backward pass and no update to count",
-    "moe_gpt": "each layer waits for the numbers of tokens, as no other recipe may",
     "syncbn_ppo": "its environments, on the CPU, need the actions' values, and fake tensors have none",
 }
 SEQUENCES = 16  # of a step at 8 ranks; 8 times as many at 64
@@ -96,6 +95,12 @@ class Case:
         return " ".join(words) + (f" (rank {self.rank})" if self.rank else "")
 
 
+def waits(case: Case) -> int:
+    """Times that the host waits in a forward pass: for the numbers of rows that travel between experts."""
+    kind = dict(itertools.pairwise(case.strategy)).get("--ep-kind", "")
+    return {"exchange": 1, "gather": 2}.get(kind, 0) * theory.LAYERS
+
+
 def cases(recipe: str) -> list[Case]:
     """The layouts of a recipe that the page shows."""
     if recipe in NOT_RUN:
@@ -113,6 +118,10 @@ def cases(recipe: str) -> list[Case]:
             found += [
                 Case(recipe, size, ("--cp", "8", "--cp-kind", kind)) for kind in runner.choices(recipe, "--cp-kind")
             ]
+        elif runner.has_flag(recipe, "--ep"):
+            kinds = runner.choices(recipe, "--ep-kind")
+            found += [Case(recipe, size, ("--ep", "8", "--ep-kind", kind)) for kind in kinds]
+            found += [Case(recipe, size, ("--ep", "1"))]
         else:
             found.append(Case(recipe, size))
             if runner.has_flag(recipe, "--sync-bn") and size == 8:

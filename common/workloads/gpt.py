@@ -24,7 +24,7 @@ from common.workloads.gpt_shape import Shape, ShapeArgs, parse_scaling  # noqa: 
 
 INIT_STD = 0.02
 Recompute = Literal["none", "selective", "full"]
-KEPT = ("aten::mm", "aten::addmm", "aten::bmm")  # products of matrices
+KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm")  # products of matrices
 # Tokens of a text up to which a CPU that computes in bfloat16 attends by the definition (docs/measured/attention.md).
 WRITTEN_OUT = 512 if precision.compute_dtype("auto", torch.device("cpu")) == torch.bfloat16 else 0
 FLOAT_LOGITS = 2**29  # that are computed with in float32 at a time: 2 GiB
@@ -258,14 +258,7 @@ class GPT(nn.Module):
         Raises:
             UserError: that model computes something else than this one; names the flags that would be right.
         """
-        theirs = Shape(**gpt_names.from_config(config))
-        faults = [
-            f"--{name.replace('_', '-')} {getattr(self.shape, name)} must be {getattr(theirs, name)}"
-            for name in (*gpt_names.SIZES, *gpt_names.OPTIONS)
-            if name != "num_layers" and getattr(self.shape, name) != getattr(theirs, name)
-        ]
-        if faults:  # a model of another vocabulary or depth can take what fits
-            raise UserError(f"to be the model of its config.json, {', '.join(faults)}")
+        gpt_names.check_flags(vars(self.shape), vars(Shape(**gpt_names.from_config(config))))
         return {theirs: ours for ours, theirs in gpt_names.names(self.shape).items()}
 
     def initial(self, name: str, size: torch.Size, generator: torch.Generator) -> torch.Tensor:

@@ -74,7 +74,7 @@ OTHERS = {
     "gemma3_text": "scaled embeddings, norms after each part, and sliding windows",
     "phi3": "one matrix for query, key and value, and one for gate and up",
     "mixtral": "a mixture of experts",
-    "qwen2_moe": "a mixture of experts",
+    "qwen2_moe": "a gate on its shared expert",
     "qwen3_moe": "a mixture of experts",
     "llama4_text": "a mixture of experts",
     "smollm3": "layers without positions",
@@ -127,25 +127,32 @@ def to_config(shape: Shape) -> dict[str, Any]:
     return config
 
 
-def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def from_config(
+    config: Mapping[str, Any], family: Mapping[str, dict[str, Any]] = FAMILY, fixed: Mapping[str, Any] = FIXED
+) -> dict[str, Any]:
     """The sizes and options of our model that is equal to one with this config.json: arguments of `Shape`.
+
+    Args:
+        config: what config.json holds.
+        family: the kinds that our model can be, and what each has if its config.json does not say it.
+        fixed: what it must have.
 
     Raises:
         UserError: our model cannot be equal to it; names each value that differs.
         KeyError, TypeError, AttributeError: it is not a config.json of transformers.
     """
     model_type = config.get("model_type", "")
-    if model_type not in FAMILY:
+    if model_type not in family:
         reason = OTHERS.get(model_type)
         raise UserError(
             f"config.json has model_type {model_type!r}{f', with {reason}' if reason else ''}: it must be one of "
-            f"{', '.join(FAMILY)}"
+            f"{', '.join(family)}"
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    found = DEFAULTS | FAMILY[model_type] | dict(config) | rope
+    found = DEFAULTS | family[model_type] | dict(config) | rope
     _check_sizes(found)
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    differences = [f"{key} {found[key]!r} (must be {value!r})" for key, value in FIXED.items() if found[key] != value]
+    differences = [f"{key} {found[key]!r} (must be {value!r})" for key, value in fixed.items() if found[key] != value]
     if kind not in SCALINGS:
         differences.append(f"rope_type {kind!r} (must be one of {', '.join(SCALINGS)})")
     window = found["sliding_window"]
@@ -162,9 +169,24 @@ def from_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return sizes | {
         "vocab_size": found["vocab_size"],
         "qkv_bias": model_type == "qwen2",
-        "qk_norm": model_type == "qwen3",
+        "qk_norm": model_type.startswith("qwen3"),
         "rope_scaling": ":".join([kind, *numbers]) if numbers else "",
     }
+
+
+def check_flags(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Refuse a model that computes something else than that of a config.json, by the names of its flags.
+
+    Raises:
+        UserError: names the flags that would be right.
+    """
+    faults = [
+        f"--{name.replace('_', '-')} {ours[name]} must be {value}"
+        for name, value in theirs.items()
+        if name not in ("vocab_size", "num_layers") and ours[name] != value
+    ]
+    if faults:  # a model of another vocabulary or depth can take what fits
+        raise UserError(f"to be the model of its config.json, {', '.join(faults)}")
 
 
 def _check_sizes(found: Mapping[str, Any]) -> None:

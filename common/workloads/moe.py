@@ -5,6 +5,7 @@ on a rank, and put its own function in the place of `Moe.mix`, and each tensor k
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
@@ -12,9 +13,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from common import UserError, bounds, ranks
-from common.workloads import gpt
+from common.workloads import gpt, moe_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Routed(NamedTuple):
 
 
 class Experts(nn.Module):
-    """Experts that compute one after the other, each on its rows; a strategy may leave some out, by their numbers.
+    """Experts, each of which computes its rows; a strategy may leave some out, by their numbers.
 
     It is no ModuleDict: torch 2.11 does not let FSDP take one.
     """
@@ -78,13 +80,48 @@ class Experts(nn.Module):
     def __len__(self) -> int:
         return len(self._modules)
 
-    def forward(self, rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """Map (n, C) to (n, C); the first sizes[0] rows belong to the first expert, and so on.
+    def are_grouped(self, x: torch.Tensor) -> bool:
+        """Whether one grouped product computes them all, and not one expert after the other.
+
+        It does on GPUs in bfloat16, if there are several, of MLPs whose rows are multiples of 16 bytes, as torch's
+        kernel wants.
+        """
+        fit = (
+            type(expert) is gpt.Mlp and expert.gate.in_features % 8 == expert.gate.out_features % 8 == 0
+            for expert in self.children()
+        )
+        return len(self) > 1 and is_fast(x) and all(fit)
+
+    def forward(self, rows: torch.Tensor, counts: torch.Tensor, sizes: list[int] | None) -> torch.Tensor:
+        """Map (n, C) to (n, C); the first counts[0] rows belong to the first expert, and so on.
 
         An expert without rows takes part, so that its gradient is 0, not missing.
+
+        Args:
+            rows: of all experts.
+            counts: how many each has, (E,).
+            sizes: the same on the host; None if nothing has waited for them, as `are_grouped`.
         """
+        if sizes is None or (len(rows) and self.are_grouped(rows)):
+            return grouped(list(self.children()), rows, counts)
         parts = zip(self.children(), rows.split(sizes), strict=True)
         return torch.cat([expert(part) for expert, part in parts])
+
+
+def is_fast(x: torch.Tensor) -> bool:
+    """Whether torch's grouped product is more than a loop over groups there."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def grouped(experts: list[Any], rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """As `gpt.Mlp` of each expert's rows, in three products, whatever their number; copies the matrices."""
+    ends = counts.cumsum(0, dtype=torch.int32)
+    gate, up, down = (
+        torch.stack([getattr(expert, part).weight for expert in experts]).to(rows.dtype).mT
+        for part in ("gate", "up", "down")
+    )
+    hidden = F.silu(F.grouped_mm(rows, gate, offs=ends)) * F.grouped_mm(rows, up, offs=ends)
+    return F.grouped_mm(hidden, down, offs=ends)
 
 
 Mix = Callable[[Experts, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -96,7 +133,7 @@ class Moe(nn.Module):
     def __init__(self, shape: gpt.Shape, routing: Routing) -> None:
         super().__init__()
         self.routing = routing
-        self.mix: Mix = mix
+        self.mix: Mix = functools.partial(mix, drops=routing.capacity_factor > 0)
         self.routed: Routed | None = None
         self.router = nn.Linear(shape.width, routing.experts, bias=False)
         self.experts = Experts(gpt.Mlp(shape) for _ in range(routing.experts))
@@ -140,6 +177,8 @@ class Moe(nn.Module):
 
 def with_experts(model: gpt.GPT, routing: Routing) -> gpt.GPT:
     """Put experts in the place of each block's MLP; with one expert, the model stays as it is."""
+    whole: Any = model
+    whole.names_in = functools.partial(moe_names.names_in, model.names_in, model.shape, routing)
     for block in model.blocks.values() if routing.experts > 1 else ():
         block.mlp = Moe(model.shape, routing)
     return model
@@ -148,6 +187,17 @@ def with_experts(model: gpt.GPT, routing: Routing) -> gpt.GPT:
 def layers(model: Any) -> dict[str, Moe]:
     """The layers with experts, by the names of their blocks; empty for a model without experts."""
     return {name: block.mlp for name, block in model.blocks.items() if isinstance(block.mlp, Moe)}
+
+
+def parameters(model: Any) -> tuple[int, int]:
+    """How many a model has, and how many of them a token meets: those of `top_k` of the experts of each layer."""
+    total = sum(one.numel() for one in model.parameters())
+    idle = [
+        sum(one.numel() for one in layer.experts.parameters()) * (1 - layer.routing.top_k / layer.routing.experts)
+        for layer in model.modules()
+        if isinstance(layer, Moe)
+    ]
+    return total, round(total - sum(idle))
 
 
 def within_capacity(chosen: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -212,7 +262,9 @@ def combine(rows: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> t
     return (every.view(*weights.shape, rows.shape[1]) * weights[..., None]).sum(1)
 
 
-def mix(experts: Experts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, parts: int = 1) -> torch.Tensor:
+def mix(
+    experts: Experts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, parts: int = 1, drops: bool = True
+) -> torch.Tensor:
     """What the chosen experts that are here make of each token, (N, C).
 
     Args:
@@ -221,10 +273,12 @@ def mix(experts: Experts, x: torch.Tensor, chosen: torch.Tensor, weights: torch.
         chosen: the experts of each, (N, k); E for none.
         weights: of their results, (N, k).
         parts: of all experts, of which these are one.
+        drops: whether some choices may be E. If not, the host needs to know no sizes where experts are grouped.
     """
-    sizes = to_host(count(chosen, len(experts)), chosen.numel() // parts)
-    rows, order = rows_of(x, chosen, sum(sizes))
-    return combine(experts(rows, sizes), order, weights)
+    counts = count(chosen, len(experts))
+    sizes = to_host(counts, chosen.numel() // parts) if drops or not experts.are_grouped(x) else None
+    rows, order = rows_of(x, chosen, chosen.numel() if sizes is None else sum(sizes))
+    return combine(experts(rows, counts, sizes), order, weights)
 
 
 # --- What a step does with what routers have done ----------------------------------------------------------

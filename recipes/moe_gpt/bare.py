@@ -72,7 +72,7 @@ def mix(experts: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tens
     # They come process by process, and of each expert by expert.
     owners = torch.arange(len(experts), device=x.device).repeat(size).repeat_interleave(coming)
     by_expert = owners.argsort(stable=True)
-    results = experts(rows[by_expert], list(map(sum, zip(*theirs, strict=True))))
+    results = experts(rows[by_expert], coming.view(size, -1).sum(0), list(map(sum, zip(*theirs, strict=True))))
     back = Exchange.apply(results[by_expert.argsort()], taken, given)
     return (back[order.argsort()].view(*weights.shape, -1) * weights[..., None]).sum(1)
 

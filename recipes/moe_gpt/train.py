@@ -179,7 +179,8 @@ def mix_by_exchange(
     # They come rank by rank, and of each rank expert by expert.
     owners = torch.arange(len(experts), device=x.device).repeat(group.size())
     by_expert = owners.repeat_interleave(coming, output_size=len(rows)).argsort(stable=True)
-    results = experts(rows[by_expert], list(map(sum, zip(*theirs, strict=True))))
+    sizes = list(map(sum, zip(*theirs, strict=True)))
+    results = experts(rows[by_expert], coming.view(group.size(), -1).sum(0), sizes)
     results = results[by_expert.argsort()]
     return moe.combine(Exchange.apply(results, taken, given, group), order, weights)
 

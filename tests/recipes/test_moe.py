@@ -15,7 +15,8 @@ import pytest
 import torch
 from common.train import initial, sampler
 from common.workloads import gpt, text
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from tools.llama import convert
 from tools.plan import counter
 from torch import nn
 from torch.nn import functional as F
@@ -349,6 +350,7 @@ def test_a_layer_waits_once_and_sends_its_choices_twice(kind: str, waits: int) -
     found = json.loads(counter.in_child(case))
     assert "error" not in found, found
     assert sum(found["step"]["syncs"].values()) == 2 * waits
+    assert found["parameters"] - found["active"] == 2 * 6 * 3 * width * 192, "of two layers, six of eight experts"
     sent = {(one["kind"], one["axis"]): one["bytes"] for one in found["step"]["traffic"]}
     rows = 2 * sequences * 64  # two choices of each token
     numbers = 2 * 8 * 8  # of two layers, for eight experts each
@@ -455,3 +457,69 @@ def test_refusals(flags: tuple[str, ...], message: str, epoch_text: Path, tmp_pa
     result = runner.run_recipe(RECIPE, 2, *runner.small(RECIPE), *where, *flags)
     assert not result.ok
     assert message in str(result)
+
+
+# --- Hugging Face -------------------------------------------------------------------------------------------
+
+
+def make_mixtral(folder: Path) -> Any:
+    """A small Mixtral of transformers, with a router that is sure of its choices."""
+    import transformers
+
+    sizes: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 44, "num_hidden_layers": LAYERS}
+    sizes |= {"vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}
+    sizes |= {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, experts_implementation="eager"))
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            one.mul_(50 if "gate.weight" in name else 10 if one.ndim > 1 else 1)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as the export means it
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "ep 2" else pytest.mark.rest) for kind in KINDS]
+)
+def test_init_takes_a_mixtral(kind: str, epoch_text: Path, tmp_path: Path) -> None:
+    """The first loss is that of transformers, and what training at rate 0 leaves has its bits when it is exported."""
+    theirs = make_mixtral(tmp_path / "mixtral")
+    how, (size, flags) = How(), KINDS[kind]
+    more = ("--init", str(tmp_path / "mixtral"), "--stop-after", "1", "--lr", "0", "--dtype", "float32")
+    run = train(tmp_path, epoch_text, how, size, *flags, *more)
+    split, _ = text.load(str(epoch_text), LENGTH)
+    batch = sampler.permutation(len(split), 0, 0)[: how.batch]
+    tokens, targets = split.read(np.zeros_like(batch), batch)
+    wanted = F.cross_entropy(theirs(tokens).logits.flatten(0, 1), targets.flatten()).item()
+    assert wanted > 6, "a random model of INIT_STD has about 5.5"
+    assert runner.records(run, "train/loss") == {1: pytest.approx(wanted, rel=1e-5)}
+    convert.export(run, tmp_path / "out")
+    (before, after) = (load_file(tmp_path / name / "model.safetensors") for name in ("mixtral", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "flags", "refusal"),
+    [
+        (RECIPE, ("--experts", "8", "--top-k", "1"), "--experts 8 must be 4, --top-k 1 must be 2"),
+        (RECIPE, ("--experts", "1"), "--experts 1 must be 4"),
+        (RECIPE, ("--experts", "4", "--router", "sigmoid"), "--router sigmoid must be softmax"),
+        (RECIPE, ("--experts", "4", "--shared-experts", "1"), "--shared-experts 1 must be 0"),
+        ("fsdp_gpt", (), "model_type 'mixtral', with a mixture of experts: it must be one of llama"),
+    ],
+)
+def test_another_mixtral_is_refused(
+    recipe: str, flags: tuple[str, ...], refusal: str, epoch_text: Path, tmp_path: Path
+) -> None:
+    make_mixtral(tmp_path / "mixtral")
+    where = ("--data", str(epoch_text), "--out", str(tmp_path), "--init", str(tmp_path / "mixtral"))
+    result = runner.run_recipe(recipe, 1, *runner.small(RECIPE), "--num-layers", str(LAYERS), *where, *flags)
+    assert not result.ok
+    assert refusal in str(result)

@@ -15,12 +15,13 @@ import torch
 from common import seed
 from common.run import cli
 from common.train import data, initial, sampler, schedule
-from common.workloads import kept
+from common.workloads import gpt, kept
 from PIL import Image
 from safetensors.torch import load_file
 
 from tests.harness import runner, short_resnet  # noqa: F401 (adds the small model)
 from tests.harness.states import same_tensors
+from tests.recipes.test_moe import How, PlainMoe
 
 EXAMPLE = re.compile(r"<!-- example (.+?) -->\n```python\n(.*?)```", re.DOTALL)
 WAS = re.compile(r"^(.*?) +# was: (.+)\n$")
@@ -58,6 +59,7 @@ FLAGS = {
     "plateau": IMAGES,
     "muon": TEXT,
     "dpo": TEXT,
+    "experts": (*TEXT, "--micro-batch-size", "2", "--num-layers", "4"),
     "average": (),
 }
 
@@ -162,6 +164,8 @@ def losses_of_script() -> list[float]:
 
 def train(path: Path, size: int, run: Path, *flags: str) -> None:
     where = ["--out", str(run.parent), "--name", run.name, "--log-every", "1"]
+    if "--pp" not in flags and path.parent.name == "pipeline_gpt":
+        where += runner.layout("pipeline_gpt", size).strategy
     result = runner.run_recipe(path, size, *where, *flags)
     assert result.ok, str(result)
 
@@ -272,6 +276,60 @@ def test_preferences_as_by_hand(tmp_path: Path) -> None:
         total += np.log1p(np.exp(-0.1 * (moved[0] - moved[1])))
     assert runner.records(tmp_path / "run", "val/loss")[4] == pytest.approx(total / len(held_out), rel=1e-9)
     assert abs(total / len(held_out) - np.log(2)) > 1e-3
+
+
+class BalancedLoop(PlainMoe):
+    """A plain loop over all experts, and the balance loss of each sequence."""
+
+    def sequences(self) -> torch.Tensor:
+        length = self.counts.sum(1, keepdim=True) / self.how.top_k
+        return self.how.experts * (self.counts / self.counts.sum(1, keepdim=True) * self.probabilities / length).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [
+        (2, ("--pp", "2", "--schedule", "1F1B")),
+        pytest.param(1, ("--pp", "1", "--schedule", "GPipe"), marks=pytest.mark.rest),
+        pytest.param(4, ("--pp", "2", "--schedule", "GPipe"), marks=pytest.mark.rest),
+        pytest.param(2, ("--pp", "2", "--schedule", "Interleaved1F1B"), marks=pytest.mark.rest),
+    ],
+)
+def test_experts_in_a_pipeline(size: int, strategy: tuple[str, ...], small_text: Path, tmp_path: Path) -> None:
+    """Losses and gradient norms of a plain loop in one process, whose loss has the balance of each sequence."""
+    path = port("experts", "pipeline_gpt", tmp_path)
+    path.write_text(path.read_text().replace("BALANCE = 0.01 ", "BALANCE = 0.5 "))  # so that a fault shows
+    flags = [*FLAGS["experts"], "--data", str(small_text), "--max-steps", "5", "--dtype", "float64"]
+    train(path, size, tmp_path / "run", *flags, "--eval-every", "9", *strategy)
+    found = runpy.run_path(str(path))
+    args = cli.parse(found["Args"], flags)
+    split, _ = found["make_data"](args)
+    how = How(experts=4, top_k=2)
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.Shape.of(args, split.vocab_size))
+        for block in model.blocks.values():
+            block.mlp = BalancedLoop(model.shape, how)
+    initial.materialize(model, args.seed, torch.device("cpu"), torch.float64)
+    optimizer = found["make_optimizer"](args, model)
+    rates = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, functools.partial(schedule.warmup_cosine, warmup_steps=args.warmup_steps, max_steps=args.max_steps)
+    )
+    losses, norms, balances = [], [], []
+    for step in range(args.max_steps):
+        indices = sampler.permutation(len(split), args.seed, 0)[step * 8 : (step + 1) * 8]
+        tokens, targets = split.read(np.zeros_like(indices), indices)
+        loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        balance = torch.stack([block.mlp.sequences().mean() for block in model.blocks.values()]).mean()
+        (loss + 0.5 * balance).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item())
+        optimizer.step()
+        rates.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        balances.append(balance.item())
+    assert [*runner.records(tmp_path / "run", "train/loss").values()] == pytest.approx(losses, rel=1e-9)
+    assert [*runner.records(tmp_path / "run", "train/grad_norm").values()] == pytest.approx(norms, rel=1e-9)
+    assert max(balances) > 1.001, "the experts are not used alike"
 
 
 def test_plateau_is_that_of_torch(small_digits: Path, tmp_path: Path) -> None:

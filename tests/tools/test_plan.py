@@ -430,7 +430,7 @@ def test_traffic_of_a_message_is_counted_once() -> None:
     one = {"kind": "send", "axis": "pp", "ranks": 2, "machines": 1, "calls": 1, "bytes": 8, "hidden": "no"}
     step["traffic"] = [one, one | {"kind": "receive"}]
     found = {"step": step, "samples": 1, "memory": {}, "state_bytes": 1, "sample_flops": 1, "micro_batches": 1}
-    found |= {"idle": 0.0, "units": {}, "tf32": False}
+    found |= {"idle": 0.0, "units": {}, "tf32": False, "parameters": 1, "active": 1}
     assert len(to_work(found, Case(Path("x"), 2), H100).traffic) == 1
 
 

@@ -9,6 +9,7 @@ import transformers
 from common import UserError
 from common.train import initial
 from common.workloads import gpt, moe
+from torch import nn
 from transformers.models.mixtral import modeling_mixtral
 
 SHAPE = gpt.Shape(50, num_layers=2, num_heads=4, width=16, num_kv_heads=2, mlp_width=24)
@@ -114,6 +115,58 @@ def test_capacity_takes_the_first_of_each_sequence() -> None:
     chosen = torch.tensor([[0, 0, 1, 0, 0], [1, 1, 1, 1, 0]])[..., None]
     taken = moe.within_capacity(chosen, routing)
     assert taken[..., 0].tolist() == [[0, 0, 1, 2, 2], [1, 1, 2, 2, 0]]
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["all used", "one without rows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_grouped_product_is_the_loop(dtype: torch.dtype, empty: bool) -> None:
+    """torch's product runs on CPUs too, where it is no faster; bfloat16 is rounded at the same places."""
+    experts = moe.Experts(gpt.Mlp(SHAPE) for _ in range(3)).to(dtype)
+    counts = torch.tensor([5, 0 if empty else 3, 9])
+    rows = torch.randn(int(counts.sum()), SHAPE.width, dtype=dtype, requires_grad=True)
+    inputs = [rows, *experts.parameters()]
+    found = []
+    for sizes in (counts.tolist(), None):  # the loop, and the product that needs none
+        results = experts(rows, counts, sizes)
+        found.append([results, *torch.autograd.grad(results.float().square().sum(), inputs)])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-6)
+    with pytest.raises(AssertionError):
+        assert torch.equal(experts(rows, counts.flip(0), None), found[0][0])
+
+
+def test_parameters_that_a_token_meets() -> None:
+    total, active = moe.parameters(make_model())
+    assert total == sum(one.numel() for one in make_model().parameters())
+    assert total - active == 2 * 3 * 3 * 16 * 24, "of two layers, three of five experts"
+    assert moe.parameters(gpt.GPT(SHAPE))[0] == moe.parameters(gpt.GPT(SHAPE))[1]
+
+
+def test_rule_of_the_grouped_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = moe.Experts(gpt.Mlp(SHAPE) for _ in range(3))
+    x = torch.zeros(2, SHAPE.width, dtype=torch.bfloat16)
+    assert not experts.are_grouped(x), "on a CPU"
+    monkeypatch.setattr(moe, "is_fast", lambda x: x.dtype == torch.bfloat16)
+    assert experts.are_grouped(x)
+    assert not experts.are_grouped(x.float())
+    assert not moe.Experts([gpt.Mlp(SHAPE)]).are_grouped(x), "one expert"
+    assert not moe.Experts(nn.Linear(16, 16) for _ in range(3)).are_grouped(x), "no MLPs"
+    narrow = gpt.Shape(50, num_layers=2, num_heads=4, width=16, mlp_width=20)
+    assert not moe.Experts(gpt.Mlp(narrow) for _ in range(3)).are_grouped(x), "rows of 40 bytes"
+
+
+def test_host_needs_no_sizes_where_experts_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model().float()
+    tokens = torch.randint(SHAPE.vocab_size, (3, 20))
+    wanted = model(tokens)
+    monkeypatch.setattr(moe, "is_fast", lambda x: True)
+    waits = []
+    monkeypatch.setattr(moe, "to_host", lambda counts, rows: waits.append(rows) or counts.tolist())
+    assert torch.allclose(model(tokens), wanted, rtol=1e-4, atol=1e-4)
+    assert not waits
+    dropping = make_model(moe.Routing(5, 2, capacity_factor=1.0)).float()
+    dropping(tokens)
+    assert len(waits) == SHAPE.num_layers
 
 
 def test_one_expert_is_the_model_without_experts() -> None:

@@ -1,4 +1,4 @@
-"""Convert a GPT checkpoint to a Llama, Qwen 2, Qwen 3 or Mixtral of Hugging Face; all but the last, or a Mistral, back.
+"""Convert a GPT checkpoint to a Llama, Qwen 2 or 3, Mixtral or Qwen 3 MoE of Hugging Face; these, or a Mistral, back.
 
 `python -m tools.llama`. The models compute the same from tensors of the same layout, so only names change.
 """
@@ -29,7 +29,7 @@ def import_(path: Source, out: Path) -> None:
     """Make a checkpoint of step 0, for --resume, from a folder of config.json and model*.safetensors.
 
     Args:
-        path: the folder of a Llama, Mistral, Qwen 2 or Qwen 3.
+        path: the folder of a Llama, Mistral, Qwen 2, Qwen 3, Mixtral or Qwen 3 MoE.
         out: the folder to create, for --resume; its config.json, for --config, has the model's sizes.
     """
     from tools.llama import convert

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from common import UserError, keymap, manifest
-from common.workloads import documents, gpt, gpt_names, moe_names
+from common.workloads import documents, gpt, gpt_names, moe, moe_names
 from tools.checkpoint.files import Tensors, beside, read, weights, write, write_start
 
 # Files that belong to a tokenizer.json, and may lie beside it.
@@ -30,14 +30,14 @@ def renamed(tensors: Tensors, new: dict[str, str]) -> Tensors:
     return {new[name]: tensor for name, tensor in tensors.items()}
 
 
-def check_sizes(tensors: Tensors, shape: gpt.Shape) -> None:
+def check_sizes(tensors: Tensors, shape: gpt.Shape, routing: moe.Routing) -> None:
     """Refuse tensors that are not of the sizes that config.json says.
 
     Raises:
         UserError: names the first ones.
     """
     with torch.device("meta"):
-        model = gpt.GPT(shape)
+        model = moe.with_experts(gpt.GPT(shape), routing)
     if faults := keymap.differences(keymap.model_tensors(model), tensors):
         raise UserError("the tensors do not match config.json:\n  " + "\n  ".join(faults))
 
@@ -155,7 +155,13 @@ def import_(path: Path, out: Path) -> None:
     with beside(out) as partial:
         file = path / "config.json"
         try:
-            shape = gpt.Shape(**gpt_names.from_config(manifest.read_json(file)))
+            config = manifest.read_json(file)
+            has_experts = config.get("model_type") in moe_names.FAMILY
+            sizes, experts = moe_names.from_config(config) if has_experts else (gpt_names.from_config(config), {})
+            shape = gpt.Shape(**sizes)
+            if has_experts:  # transformers' loss is top_k times ours
+                coefficient = config.get("router_aux_loss_coef", 0.001)
+                experts |= {"balance_loss": coefficient * experts["top_k"], "capacity_factor": 0.0}
         except UserError:
             raise
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -166,14 +172,15 @@ def import_(path: Path, out: Path) -> None:
         head, embedding = found.get("lm_head.weight"), found.get("model.embed_tokens.weight")
         if shape.tied and head is not None and embedding is not None and torch.equal(head, embedding):
             del found["lm_head.weight"]  # a copy, which some files have
-        tensors = renamed(found, {theirs: ours for ours, theirs in gpt_names.names(shape).items()})
-        check_sizes(tensors, shape)
-        flags = {key: getattr(shape, key) for key in ("vocab_size", *gpt_names.SIZES, *gpt_names.OPTIONS)}
+        ours = moe_names.names(shape, experts["experts"]) if has_experts else gpt_names.names(shape)
+        tensors = renamed(found, {theirs: name for name, theirs in ours.items()})
+        check_sizes(tensors, shape, moe.Routing(experts.get("experts", 1), experts.get("top_k", 1)))
+        flags = {key: getattr(shape, key) for key in ("vocab_size", *gpt_names.SIZES, *gpt_names.OPTIONS)} | experts
         write_start(partial, tensors, path.name)
         (partial / "config.json").write_text(json.dumps({"args": flags}, indent=1))
-    sizes = ", ".join(f"{key} {value}" for key, value in flags.items() if value != "")
-    print(f"{out}: {len(tensors)} tensors; {sizes}")
+    told = ", ".join(f"{key} {value}" for key, value in flags.items() if value != "")
+    print(f"{out}: {len(tensors)} tensors; {told}")
     beside_it = path / "tokenizer.json"
     tokenizer = beside_it if beside_it.exists() else "FILE"
     flags_line = f"--resume {out} --config {out}/config.json --seq-len N --tokenizer {tokenizer}"
-    print(f"to train from them: bash launch/torchrun.sh recipes/ddp_gpt {flags_line}")
+    print(f"to train from them: bash launch/torchrun.sh recipes/{'moe_gpt' if has_experts else 'ddp_gpt'} {flags_line}")

@@ -143,8 +143,10 @@ def as_text(case: Case, works: Sequence[Work], machine: Hardware, tokens: float 
     verdict = "it fits" if fits(found, machine) else "IT DOES NOT FIT"
     rate = first.samples / found.step_s
     rates = [f"{rate:,.4g} samples/s", *(f"{rate * count:,.4g} {unit}/s" for unit, count in first.units.items())]
+    experts = f"{first.parameters / 1e6:,.4g} M parameters, of which a token meets {first.active / 1e6:,.4g} M"
     lines = [
         ("plan", f"{case.folder.name} on {where}; a step has {first.samples:,} samples{sample}"),
+        *([("model", experts)] if first.active < first.parameters else []),
         (
             "memory",
             f"{found.peak_bytes / GIB:.2f} of {machine.memory_gib:g} GiB a rank, without allocator and libraries: "

@@ -148,4 +148,6 @@ def to_work(found: dict[str, Any], case: Case, machine: Hardware) -> Work:
         micro_batches=micro,
         idle=found["idle"],
         units=found["units"],
+        parameters=found["parameters"],
+        active=found["active"],
     )

@@ -39,6 +39,7 @@ from common.run.process import World
 from common.state import average, state_check
 from common.train import data, flops, guard, initial, sampler
 from common.train.data import map_tensors
+from common.workloads import moe
 from launch import strategy
 from tools import about
 from tools.plan import fake_device, orders, repeat
@@ -52,6 +53,7 @@ SMALL_BYTES = 1000
 LEAST_SAMPLES = 2**20  # of a data set: as many as any step reads
 FSDP_CODE = "_fsdp_collectives.py"  # of torch: what it sends on GPUs travels beside the computation
 
+GROUPED = "aten::_grouped_mm"  # of a mixture of experts; torch's own table of FLOPs has no formula for it
 COLLECTIVES = {  # operator: its name here, and which of its arguments holds what is counted
     "c10d::allreduce_": ("all-reduce", 0),
     "c10d::allreduce_coalesced_": ("all-reduce", 0),
@@ -223,8 +225,11 @@ class Counter(TorchDispatchMode):
             self.cpu_tensors[f"{name} at {_place()}"] += 1
         self.kernels[name] += 1
         moved = sum(_bytes(tensor) for tensor in (*tensors, *results) if self._here(tensor))
-        if func._overloadpacket in flop_registry:
-            count = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        if func._overloadpacket in flop_registry or name == GROUPED:
+            if name == GROUPED:
+                count = 2 * tensors[0].numel() * results[0].shape[-1]
+            else:
+                count = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
             kind = next((one for one in SPECIAL if one in name), "product")
             if kind == "attention":
                 length, width = tensors[0].shape[-2:]
@@ -539,6 +544,7 @@ def _steps(
     plan = sampler.make_plan(division, there, run_seed=0, epochs=0, max_steps=WARM_STEPS + 5, progress={})
     model = recipe["make_model"](args, train)
     whole = sum(one.numel() * one.element_size() for one in keymap.model_tensors(model).values())
+    total, active = moe.parameters(model)
     if "PipelineStage" in recipe:
         recipe["PipelineStage"] = static_stages(recipe, args, model, division)
     model = recipe["parallelize"](args, model, mesh, counter.device)
@@ -569,6 +575,8 @@ def _steps(
         "micro_batches": micro_batches,
         "counted": division.num_micro_batches,
         "samples": samples,
+        "parameters": total,
+        "active": active,
         "idle": (idle := idle_share(model)),
         "stages": dist.get_process_group_ranks(mesh.get_group("pp")) if idle else [],
     }

@@ -51,6 +51,8 @@ class Work:
         state_bytes: of a checkpoint, over all ranks.
         model_flops: of a step over all ranks, without what the backward pass computes again.
         units: of a sample, such as {"tokens": 2048}.
+        parameters: of the whole model; 0 if nobody has counted them.
+        active: of these, those that a token meets; fewer with a mixture of experts.
     """
 
     world_size: int
@@ -69,6 +71,8 @@ class Work:
     micro_batches: float = 1
     idle: float = 0.0
     units: dict[str, int] = field(default_factory=dict)
+    parameters: int = 0
+    active: int = 0
 
     @property
     def peak_bytes(self) -> float:
