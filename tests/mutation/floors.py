@@ -218,7 +218,7 @@ FAULTS = (
         "the path of a WebDataset's file is its text",
         'plain = [key for key in strings if not key.startswith("__")]',
         "plain = strings",
-        "test_columns_that_datasets_adds_are_no_text",
+        "tests/workloads/test_text.py::test_columns_that_datasets_adds_are_no_text",
     ),
     of(
         "workloads/mixture",
