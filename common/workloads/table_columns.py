@@ -36,15 +36,18 @@ def choose(name: str, rows: "Dataset", wanted: str, loss_on: str) -> list[str]:
         if twice := [column for column in columns if columns.count(column) > 1]:
             raise UserError(f"--text-columns {wanted} has {twice[0]!r} twice: name each column once")
         return columns
-    if not strings:
+    # `datasets` adds columns such as __url__ to those of a WebDataset: no text, unless somebody names one.
+    plain = [key for key in strings if not key.startswith("__")]
+    if not plain:
         chat = f"; its chats are read with --text-columns {chats[0]}" if chats else ""
+        own = {key: kind for key, kind in kinds.items() if not key.startswith("__")}
         raise UserError(
-            f"--data {name} has no column of strings: {kinds}{chat}. In a folder, use .txt, .jsonl or .parquet files"
+            f"--data {name} has no column of strings: {own}{chat}. In a folder, use .txt, .jsonl or .parquet files"
         )
     some = parsing.cells(
-        rows.select_columns(strings), slice(None, None, max(1, len(rows) // 16))
+        rows.select_columns(plain), slice(None, None, max(1, len(rows) // 16))
     )  # rows from all over the set
-    return [max(strings, key=lambda key: sum(len(text or "") for text in some[key]))]
+    return [max(plain, key=lambda key: sum(len(text or "") for text in some[key]))]
 
 
 def is_chat(rows: "Dataset", column: str) -> bool:

@@ -203,10 +203,12 @@ def _open(path: Path) -> tuple[str, np.ndarray]:
             return "llm.c", _map(path, LLMC_TYPES[magic, version], LLMC_HEADER, count)
         if magic in LLMC_MAGICS:
             known = " or ".join(f"{key} version {number}" for key, number in LLMC_TYPES)
-            raise UserError(f"{path} has the header {magic} version {version} of llm.c's layout: it must be {known}")
+            raise UserError(
+                f"--data {path} has the header {magic} version {version} of llm.c's layout: it must be {known}"
+            )
     if size % 2:
         raise UserError(
-            f"{path} has {size} bytes: without a header or an .idx file, it must be nanoGPT's 16-bit tokens"
+            f"--data {path} has {size} bytes: without a header or an .idx file, it must be nanoGPT's 16-bit tokens"
         )
     return "nanoGPT", _map(path, np.uint16, 0, size // 2)
 
@@ -215,20 +217,20 @@ def _read_index(path: Path) -> tuple[type[np.unsignedinteger], int]:
     """The type and the number of the tokens that a file of Megatron has."""
     header = _begins(path, MEGATRON_HEADER.size)
     if len(header) < MEGATRON_HEADER.size or header[:9] != MEGATRON_MAGIC:
-        raise UserError(f"{path} is no index of Megatron")
+        raise UserError(f"--data {path} is no index of Megatron")
     _, version, code, sequences, documents = MEGATRON_HEADER.unpack(header)
     if version != 1 or code not in MEGATRON_TYPES:
-        raise UserError(f"{path} has version {version} and type {code} of Megatron's layout, which are unknown")
+        raise UserError(f"--data {path} has version {version} and type {code} of Megatron's layout, which are unknown")
     # A size and a position for each sequence, and the first sequence of each document.
     wanted = MEGATRON_HEADER.size + 12 * sequences + 8 * documents
     found = path.stat().st_size
     if found not in (wanted, wanted + sequences):  # sets of images and text have a mode for each sequence as well
-        raise UserError(f"{path} has {found} bytes instead of {wanted} for {sequences} sequences: it is cut off")
+        raise UserError(f"--data {path} has {found} bytes instead of {wanted} for {sequences} sequences: it is cut off")
     if not sequences:
         return MEGATRON_TYPES[code], 0
     sizes = np.memmap(path, np.int32, "r", MEGATRON_HEADER.size, (sequences,))
     if (least := int(sizes.min())) < 0:
-        raise UserError(f"{path} has a sequence of {least} tokens")
+        raise UserError(f"--data {path} has a sequence of {least} tokens")
     # They are read as they lie, whatever the positions say: those of a thousand are compared.
     starts = np.memmap(path, np.int64, "r", MEGATRON_HEADER.size + 4 * sequences, (sequences,))
     some = np.unique(np.linspace(0, sequences - 1, LOOKED_AT).astype(np.int64))
@@ -236,7 +238,9 @@ def _read_index(path: Path) -> tuple[type[np.unsignedinteger], int]:
     total = int(sizes.sum(dtype=np.int64))
     after = np.append(starts[some[:-1] + 1], total * MEGATRON_TYPES[code]().itemsize)
     if starts[0] or not np.array_equal(ends, after):
-        raise UserError(f"{path} has sequences that do not lie one after the other in the .bin file: pack them again")
+        raise UserError(
+            f"--data {path} has sequences that do not lie one after the other in the .bin file: pack them again"
+        )
     return MEGATRON_TYPES[code], total
 
 
@@ -244,9 +248,11 @@ def _map(path: Path, dtype: type[np.unsignedinteger], offset: int, count: int) -
     found = path.stat().st_size
     wanted = offset + count * dtype().itemsize
     if count < 0:
-        raise UserError(f"{path} has {count} tokens, as its header says: it is damaged")
+        raise UserError(f"--data {path} has {count} tokens, as its header says: it is damaged")
     if found != wanted:
-        raise UserError(f"{path} has {found} bytes instead of {wanted}: it is cut off, or not what its header says")
+        raise UserError(
+            f"--data {path} has {found} bytes instead of {wanted}: it is cut off, or not what its header says"
+        )
     if not count:
         return np.zeros(0, dtype)
     return packed.Mapped(path, dtype, "r", offset, (count,))

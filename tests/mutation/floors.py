@@ -214,6 +214,13 @@ FAULTS = (
         "test_weight_of_two_names_in_one_module_stays_one",
     ),
     of(
+        "workloads/table_columns",
+        "the path of a WebDataset's file is its text",
+        'plain = [key for key in strings if not key.startswith("__")]',
+        "plain = strings",
+        "tests/workloads/test_text.py::test_columns_that_datasets_adds_are_no_text",
+    ),
+    of(
         "workloads/mixture",
         "every epoch of a source has the order of the first",
         "_key(source.name), int(one))",

@@ -5,6 +5,8 @@ With `--experts 1` it is fsdp_gpt, so the tests of all recipes run it like that 
 
 import json
 import math
+import re
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -433,6 +435,28 @@ def test_resumes_bitwise(kind: str, epoch_text: Path, tmp_path: Path) -> None:
     assert curve_of(parts) == curve_of(whole)
     last = f"checkpoints/step_{STEPS:08d}"
     assert states.same_tensors(parts / last, whole / last)
+
+
+KILLED = {
+    "mix_by_exchange": {
+        "rows = Exchange.apply(rows, given, taken, group)": (
+            'mix_by_exchange.calls = getattr(mix_by_exchange, "calls", 0) + 1\n'
+            "if mix_by_exchange.calls == 40 and group.rank() == 1:\n"
+            '    __import__("os").kill(__import__("os").getpid(), 9)\n'
+            "rows = Exchange.apply(rows, given, taken, group)"
+        )
+    }
+}
+
+
+def test_rank_that_dies_in_an_exchange_is_named(epoch_text: Path, tmp_path: Path) -> None:
+    """The other one waits for its rows, knows how many would come, and gets none."""
+    mutant = mutants.mutate(RECIPE, tmp_path, KILLED)
+    flags = [*runner.small(RECIPE), *How().flags(2), "--ep", "2", "--log-every", "1", "--hang-timeout", "6"]
+    result = runner.run_recipe(mutant, 2, *flags, "--data", str(epoch_text), "--out", str(tmp_path))
+    assert result.codes[1] == -signal.SIGKILL, str(result)
+    assert result.codes[0] > 0
+    assert re.search(r"last heartbeat of rank 1 \(host .*, pid \d+, step [2-9]\): ", result.outputs[0]), str(result)
 
 
 def test_model_without_experts_is_another_one(epoch_text: Path, tmp_path: Path) -> None:

@@ -554,6 +554,19 @@ def test_refusals(tmp_path: Path) -> None:
         text.load(str(tmp_path / "labels"), 8)
 
 
+def test_columns_that_datasets_adds_are_no_text(tmp_path: Path) -> None:
+    """A WebDataset has the path of its file in each row, which is often longer than the text; it may be all strings."""
+    rows = [{"__url__": "/a/long/path/to/train-000.tar", "note": "a b", "n": 1}] * 99
+    for name, keys in (("both", ("__url__", "note", "n")), ("none", ("__url__", "n"))):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({key: row[key] for key in keys}) + "\n" for row in rows]
+        (tmp_path / name / "train.jsonl").write_text("".join(lines))
+    train, _ = text.load(str(tmp_path / "both"), 8)
+    assert bytes(np.asarray(train.tokens[np.arange(3)], np.uint8)) == b"a b"
+    with pytest.raises(UserError, match=r"has no column of strings: \{'n': 'int64'\}"):
+        text.load(str(tmp_path / "none"), 8)
+
+
 def test_no_text_at_all(tmp_path: Path) -> None:
     """Missing texts are no rows."""
     import datasets
