@@ -84,9 +84,7 @@ def join(args: Any, recipe: str, process: Process) -> World:
     devices.configure(args.matmul_precision, args.deterministic)
     process.name = args.name or process.name
     process.recipe = recipe
-    of_one_run = (*cli.OF_ONE_RUN, "out", "resume", "init")
-    process.flags = {key: value for key, value in dataclasses.asdict(args).items() if key not in of_one_run}
-    process.frees = [flag for part, flag in cli.savings(args) if part == "memory"]
+    cli.keep_for_errors(args, process)
     world = process_group.start(args.backend, args.dtype, process)
     ranks.check_same(flag=dataclasses.asdict(args), code=ranks.code_digests(recipe), version=ranks.versions())
     health.check(world.device)  # protect

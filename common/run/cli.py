@@ -24,6 +24,7 @@ import tyro
 
 from common import UserError, bounds, manifest, printable, ranks
 from common.run import exits
+from common.run.process import Process
 
 Args = TypeVar("Args")
 Note = TypeVar("Note")
@@ -84,6 +85,13 @@ def check_divides(flag: str, divisor: int, numbers: Mapping[str, int]) -> None:
     for name, number in numbers.items():
         if number % divisor:
             raise UserError(f"{flag} {divisor} must divide {name} ({number})")
+
+
+def keep_for_errors(args: Any, process: Process) -> None:
+    """Let a process that fails say which flags free memory, and which ones another run had."""
+    of_one_run = (*OF_ONE_RUN, "out", "resume", "init")
+    process.flags = {key: value for key, value in dataclasses.asdict(args).items() if key not in of_one_run}
+    process.frees = [flag for part, flag in savings(args) if part == "memory"]
 
 
 def savings(args: Any) -> Iterator[tuple[str, str]]:
