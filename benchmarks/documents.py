@@ -31,7 +31,7 @@ from tests.harness import pages, runner
 from tests.harness.runner import ROOT
 
 SHORT = "--short" in sys.argv
-ROUNDS = 1 if SHORT else 40
+ROUNDS = 1 if SHORT else 15
 BATCHES = 2 if SHORT else 4  # of an arm in a round
 TOKENS = 10**6 if SHORT else 10**8  # that a start lays out
 SEQUENCES = 16  # of a batch: a rank's of two, by default
