@@ -1,7 +1,5 @@
 """The plumbing that all recipes share: how a run is started, stopped, saved and logged. It contains no strategy."""
 
-from pathlib import Path
-
 __version__ = "0.2.0"  # of Brigade, also in a copy; pyproject.toml reads it here
 MOST_SHOWN = 2_000  # characters of an error
 
@@ -25,7 +23,7 @@ class UserError(ValueError):
     """
 
     everywhere = False
-    config: Path | None = None
+    config = ""
 
     def __str__(self) -> str:
         """The message, which may quote a file."""

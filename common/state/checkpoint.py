@@ -132,7 +132,7 @@ def check_fits(path: Path, model: nn.Module) -> None:
 
 def _refuse_differences(path: Path, what: str, wanted: keymap.Tensors, found: keymap.Tensors) -> None:
     if differences := keymap.differences(wanted, found):
-        config = path.parent.parent / "config.json"
+        config = f"{path.parent.parent}/config.json"
         advice = f"use its flags: --config {config}; or begin anew: --init {path} --name NEW"
         error = UserError("\n  ".join([f"checkpoint {path} does not fit {what} ({advice}):", *differences]))
         error.config = config

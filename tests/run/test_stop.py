@@ -98,6 +98,8 @@ def lose_the_launcher(when: str) -> None:
     os.getppid = lambda: 1
     runner.wait_for(lambda: stopping.reason)
     assert stopping.after(6)
+    stopping._closing.set()
+    stopping._thread.join(runner.HANG_S)  # it says why only once all ranks may stop
 
 
 @pytest.mark.parametrize("when", ["before the start", "in the first step", "after a step"])
