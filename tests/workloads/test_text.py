@@ -252,6 +252,9 @@ def prepare(folder: Path, log: Path, pause_s: float, num_parts: int, together: i
 
     A batch takes so long; one of the training split also until as many processes have begun one as pack `together`.
     """
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = folder.parent / "cache"  # as `own_cache`
     encode = documents.Encoder.encode
 
     def slow(*args: Any) -> tuple[np.ndarray, int]:
@@ -281,16 +284,25 @@ def wait_for(log: Path, word: str) -> None:
     runner.wait_for(lambda: log.exists() and word in log.read_text())
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests pack meanwhile."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
 def token_files() -> set[Path]:
     import datasets
 
     return set((datasets.config.HF_DATASETS_CACHE / "packed").glob("*"))
 
 
+@pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("num_parts", [6, 1])
 def test_processes_pack_together_and_agree(num_parts: int, tmp_path: Path) -> None:
     """Each row once; a set of one part by one of them."""
-    folder, log, before = write_folder(tmp_path / "data"), tmp_path / "log", token_files()
+    folder, log = write_folder(tmp_path / "data"), tmp_path / "log"
     processes = [start(folder, log, 0.1, num_parts, 2 if num_parts == 6 else 1) for _ in range(2)]
     for process in processes:
         process.join(runner.HANG_S)
@@ -302,14 +314,15 @@ def test_processes_pack_together_and_agree(num_parts: int, tmp_path: Path) -> No
     loaded = [line for line in lines if line.startswith("loaded")]
     assert len(loaded) == 2
     assert len(set(loaded)) == 1
-    assert sorted(path.suffix for path in token_files() - before) == [".tokens", ".tokens"]
+    assert sorted(path.suffix for path in token_files()) == [".tokens", ".tokens"]
     alone = [split.digest() for split in text.load(str(write_folder(tmp_path / "again")), 64)]
     assert loaded[0] == f"loaded {json.dumps(alone)}"
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_killed_while_it_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it leaves is not read, and its lock not waited for."""
-    folder, log, before = write_folder(tmp_path / "data"), tmp_path / "log", token_files()
+    folder, log = write_folder(tmp_path / "data"), tmp_path / "log"
     process = start(folder, log, 1.0, 6)
     wait_for(log, "packs")
     log.unlink()
@@ -317,23 +330,24 @@ def test_killed_while_it_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join(runner.HANG_S)
-    (parts,) = token_files() - before
+    (parts,) = token_files()
     assert sorted(path.suffix for path in parts.iterdir()) == [".lock", ".lock", ".part", ".partial"]
     monkeypatch.setattr(packed, "PARTS", 6)
     monkeypatch.setattr(packed, "BATCH_ROWS", 100)
     train, validation = text.load(str(folder), 64)
     assert bytes(train.tokens.astype(np.uint8)).decode() == "".join(f"{line}\n" for line in LINES)
     assert len(validation.tokens) == len("".join(f"{line}\n" for line in LINES[:100]).encode())
-    assert sorted(path.suffix for path in token_files() - before) == [".tokens", ".tokens"]
+    assert sorted(path.suffix for path in token_files()) == [".tokens", ".tokens"]
 
 
+@pytest.mark.usefixtures("own_cache")
 def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only while something of the set grows, in whatever part."""
     monkeypatch.setattr(packed, "WAIT_S", 0.5)
     monkeypatch.setattr(packed, "_write_part", lambda *_: pytest.fail("it is written in spite of the lock"))
     clock = Clock(now=0.0)
     monkeypatch.setattr(packed, "time", clock)
-    folder, before = write_folder(tmp_path / "data"), token_files()
+    folder = write_folder(tmp_path / "data")
 
     @contextlib.contextmanager
     def held(path: Path) -> Iterator[bool]:
@@ -345,7 +359,7 @@ def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UserError, match=r"--data: another process has a lock in .*\.parts and has tokenized nothing"):
         text.load(str(folder), 64)
     assert clock.now == pytest.approx(1.5, abs=2 * packed.POLL_S), "half a second after it has grown"
-    assert {path.suffix for path in token_files() - before} == {".parts"}
+    assert {path.suffix for path in token_files()} == {".parts"}
 
 
 class Waiting(Clock):
