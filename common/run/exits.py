@@ -74,7 +74,8 @@ def entry(main: Callable[[Process], None]) -> Callable[[], None]:
 def _changed(error: UserError, process: Process) -> list[str]:
     """Of what does not fit the run of a config.json, the flags that are others now: one of them is why."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # a checkpoint may lie alone
-        return [printable(line) for line in run_dir.changed(Path(error.config), process.flags)] if error.config else []
+        lines = run_dir.changed(Path(error.config), process.flags) if error.config else []
+        return [printable("; ".join(lines))] if lines else []
     return []
 
 

@@ -75,7 +75,7 @@ def assert_refused(result: runner.Result, *messages: str) -> None:
         assert message in result.outputs[0], str(result)
     assert everything.count(messages[0]) == 1, str(result)
     assert "Traceback" not in everything, str(result)
-    assert len(everything.splitlines()) < 16, str(result)  # with the flags that have changed
+    assert len(everything.splitlines()) < 12, str(result)
 
 
 def nothing() -> None:
