@@ -116,20 +116,24 @@ def subset(dataset: Any) -> str:
     return hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
 
 
-def _random() -> str:
-    """Where all random numbers are that an augmentation may read."""
-    rest = str((random.getstate(), np.random.get_state()[1][:8], np.random.get_state()[2]))  # type: ignore[index]
-    return fingerprint([torch.get_rng_state()]) + hashlib.blake2b(rest.encode(), digest_size=6).hexdigest()
+def _random() -> tuple[str, ...]:
+    """Where each generator is that an augmentation may read: torch's, Python's and numpy's."""
+    state: Any = np.random.get_state()
+    others = (random.getstate(), (state[1].tolist(), state[2]))
+    return fingerprint([torch.get_rng_state()]), *(
+        hashlib.blake2b(str(one).encode(), digest_size=6).hexdigest() for one in others
+    )
 
 
 def _fetch(record: Any, loader: Any, batch: Any, number: int, at: str) -> Any:
     if not isinstance(batch, list | tuple):
         return loader.collate_fn(loader.dataset[batch])
-    before = _random() if number < WATCHED else ""
+    before = _random() if number < WATCHED else ()
     many = getattr(loader.dataset, "__getitems__", None)
     samples = many(batch) if callable(many) else [loader.dataset[i] for i in batch]
-    if before and _random() != before:
-        record.log("augment", at=at, loader=getattr(loader, "judged", -1), random=before)
+    used = [one for one, now in zip(before, _random(), strict=True) if one != now] if before else []
+    if used:
+        record.log("augment", at=at, loader=getattr(loader, "judged", -1), random=used)
     return loader.collate_fn(samples)
 
 

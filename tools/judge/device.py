@@ -27,6 +27,7 @@ def install(record: Any, place: Any) -> None:
 
     def asked(device: Any) -> bool:
         """Note which GPU is asked for; whether it is one."""
+        index: int | None
         if isinstance(device, torch.device):
             kind, index = device.type, device.index
         elif isinstance(device, str) and device.startswith("cuda"):
@@ -127,6 +128,7 @@ def _questions(record: Any, place: Any, state: dict[str, Any], note: Any) -> Non
     accelerator.set_device_index = accelerator.set_device_idx = set_device
     accelerator.current_device_index = accelerator.current_device_idx = cuda.current_device
     accelerator.synchronize = lambda *_: None
+    accelerator.current_stream = cuda.current_stream
 
 
 class _Stream:

@@ -42,7 +42,7 @@ def install(record: Any, place: Any) -> None:
         return seed(value)
 
     any_torch.save, any_torch.load, any_torch.manual_seed = saved, loaded, seeded
-    torch.random.manual_seed = seeded
+    any_torch.random.manual_seed = seeded
     _prints(record)
 
 

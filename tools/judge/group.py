@@ -96,7 +96,9 @@ def _collective(record: Any, name: str, real: Callable[..., Any]) -> Callable[..
         tensor = first_tensor([*args, *kwargs.values()])
         before = num(tensor)
         grads = _grad_names(record, tensor)
-        raw = bool(grads and record.local and fingerprint([tensor]) in record.local)
+        own = [] if tensor is None else [tensor]
+        raw = tensor is not None and bool(record.local) and fingerprint(own) in record.local
+        grads = grads or int(raw)
         record.log(
             "collective",
             name=name,
@@ -113,7 +115,7 @@ def _collective(record: Any, name: str, real: Callable[..., Any]) -> Callable[..
         finally:
             record.busy.on = False
         if raw and name == "all_reduce" and _op(args, kwargs) == "SUM" and not kwargs.get("async_op"):
-            record.sums.add(fingerprint([tensor]))
+            record.sums.add(fingerprint(own))
         record.log("collected", name=name, value=num(tensor))
         return result
 

@@ -6,7 +6,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "os.chmod", "os.chown", "os.symlink")
+CHANGES: tuple[str, ...] = (
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.mkdir",
+    "os.truncate",
+    "os.chmod",
+    "os.chown",
+    "os.symlink",
+)
 CHANGES += ("os.link", "os.utime", "shutil.rmtree", "shutil.move")
 STARTS = ("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec")
 FREE = ("/dev/", "/proc/self/")  # terminals, shared memory and nothing: no files that last

@@ -41,6 +41,7 @@ class Recorder:
     done: int = 0  # optimizer steps
     number: int = 0
     local: set[str] = field(default_factory=set)  # fingerprints of gradients after the last backward pass
+    summed: bool = False  # a sum is what the optimizer gets
     sums: set[str] = field(default_factory=set)  # and of what became of them in a sum over the ranks
 
     def log(self, event: str, at: str = "", **fields: Any) -> None:

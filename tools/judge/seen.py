@@ -79,7 +79,8 @@ def is_distributed(run: Run) -> bool:
 
 def steps(events: list[Event], optimizer: int = 0) -> list[tuple[Event, list[Event]]]:
     """Each step of an optimizer, with the events since the last one."""
-    found, since = [], []
+    found: list[tuple[Event, list[Event]]] = []
+    since: list[Event] = []
     for one in events:
         if one["e"] == "step" and one["id"] == optimizer:
             found.append((one, since))

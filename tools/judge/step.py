@@ -28,6 +28,14 @@ def has_gradient(optimizer: Any) -> bool:
     return any(bool(local(one.detach()).count_nonzero()) for one in grads)
 
 
+def compare(record: Any) -> None:
+    """Note whether a gradient that the script uses now is a sum over the ranks that nothing has divided."""
+    if record.sums:
+        grads = [p.grad for one in record.optimizers for p in parameters(one)[:MOST_COMPARED] if p.grad is not None]
+        record.summed = record.summed or bool(record.sums & {fingerprint([one]) for one in grads})
+        record.sums = set()
+
+
 def install(record: Any, place: Any) -> None:
     """Patch them."""
     _optimizers(record)
@@ -86,6 +94,7 @@ def _optimizers(record: Any) -> None:
 
 def _before(record: Any, optimizer: Any) -> None:
     held = parameters(optimizer)
+    compare(record)
     grads = [one.grad for one in held if one.grad is not None]
     trained = {id(one): name for module in record.modules.values() for name, one in module.named_parameters()}
     all_held = {id(one) for each in record.optimizers for one in parameters(each)}
@@ -115,7 +124,7 @@ def _before(record: Any, optimizer: Any) -> None:
         split=split,
         parts=any(getattr(one, "ndim", 1) and len(getattr(one, "placements", ())) > 1 for one in held),
         shapes=hashlib.blake2b(str([tuple(one.shape) for one in held]).encode(), digest_size=6).hexdigest(),
-        summed=bool(record.sums & {fingerprint([one]) for one in grads[:MOST_COMPARED]}) if record.sums else False,
+        summed=record.summed,
         state=bool(optimizer.state),
         keeps=type(optimizer).__name__ != "SGD" or any(group.get("momentum") for group in optimizer.param_groups),
     )
@@ -124,7 +133,7 @@ def _before(record: Any, optimizer: Any) -> None:
 def _after(record: Any, optimizer: Any) -> None:
     optimizer.clean, optimizer.backwards, optimizer.had = False, 0, False
     record.done += optimizer.judged == record.optimizers[-1].judged or optimizer.judged == 0
-    record.sums, record.local = set(), set()
+    record.sums, record.local, record.summed = set(), set(), False
     record.log("stepped", id=optimizer.judged)
     if record.done >= HARD * record.steps:
         record.log("enough")
@@ -184,6 +193,7 @@ def _clip(record: Any) -> None:
         real = getattr(utils, name)
 
         def clip(*args: Any, real: Any = real, name: str = name, **kwargs: Any) -> Any:
+            compare(record)
             pending = getattr(record, "pending", False)
             record.log(
                 "clip", name=name, scaled=pending, backwards=max([o.backwards for o in record.optimizers], default=0)

@@ -119,9 +119,9 @@ def _judge(asked: Asked, folder: Path) -> Verdict:
     kept: dict[str, tuple[Path, Path, dict[str, str]]] = {}
     notes = []
     two, gpu = run("two", 2), asked.gpu
-    if gpu and two.errors and not two.of("step"):
+    if gpu and two.errors and not two.of("stepped"):
         plain = run("plain", 2, gpu=False)
-        if plain.of("step") or not plain.errors:
+        if plain.of("stepped") or not plain.errors:
             notes.append(
                 "it fails where torch.cuda.is_available() is answered with True; judged as on a machine without GPUs"
             )
