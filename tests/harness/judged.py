@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (a planted line stands on one line, as it does in the script)
 """Scripts for tools.judge: right ones of several kinds, and mistakes as texts that replace a line of them.
 
 A mistake is (kind, script, changes, line): `line` is a text that stands, once, in the line that must be named.
@@ -291,7 +292,10 @@ LOSS = 'F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"
 DDP_SAMPLER = "    sampler = DistributedSampler(train, world, rank)\n"
 MISTAKES = (
     Mistake(
-        "never wrapped", "images", ((DDP_LINE, "    model = nn.Sequential()\n    model.add_module('module', net)\n"),), "optimizer = torch.optim"
+        "never wrapped",
+        "images",
+        ((DDP_LINE, "    model = nn.Sequential()\n    model.add_module('module', net)\n"),),
+        "optimizer = torch.optim",
     ),
     Mistake(
         "never wrapped",
@@ -664,5 +668,23 @@ MISTAKES = (
             ),
         ),
         "torch.load",
+    ),
+    Mistake(
+        "uneven batches",
+        "images",
+        (
+            (
+                DDP_SAMPLER,
+                "    train = torch.utils.data.Subset(train, range(60 if rank else 40))\n    sampler = torch.utils.data.RandomSampler(train)\n    sampler.set_epoch = len\n",
+            ),
+            ("        sampler.set_epoch(epoch)\n", ""),
+        ),
+        "loader = DataLoader(train",
+    ),
+    Mistake(
+        "replicas as threads",
+        "by hand",
+        (("optimizer = torch", "model = nn.DataParallel(model)\noptimizer = torch"),),
+        "model = nn.DataParallel(model)",
     ),
 )

@@ -34,7 +34,6 @@ DDP = "recipes/ddp_resnet/bare.py"
 ACCUMULATE = "recipes/multinode_resnet/bare.py"
 BY_HAND = "recipes/allreduce_resnet/bare.py"
 FSDP = "recipes/fsdp_gpt/bare.py"
-PPO = "recipes/syncbn_ppo/train.py"
 TRAIN = "recipes/ddp_resnet/train.py"
 
 KINDS = {
@@ -256,22 +255,10 @@ KINDS = {
         "Seed with seed + rank after the model is made.",
         TRAIN,
     ),
-    "environments with one seed": Kind(
-        ERROR,
-        "The environments of all ranks play the same episodes: as many processes do the work of one.",
-        "Seed the environment with seed + rank.",
-        PPO,
-    ),
     "batch statistics per rank": Kind(
         WARNING,
         "BatchNorm takes mean and variance over the few samples of one rank.",
         "Wrap: SyncBatchNorm.convert_sync_batchnorm(model), before DDP; or use GroupNorm.",
-        TRAIN,
-    ),
-    "buffers differ": Kind(
-        NOTE,
-        "The ranks hold different running statistics; the ones of a single rank are evaluated or saved.",
-        "Let DDP broadcast buffers, or average them before an evaluation.",
         TRAIN,
     ),
     # --- the group

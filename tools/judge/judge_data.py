@@ -64,20 +64,10 @@ def same_samples(run: Run) -> Iterator[Finding]:
             yield Finding("same samples on all ranks", made(run, a), text)
             return
     if len(alike) > 1 and all(alike):
-        plays = first_line(run, "reset")
-        if plays:
-            yield Finding(
-                "environments with one seed", plays, f"{len(alike)} batches of observations are the same on both ranks"
-            )
-        else:
-            at = (
-                made(run, next(paired(run, trains=True))[0])
-                if any(True for _ in paired(run, trains=True))
-                else ours[0]["at"]
-            )
-            yield Finding(
-                "same samples on all ranks", at, f"{len(alike)} of {len(alike)} batches are the same on both ranks"
-            )
+        first = next(paired(run, trains=True), None)
+        at = made(run, first[0]) if first else ours[0]["at"]
+        text = f"{len(alike)} of {len(alike)} batches are the same on both ranks"
+        yield Finding("same samples on all ranks", at, text)
 
 
 def parts(run: Run) -> Iterator[Finding]:

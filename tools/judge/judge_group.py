@@ -137,7 +137,7 @@ def position(run: Run, rank: int, printed: Event) -> int:
         return int(printed["n"])
     passes = sum(one["e"] == "backward" and one["n"] < printed["n"] for one in run.ranks[0])
     own = [one["n"] for one in run.of("backward", rank)]
-    return int(own[passes] if passes < len(own) else 10**9)
+    return int(own[passes - 1]) + 1 if 0 < passes <= len(own) else 0
 
 
 def mean(values: list[float]) -> float:
