@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tools.judge import data, device, files, group, guard, model, step
+from tools.judge import data, device, files, group, guard, model, scales, step
 from tools.judge.record import Recorder
 
 OURS = ("common", "tools", "tests", "benchmarks", "recipes", "launch")
+PIPELINES = "torch.distributed.pipelining"  # a script that imports it splits a model by layers
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def serve(place: Place, argv: list[str], pipe: Any) -> None:
 
     record = Recorder(place.log(), place.roots, place.steps, enough)
     guard.install(place.folder, place.own)
-    for seams in (device, group, model, step, data, files):
+    for seams in (device, group, model, step, scales, data, files):
         seams.install(record, place)
     sys.argv = [str(place.script), *argv]
     sys.path[0:1] = [str(place.script.parent)]
@@ -127,13 +128,13 @@ def run(record: Recorder, place: Place) -> int:
         at = f"{own[-1].filename}:{own[-1].lineno}" if own else at
         code, error, text = 1, type(caught).__name__, str(caught)[:2000]
         traceback.print_exception(caught)
-    record.log("start", at=str(place.script) + ":1", pipelines="torch.distributed.pipelining" in sys.modules)
+    record.log("start", at=str(place.script) + ":1", pipelines=PIPELINES in sys.modules)
     record.log("end", at=at, code=code, error=error, text=text, group_open=group.is_open())
     return code
 
 
 def forget() -> None:
     """Let the script import its own modules where they are called as ours, and see warnings as ever."""
-    for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in OURS or name.startswith(PIPELINES)]:
         del sys.modules[name]
     warnings.resetwarnings()

@@ -3,7 +3,8 @@
 import json
 import textwrap
 
-from tools.judge.findings import ERROR, KINDS, NOTE, WARNING
+from tools.judge.findings import KINDS
+from tools.judge.kind import ERROR, NOTE, WARNING
 from tools.judge.verdict import Verdict
 
 WIDTH = 110

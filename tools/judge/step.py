@@ -1,4 +1,4 @@
-"""Seams of an optimizer step: construction, backward, clip, scaler, schedule, zero_grad, and the step itself."""
+"""Seams of an optimizer step: construction, zero_grad, backward, clip, and the step itself."""
 
 import functools
 import hashlib
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tools.judge.record import fingerprint, local, num
@@ -41,8 +40,6 @@ def install(record: Any, place: Any) -> None:
     _optimizers(record)
     _backward(record)
     _clip(record)
-    _scaler(record)
-    _schedules(record)
 
 
 def _optimizers(record: Any) -> None:
@@ -202,68 +199,3 @@ def _clip(record: Any) -> None:
 
         setattr(utils, name, functools.wraps(real)(clip))
         setattr(utils.clip_grad, name, getattr(utils, name))
-
-
-def _scaler(record: Any) -> None:
-    scaler: Any = torch.amp.GradScaler
-    scale, unscale = scaler.scale, scaler.unscale_
-    step = scaler.step
-
-    @functools.wraps(scale)
-    def scaled(self: Any, outputs: Any) -> Any:
-        result = scale(self, outputs)
-        if self.is_enabled() and torch.is_tensor(outputs):
-            record.scaled, record.pending = (result, num(outputs)), True
-        return result
-
-    @functools.wraps(unscale)
-    def unscaled(self: Any, optimizer: Any) -> None:
-        record.pending = False
-        unscale(self, optimizer)
-
-    @functools.wraps(step)
-    def stepped(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        result = step(self, optimizer, *args, **kwargs)
-        record.pending = False
-        return result
-
-    init = scaler.__init__
-
-    @functools.wraps(init)
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if self.is_enabled():
-            record.log("scaler")
-
-    scaler.__init__ = made
-    scaler.scale, scaler.unscale_, scaler.step = scaled, unscaled, stepped
-
-
-def _schedules(record: Any) -> None:
-    base: Any = lr_scheduler.LRScheduler
-    init = base.__init__
-    step = base.step
-    quiet = [0]
-
-    @functools.wraps(init)
-    def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        quiet[0] += 1
-        try:
-            init(self, *args, **kwargs)
-        finally:
-            quiet[0] -= 1
-        record.log("schedule", id=id(self), kind=type(self).__name__) if not quiet[0] else None
-
-    @functools.wraps(step)
-    def stepped(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not quiet[0]:
-            record.log(
-                "schedule step", id=id(self), backwards=max([one.backwards for one in record.optimizers], default=0)
-            )
-        quiet[0] += 1  # schedules of schedules
-        try:
-            step(self, *args, **kwargs)
-        finally:
-            quiet[0] -= 1
-
-    base.__init__, base.step = made, stepped

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tools.judge import folders, judge_data, judge_files, judge_group, judge_model, judge_step, launch
 from tools.judge.child import Place
-from tools.judge.findings import ERROR, NOTE, WARNING, Finding
+from tools.judge.findings import Finding
+from tools.judge.kind import ERROR, NOTE, WARNING
 from tools.judge.launch import Run
 from tools.judge.seen import Seen
 
