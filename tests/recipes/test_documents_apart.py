@@ -65,11 +65,15 @@ def plain(table: Path, once: Once) -> Callable[..., Curve]:
 
 
 def ways() -> Iterator[Any]:
-    """Every layout, with both ways to count; a plain `pytest` has one of each recipe on two ranks."""
+    """Every layout counts the answers, and one of each recipe all tokens: that is known where samples are read.
+
+    A plain `pytest` counts answers in one layout of each recipe, on two ranks.
+    """
     for layout in (layout for recipe in GPT for layout in runner.layouts(recipe)):
-        for what in READ:
-            core = layout == runner.layout(layout.recipe, 2) and what == "answers"
-            yield pytest.param(layout, what, id=f"{layout}-{what}", marks=() if core else pytest.mark.rest)
+        core = layout == runner.layout(layout.recipe, 2)
+        yield pytest.param(layout, "answers", id=f"{layout}-answers", marks=() if core else pytest.mark.rest)
+        if core:
+            yield pytest.param(layout, "all", id=f"{layout}-all", marks=pytest.mark.rest)
 
 
 @pytest.mark.parametrize(("layout", "what"), list(ways()))

@@ -410,8 +410,8 @@ def test_one_training_through_all_kinds(once: Once, epoch_text: Path, tmp_path: 
 
 
 @pytest.mark.rest
+@pytest.mark.parametrize("source", KINDS)  # one after the other for the same target, which then starts faster
 @pytest.mark.parametrize("target", KINDS)
-@pytest.mark.parametrize("source", KINDS)
 def test_any_to_any(source: str, target: str, once: Once, epoch_text: Path, tmp_path: Path) -> None:
     size, flags = KINDS[source]
     begun = once.folder(
