@@ -83,8 +83,8 @@ class Experts(nn.Module):
     def are_grouped(self, x: torch.Tensor) -> bool:
         """Whether one grouped product computes them all, and not one expert after the other.
 
-        It does on GPUs in bfloat16, if there are several, of MLPs whose rows are multiples of 16 bytes, as torch's
-        kernel wants.
+        It does where `is_fast`, if there are several, of MLPs whose rows are multiples of 16 bytes, as torch's kernel
+        wants.
         """
         fit = (
             type(expert) is gpt.Mlp and expert.gate.in_features % 8 == expert.gate.out_features % 8 == 0
@@ -109,8 +109,14 @@ class Experts(nn.Module):
 
 
 def is_fast(x: torch.Tensor) -> bool:
-    """Whether torch's grouped product is more than a loop over groups there."""
-    return x.is_cuda and x.dtype == torch.bfloat16
+    """Whether torch's grouped product is more than a loop over groups there: in bfloat16, on Hopper and Blackwell.
+
+    Elsewhere it is right, but copies the matrices for nothing, and waits for the device in each of its products
+    (`_grouped_mm_cuda` in torch's GroupedBlas.cpp, 2.11 to 2.15). Generation 12, of GeForce, has no such kernel.
+    """
+    if not x.is_cuda or x.dtype != torch.bfloat16 or torch.version.hip:
+        return False
+    return torch.cuda.get_device_properties(x.device).major in (9, 10)
 
 
 def grouped(experts: list[Any], rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

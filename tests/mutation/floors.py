@@ -428,6 +428,13 @@ FAULTS = (
     ),
     of(
         "workloads/moe",
+        "grouped products wait on an A100",
+        "major in (9, 10)",
+        "major >= 8",
+        "test_grouped_product_is_fast_on_some_generations",
+    ),
+    of(
+        "workloads/moe",
         "dropped choices have rows of grouped experts",
         "if drops or not experts.are_grouped(x) else None",
         "if not experts.are_grouped(x) else None",

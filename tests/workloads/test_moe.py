@@ -1,6 +1,7 @@
 """The model with experts: transformers' Mixtral computes the same, and what single parts do."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,6 +154,33 @@ def test_rule_of_the_grouped_product(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not moe.Experts(nn.Linear(16, 16) for _ in range(3)).are_grouped(x), "no MLPs"
     narrow = gpt.Shape(50, num_layers=2, num_heads=4, width=16, mlp_width=20)
     assert not moe.Experts(gpt.Mlp(narrow) for _ in range(3)).are_grouped(x), "rows of 40 bytes"
+
+
+@pytest.mark.parametrize(
+    ("major", "dtype", "hip", "fast"),
+    [
+        (9, torch.bfloat16, None, True),  # H100
+        (10, torch.bfloat16, None, True),  # B200
+        (8, torch.bfloat16, None, False),  # A100, RTX 4090
+        (12, torch.bfloat16, None, False),  # RTX 5090
+        (7, torch.bfloat16, None, False),
+        (9, torch.float16, None, False),
+        (9, torch.float32, None, False),
+        (9, torch.bfloat16, "7.0", False),  # an MI300 calls itself 9.4
+    ],
+)
+def test_grouped_product_is_fast_on_some_generations(
+    major: int, dtype: torch.dtype, hip: str | None, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    properties = SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: asked.append(device) or properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    here = torch.device("cuda", 3)
+    tensor: Any = SimpleNamespace(is_cuda=True, dtype=dtype, device=here)
+    assert moe.is_fast(tensor) == fast
+    assert asked in ([], [here]), "of another device"
+    assert not moe.is_fast(torch.zeros(1, dtype=torch.bfloat16)), "on a CPU"
 
 
 def test_host_needs_no_sizes_where_experts_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
