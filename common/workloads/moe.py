@@ -119,15 +119,39 @@ def is_fast(x: torch.Tensor) -> bool:
     return torch.cuda.get_device_properties(x.device).major in (9, 10)
 
 
+class Product(torch.autograd.Function):
+    """The product of each expert's rows with the transpose of its matrix, of all experts at once.
+
+    The matrices lie beside each other during a pass alone. What autograd keeps is each of them as it is, which FSDP may
+    free in between: a copy would keep the experts of all layers until the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, ends: torch.Tensor, *matrices: torch.Tensor) -> torch.Tensor:
+        """Map (n, in) to (n, out), by matrices of (out, in)."""
+        ctx.save_for_backward(rows, ends, *matrices)
+        return F.grouped_mm(rows, torch.stack(matrices).mT, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Two products more; the second one only if a matrix learns."""
+        rows, ends, *matrices = ctx.saved_tensors
+        grad = grad.contiguous()
+        of_rows = F.grouped_mm(grad, torch.stack(matrices), offs=ends)
+        if not any(ctx.needs_input_grad[2:]):
+            return of_rows, None, *[None] * len(matrices)
+        return of_rows, None, *F.grouped_mm(grad.mT, rows, offs=ends).unbind()
+
+
 def grouped(experts: list[Any], rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """As `gpt.Mlp` of each expert's rows, in three products, whatever their number; copies the matrices."""
+    """As `gpt.Mlp` of each expert's rows, in three products, whatever their number."""
     ends = counts.cumsum(0, dtype=torch.int32)
-    gate, up, down = (
-        torch.stack([getattr(expert, part).weight for expert in experts]).to(rows.dtype).mT
-        for part in ("gate", "up", "down")
-    )
-    hidden = F.silu(F.grouped_mm(rows, gate, offs=ends)) * F.grouped_mm(rows, up, offs=ends)
-    return F.grouped_mm(hidden, down, offs=ends)
+
+    def product(part: str, x: torch.Tensor) -> torch.Tensor:
+        matrices: Any = (getattr(expert, part).weight.to(x.dtype) for expert in experts)
+        return Product.apply(x, ends, *matrices)  # type: ignore[no-any-return]
+
+    return product("down", F.silu(product("gate", rows)) * product("up", rows))
 
 
 Mix = Callable[[Experts, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -429,8 +429,8 @@ FAULTS = (
     of(
         "workloads/moe",
         "the grouped product takes gates for ups",
-        "* F.grouped_mm(rows, up, offs=ends)",
-        "* F.grouped_mm(rows, gate, offs=ends)",
+        '* product("up", rows)',
+        '* product("gate", rows)',
         "test_grouped_product_is_the_loop",
     ),
     of(
@@ -439,6 +439,13 @@ FAULTS = (
         "major in (9, 10)",
         "major >= 8",
         "test_grouped_product_is_fast_on_some_generations",
+    ),
+    of(
+        "workloads/moe",
+        "the grouped product keeps a copy of all matrices",
+        "ctx.save_for_backward(rows, ends, *matrices)",
+        "ctx.save_for_backward(rows, ends, *torch.stack(matrices))",
+        "test_grouped_product_keeps_no_copies",
     ),
     of(
         "workloads/moe",

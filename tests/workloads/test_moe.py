@@ -136,6 +136,26 @@ def test_grouped_product_is_the_loop(dtype: torch.dtype, empty: bool) -> None:
         assert torch.equal(experts(rows, counts.flip(0), None), found[0][0])
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_grouped_product_keeps_no_copies(frozen: bool) -> None:
+    """FSDP frees an expert's matrices between the passes; a copy of them would stay, of each layer."""
+    experts = moe.Experts(gpt.Mlp(SHAPE) for _ in range(3)).requires_grad_(not frozen)
+    weights = {one.data_ptr() for one in experts.parameters()}
+    counts = torch.tensor([5, 3, 9])
+    rows = torch.randn(17, SHAPE.width, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        results = experts(rows, counts, None)
+    matrices = [one for one in kept if one.shape[-2:] in ((16, 24), (24, 16))]
+    assert len(matrices) == 9
+    assert {one.data_ptr() for one in matrices} == weights
+    (found,) = torch.autograd.grad(results.sum(), rows, retain_graph=True)
+    assert torch.allclose(found, torch.autograd.grad(experts(rows, counts, [5, 3, 9]).sum(), rows)[0], atol=1e-6)
+    if frozen:
+        results.sum().backward()
+        assert all(one.grad is None for one in experts.parameters())
+
+
 def test_parameters_that_a_token_meets() -> None:
     total, active = moe.parameters(make_model())
     assert total == sum(one.numel() for one in make_model().parameters())
