@@ -50,8 +50,12 @@ class Routing:
         """What a recipe's flags ask for.
 
         Raises:
-            UserError: a token would have to go to more experts than there are.
+            UserError: a token would have to go to more experts than there are; or a model without any has shared ones.
         """
+        if args.experts == 1 and args.shared_experts:
+            raise UserError(
+                f"--shared-experts {args.shared_experts} needs --experts 2 or more: 1 is a model without any"
+            )
         if 1 < args.experts < args.top_k:
             raise UserError(f"--top-k {args.top_k} must be at most --experts {args.experts}")
         return Routing(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Routing)})

@@ -482,6 +482,7 @@ def test_model_without_experts_is_another_one(epoch_text: Path, tmp_path: Path) 
         (("--ep", "3"), "--ep 3 must divide --experts (4)"),
         (("--ep", "4"), "--ep 4 must divide the ranks that hold the model (2)"),
         (("--top-k", "5"), "--top-k 5 must be at most --experts 4"),
+        (("--experts", "1", "--shared-experts", "2"), "--shared-experts 2 needs --experts 2 or more"),
     ],
 )
 def test_refusals(flags: tuple[str, ...], message: str, epoch_text: Path, tmp_path: Path) -> None:
