@@ -153,7 +153,7 @@ def grouped(experts: list[Any], rows: torch.Tensor, counts: torch.Tensor) -> tor
 
     def product(part: str, x: torch.Tensor) -> torch.Tensor:
         matrices: Any = (getattr(expert, part).weight.to(x.dtype) for expert in experts)
-        return Product.apply(x, ends, *matrices)  # type: ignore[no-any-return]
+        return Product.apply(x, ends, *matrices)
 
     return product("down", F.silu(product("gate", rows)) * product("up", rows))
 

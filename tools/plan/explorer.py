@@ -257,8 +257,8 @@ def published() -> str:
 def data() -> dict[str, Any]:
     """All that the page's script takes from Python."""
     every = known.compared()
-    named = ("DIAGONAL", "OPERATORS", "MOVED", "MOVED_MLP", "CASTS", "UPDATE_BYTES", "HALF", "FLOAT")
-    named += ("ROUTED", "OF_EXPERT", "ROWS_MOVED")
+    named = ["DIAGONAL", "OPERATORS", "MOVED", "MOVED_MLP", "CASTS", "UPDATE_BYTES", "HALF", "FLOAT"]
+    named += ["ROUTED", "OF_EXPERT", "ROWS_MOVED"]
     return {
         "constants": {name: getattr(transformer, name) for name in named}
         | {"FACTORS": predict.FACTORS, "BACKWARD": predict.BACKWARD, "HOUR_S": predict.HOUR_S}
