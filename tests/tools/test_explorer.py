@@ -19,7 +19,7 @@ from tests.harness import browser
 from tools import about
 
 ARROW_RIGHT, ARROW_LEFT, ARROW_DOWN, TAB = ("ArrowRight", 39), ("ArrowLeft", 37), ("ArrowDown", 40), ("Tab", 9)
-JAVASCRIPT_LINES = 542
+JAVASCRIPT_LINES = 566
 # A constant, a formula and a rule of a layout, each changed a little: (what, into what)
 MUTANTS = {
     "constant": ('"MOVED": 29', '"MOVED": 29.0001'),
@@ -27,8 +27,9 @@ MUTANTS = {
     "layout": ("gradients[micro_batches > 1 ? 1 : 0]", "gradients[0]"),
     "memory": ("sharded && several ? (own", "sharded && several ? 0 * (own"),
     "hardware": ('"launch_s": 6e-06', '"launch_s": 6.001e-06'),
-    "attention": ("(3.5 + again)", "(3 + again)"),
+    "attention": ("(3.5 + again + first)", "(3 + again + first)"),
     "contention": ("machine.reach.contention * (sends - out)", "0"),
+    "experts": ("calls * activation * shape.top_k", "calls * activation"),
     "context": ("layout.micro_batch * shape.seq_len / cp", "layout.micro_batch * shape.seq_len"),
 }
 OUTSIDE = "http://127.0.0.1:9/"
@@ -161,7 +162,7 @@ def check_command(command: str, one: dict[str, Any]) -> None:
     case = Case(about.ROOT / "recipes" / recipe, one["gpus"], tuple(flags))
     assert command == sweep.command(case, explorer.machine(one))
     args = cli.parse(args_of(recipe), flags)
-    shape = explorer.shape(one["model"], one["seq_len"])
+    shape = explorer.shape(one["model"], one["seq_len"], recipe)
     flag = explorer.flag(recipe)
     expected = {
         "width": shape.width,
@@ -173,10 +174,11 @@ def check_command(command: str, one: dict[str, Any]) -> None:
         "vocab_size": shape.vocab,
         "seq_len": one["seq_len"],
         "global_batch_size": one["sequences"] * one["gpus"],
-        "micro_batch_size": min(one["micro_batch"], one["sequences"] * (one["parts"] if flag else 1)),
+        "micro_batch_size": min(one["micro_batch"], one["sequences"] * explorer.sharing(one)),
         "recompute": one["recompute"],
         "dtype": "auto" if explorer.machine(one).bfloat16 else "float16",
         **({flag.lstrip("-"): one["parts"]} if flag else {}),
+        **({"experts": shape.experts, "top_k": shape.top_k} if shape.experts > 1 else {}),
     }
     assert {name: getattr(args, name) for name in expected} == expected
 
@@ -216,6 +218,13 @@ def test_layout_that_cannot_be(fresh: browser.Page) -> None:
     fresh.evaluate("choose({strategy: 'tensor_gpt', parts: 16, gpus: 8})")
     assert shown(fresh).startswith("This layout cannot be: --tp 16 needs at least 16 GPUs.")
     assert fresh.evaluate("byId('line').textContent") == "--tp 16 needs at least 16 GPUs."
+
+
+def test_experts_that_do_not_divide_cannot_be(fresh: browser.Page) -> None:
+    fresh.evaluate("choose({strategy: 'moe_gpt', parts: 16, gpus: 64})")
+    assert shown(fresh).startswith("This layout cannot be: --ep 16 must divide the 8 experts.")
+    fresh.evaluate("choose({parts: 8})")
+    assert " --ep 8" in fresh.evaluate("byId('line').textContent")
 
 
 def test_no_request_leaves_the_page(fresh: browser.Page, tmp_path: Path) -> None:

@@ -213,6 +213,16 @@ def test_sweep_of_layouts() -> None:
     assert "fastest that fits" in out
 
 
+def test_sweep_of_a_model_with_experts_is_its_own() -> None:
+    """And that of another model does not offer it: it would be another training."""
+    flags = ("--global-batch-size", "8")
+    dense, moe = (list(sweep.layouts(Case(about.ROOT / "recipes" / one, 8, flags))) for one in ("fsdp_gpt", "moe_gpt"))
+    assert {one.folder.name for one in dense} == {"ddp_gpt", "fsdp_gpt", "tensor_gpt", "pipeline_gpt", "context_gpt"}
+    assert {one.folder.name for one in moe} == {"moe_gpt"}
+    assert {one.flags[one.flags.index("--ep") + 1] for one in moe} == {"2", "4", "8"}
+    assert {one.flags[one.flags.index(sweep.MICRO) + 1] for one in moe} == {"1"}, "each rank reads one sequence"
+
+
 WRONG = {
     "no recipe": ([], "which recipe"),
     "no such recipe": (["recipes/none"], "recipes/none has no train.py"),

@@ -1,6 +1,7 @@
 """The model with experts: transformers' Mixtral computes the same, and what single parts do."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,6 +136,26 @@ def test_grouped_product_is_the_loop(dtype: torch.dtype, empty: bool) -> None:
         assert torch.equal(experts(rows, counts.flip(0), None), found[0][0])
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_grouped_product_keeps_no_copies(frozen: bool) -> None:
+    """FSDP frees an expert's matrices between the passes; a copy of them would stay, of each layer."""
+    experts = moe.Experts(gpt.Mlp(SHAPE) for _ in range(3)).requires_grad_(not frozen)
+    weights = {one.data_ptr() for one in experts.parameters()}
+    counts = torch.tensor([5, 3, 9])
+    rows = torch.randn(17, SHAPE.width, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        results = experts(rows, counts, None)
+    matrices = [one for one in kept if one.shape[-2:] in ((16, 24), (24, 16))]
+    assert len(matrices) == 9
+    assert {one.data_ptr() for one in matrices} == weights
+    (found,) = torch.autograd.grad(results.sum(), rows, retain_graph=True)
+    assert torch.allclose(found, torch.autograd.grad(experts(rows, counts, [5, 3, 9]).sum(), rows)[0], atol=1e-6)
+    if frozen:
+        results.sum().backward()
+        assert all(one.grad is None for one in experts.parameters())
+
+
 def test_parameters_that_a_token_meets() -> None:
     total, active = moe.parameters(make_model())
     assert total == sum(one.numel() for one in make_model().parameters())
@@ -153,6 +174,33 @@ def test_rule_of_the_grouped_product(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not moe.Experts(nn.Linear(16, 16) for _ in range(3)).are_grouped(x), "no MLPs"
     narrow = gpt.Shape(50, num_layers=2, num_heads=4, width=16, mlp_width=20)
     assert not moe.Experts(gpt.Mlp(narrow) for _ in range(3)).are_grouped(x), "rows of 40 bytes"
+
+
+@pytest.mark.parametrize(
+    ("major", "dtype", "hip", "fast"),
+    [
+        (9, torch.bfloat16, None, True),  # H100
+        (10, torch.bfloat16, None, True),  # B200
+        (8, torch.bfloat16, None, False),  # A100, RTX 4090
+        (12, torch.bfloat16, None, False),  # RTX 5090
+        (7, torch.bfloat16, None, False),
+        (9, torch.float16, None, False),
+        (9, torch.float32, None, False),
+        (9, torch.bfloat16, "7.0", False),  # an MI300 calls itself 9.4
+    ],
+)
+def test_grouped_product_is_fast_on_some_generations(
+    major: int, dtype: torch.dtype, hip: str | None, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    properties = SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: asked.append(device) or properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    here = torch.device("cuda", 3)
+    tensor: Any = SimpleNamespace(is_cuda=True, dtype=dtype, device=here)
+    assert moe.is_fast(tensor) == fast
+    assert asked in ([], [here]), "of another device"
+    assert not moe.is_fast(torch.zeros(1, dtype=torch.bfloat16)), "on a CPU"
 
 
 def test_host_needs_no_sizes_where_experts_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
