@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from common import UserError, bounds, ranks
-from common.workloads import gpt, moe_names
+from common.workloads import gpt, moe_names, products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,14 +87,14 @@ class Experts(nn.Module):
     def are_grouped(self, x: torch.Tensor) -> bool:
         """Whether one grouped product computes them all, and not one expert after the other.
 
-        It does where `is_fast`, if there are several, of MLPs whose rows are multiples of 16 bytes, as torch's kernel
-        wants.
+        It does where `products.is_fast`, if there are several, of MLPs whose rows are multiples of 16 bytes, as torch's
+        kernel wants.
         """
         fit = (
             type(expert) is gpt.Mlp and expert.gate.in_features % 8 == expert.gate.out_features % 8 == 0
             for expert in self.children()
         )
-        return len(self) > 1 and is_fast(x) and all(fit)
+        return len(self) > 1 and products.is_fast(x) and all(fit)
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor, sizes: list[int] | None) -> torch.Tensor:
         """Map (n, C) to (n, C); the first counts[0] rows belong to the first expert, and so on.
@@ -112,48 +112,13 @@ class Experts(nn.Module):
         return torch.cat([expert(part) for expert, part in parts])
 
 
-def is_fast(x: torch.Tensor) -> bool:
-    """Whether torch's grouped product is more than a loop over groups there: in bfloat16, on Hopper and Blackwell.
-
-    Elsewhere it is right, but copies the matrices for nothing, and waits for the device in each of its products
-    (`_grouped_mm_cuda` in torch's GroupedBlas.cpp, 2.11 to 2.15). Generation 12, of GeForce, has no such kernel.
-    """
-    if not x.is_cuda or x.dtype != torch.bfloat16 or torch.version.hip:
-        return False
-    return torch.cuda.get_device_properties(x.device).major in (9, 10)
-
-
-class Product(torch.autograd.Function):
-    """The product of each expert's rows with the transpose of its matrix, of all experts at once.
-
-    The matrices lie beside each other during a pass alone. What autograd keeps is each of them as it is, which FSDP may
-    free in between: a copy would keep the experts of all layers until the backward pass.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, ends: torch.Tensor, *matrices: torch.Tensor) -> torch.Tensor:
-        """Map (n, in) to (n, out), by matrices of (out, in)."""
-        ctx.save_for_backward(rows, ends, *matrices)
-        return F.grouped_mm(rows, torch.stack(matrices).mT, offs=ends)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Two products more; the second one only if a matrix learns."""
-        rows, ends, *matrices = ctx.saved_tensors
-        grad = grad.contiguous()
-        of_rows = F.grouped_mm(grad, torch.stack(matrices), offs=ends)
-        if not any(ctx.needs_input_grad[2:]):
-            return of_rows, None, *[None] * len(matrices)
-        return of_rows, None, *F.grouped_mm(grad.mT, rows, offs=ends).unbind()
-
-
 def grouped(experts: list[Any], rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """As `gpt.Mlp` of each expert's rows, in three products, whatever their number."""
     ends = counts.cumsum(0, dtype=torch.int32)
 
     def product(part: str, x: torch.Tensor) -> torch.Tensor:
         matrices: Any = (getattr(expert, part).weight.to(x.dtype) for expert in experts)
-        return Product.apply(x, ends, *matrices)
+        return products.Product.apply(x, ends, *matrices)
 
     return product("down", F.silu(product("gate", rows)) * product("up", rows))
 

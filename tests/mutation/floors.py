@@ -434,18 +434,18 @@ FAULTS = (
         "test_grouped_product_is_the_loop",
     ),
     of(
-        "workloads/moe",
+        "workloads/products",
         "grouped products wait on an A100",
         "major in (9, 10)",
         "major >= 8",
-        "test_grouped_product_is_fast_on_some_generations",
+        "tests/workloads/test_moe.py::test_grouped_product_is_fast_on_some_generations",
     ),
     of(
-        "workloads/moe",
+        "workloads/products",
         "the grouped product keeps a copy of all matrices",
         "ctx.save_for_backward(rows, ends, *matrices)",
         "ctx.save_for_backward(rows, ends, *torch.stack(matrices))",
-        "test_grouped_product_keeps_no_copies",
+        "tests/workloads/test_moe.py::test_grouped_product_keeps_no_copies",
     ),
     of(
         "workloads/moe",

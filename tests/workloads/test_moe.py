@@ -9,7 +9,7 @@ import torch
 import transformers
 from common import UserError
 from common.train import initial
-from common.workloads import gpt, moe
+from common.workloads import gpt, moe, products
 from torch import nn
 from transformers.models.mixtral import modeling_mixtral
 
@@ -167,7 +167,7 @@ def test_rule_of_the_grouped_product(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = moe.Experts(gpt.Mlp(SHAPE) for _ in range(3))
     x = torch.zeros(2, SHAPE.width, dtype=torch.bfloat16)
     assert not experts.are_grouped(x), "on a CPU"
-    monkeypatch.setattr(moe, "is_fast", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(products, "is_fast", lambda x: x.dtype == torch.bfloat16)
     assert experts.are_grouped(x)
     assert not experts.are_grouped(x.float())
     assert not moe.Experts([gpt.Mlp(SHAPE)]).are_grouped(x), "one expert"
@@ -198,16 +198,16 @@ def test_grouped_product_is_fast_on_some_generations(
     monkeypatch.setattr(torch.version, "hip", hip)
     here = torch.device("cuda", 3)
     tensor: Any = SimpleNamespace(is_cuda=True, dtype=dtype, device=here)
-    assert moe.is_fast(tensor) == fast
+    assert products.is_fast(tensor) == fast
     assert asked in ([], [here]), "of another device"
-    assert not moe.is_fast(torch.zeros(1, dtype=torch.bfloat16)), "on a CPU"
+    assert not products.is_fast(torch.zeros(1, dtype=torch.bfloat16)), "on a CPU"
 
 
 def test_host_needs_no_sizes_where_experts_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model().float()
     tokens = torch.randint(SHAPE.vocab_size, (3, 20))
     wanted = model(tokens)
-    monkeypatch.setattr(moe, "is_fast", lambda x: True)
+    monkeypatch.setattr(products, "is_fast", lambda x: True)
     waits = []
     monkeypatch.setattr(moe, "to_host", lambda counts, rows: waits.append(rows) or counts.tolist())
     assert torch.allclose(model(tokens), wanted, rtol=1e-4, atol=1e-4)
