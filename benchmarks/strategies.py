@@ -143,7 +143,6 @@ def main() -> None:
     held: list[str] = []
     sent: list[str] = []
     alone = 0
-    found: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         for i, layout in enumerate(every):
             if only and layout.recipe not in only:
@@ -156,14 +155,15 @@ def main() -> None:
         if not only:
             slept = schedules.asleep(NAMES, Path(folder), ROOT / "docs/measured/schedules.png")
             computed = schedules.computing(NAMES, Path(folder))
-            found = {
-                "alone": f"Calls in groups of one rank, made by a single pipeline: {alone}.",
-                "sleeping": f"1 unit is {schedules.UNIT_S:g} s, m is {schedules.MICRO_BATCHES}; the shortest of "
+            pages.write(
+                page,
+                alone=f"Calls in groups of one rank, made by a single pipeline: {alone}.",
+                sleeping=f"1 unit is {schedules.UNIT_S:g} s, m is {schedules.MICRO_BATCHES}; the shortest of "
                 f"{len(schedules.STEPS)} steps.\n\n{SLEPT_HEAD}\n{slept}",
-                "computing": f"2 ranks of one thread, {LAYERS} layers, width {WIDTH}, {schedules.MICRO_BATCHES} "
+                computing=f"2 ranks of one thread, {LAYERS} layers, width {WIDTH}, {schedules.MICRO_BATCHES} "
                 f"micro-batches of 2 sequences of {schedules.REAL[-1]} tokens, {schedules.ROUNDS} rounds.\n\n"
                 f"{COMPUTED_HEAD}\n{computed}",
-            }
+            )
     measured = pages.measured(
         " ".join(["uv run python -m benchmarks.strategies", *only]), "gloo, float32", began=started
     )
@@ -178,8 +178,8 @@ def main() -> None:
     held, sent = in_order(held, every), in_order(sent, every)
     with file.open("w", newline="") as lines:
         csv.writer(lines, lineterminator="\n").writerows(sent_file(sent))
-    found |= {"measured": measured, "symbols": symbols(), "held": "\n".join([HELD_HEAD, *held])}
-    pages.write(page, **found, sent=sent_table(sent))
+    table = "\n".join([HELD_HEAD, *held])
+    pages.write(page, measured=measured, symbols=symbols(), held=table, sent=sent_table(sent))
 
 
 if __name__ == "__main__":
