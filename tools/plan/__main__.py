@@ -8,14 +8,17 @@ time, and what failures will cost; with its own error. docs/plan.md explains wha
     python -m tools.plan recipes/fsdp_gpt --sweep                       # 1 to 65,536 ranks
     python -m tools.plan recipes/fsdp_gpt --sweep --world-size 64       # the layouts of 64 ranks
     python -m tools.plan --calibrate mine.toml                          # measure this machine
-    python -m tools.plan --fit runs.csv --hardware h100-ib              # fit achieved fractions to own runs
+    python -m tools.plan --calibrate runs/a/b/metrics.jsonl --hardware h100-ib    # how far off is it for your runs?
+    python -m tools.plan --calibrate mine.toml runs/prove/prove.json    # and write what fits them, for --hardware
     python -m tools.plan --html                                         # docs/explorer.html
 
 All flags that are not of the planner are those of the recipe's train.py.
 """
 
 import argparse
+import dataclasses
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -23,7 +26,7 @@ from common import UserError
 from tools import command
 from tools.plan import advice, answer, sweep
 from tools.plan.count import Case, count
-from tools.plan.hardware import find, table
+from tools.plan.hardware import find, save, table
 from tools.plan.predict import predict
 
 
@@ -45,8 +48,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--price", type=float, default=0.0, help="of a GPU's hour, with --tokens: what they cost")
     made.add_argument("--json", action="store_true", help="print everything that was counted and predicted, as JSON")
     made.add_argument("--sweep", action="store_true", help="1 to 65,536 ranks, or with --world-size its layouts")
-    made.add_argument("--calibrate", metavar="FILE", default="", help="measure this machine, and write it as file.toml")
-    made.add_argument("--fit", metavar="FILE", default="", help="a CSV of own runs: recipe,flags,world_size,step_s")
+    made.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        nargs="+",
+        default=[],
+        help="a file.toml alone: measure this machine, and write it there. Of your own runs, a metrics.jsonl, a "
+        "prove.json or a CSV (recipe,flags,world_size,step_s): fit --hardware to them, say how much closer that gets, "
+        "and write it to the file.toml that stands before them",
+    )
     made.add_argument("--html", action="store_true", help="write docs/explorer.html")
     return made
 
@@ -61,19 +71,36 @@ def main(words: list[str]) -> None:
 
         print(f"wrote {write()}")
     elif args.calibrate:
-        from tools.plan.calibrate import calibrate
+        first, *others = map(Path, args.calibrate)
+        if first.suffix == ".toml" and not others:
+            from tools.plan.calibrate import calibrate
 
-        calibrate(Path(args.calibrate))
-    elif args.fit:
-        from tools.plan.own_runs import fitted
-
-        print(fitted(Path(args.fit), find(args.hardware)))
+            calibrate(first)
+        else:
+            of_runs(first if first.suffix == ".toml" else None, args)
     elif not args.recipe:
         raise UserError(
             "which recipe? Give a folder with a train.py, such as recipes/fsdp_gpt, or --html or --calibrate"
         )
     else:
         plan(args, flags)
+
+
+def of_runs(target: Path | None, args: argparse.Namespace) -> None:
+    """Fit to one's own runs, and write the machine, or print its fractions."""
+    from tools.plan import own_runs
+
+    files = map(Path, args.calibrate[1:] if target else args.calibrate)
+    runs = [run for file in files for run in own_runs.read(file)]
+    machine, text = own_runs.fitted(runs, find(args.hardware))
+    print(text)
+    if target:
+        machine = dataclasses.replace(machine, name=target.stem)
+        words = shlex.join(args.calibrate)
+        save(machine, target, f"{args.hardware}, fitted by python -m tools.plan --calibrate {words}")
+        print(f"wrote {target}: use --hardware {target}")
+    else:
+        print(own_runs.as_toml(machine))
 
 
 def plan(args: argparse.Namespace, flags: list[str]) -> None:
