@@ -223,7 +223,7 @@ WRONG = {
     "tokens": (["ddp_gpt", "--tokens", "1Q"], "--tokens '1Q' must be a number above 0, such as 300B"),
     "no tokens": (["ddp_gpt", "--tokens", "0"], "--tokens '0' must be a number above 0"),
     "price": (["ddp_gpt", "--price", "2"], "--price 2 must be above 0, and is of the hours that --tokens takes"),
-    "runs": (["--fit", "none.csv"], "--fit none.csv: No such file"),
+    "runs": (["--calibrate", "none.csv"], "--calibrate none.csv: .*No such file"),
 }
 REFUSED = {
     "layout": ("tensor_gpt", 8, ["--tp", "3"], "tensor_gpt on 8 ranks: .*--tp"),
@@ -373,16 +373,114 @@ def test_error_beyond_what_was_tested_is_a_range() -> None:
         assert re.match(rf"outside of what was tested \(.*: {why}\): a step between .* and .*, if it errs like", said)
 
 
+BOX = dataclasses.replace(
+    H100,
+    name="box",
+    gpu="",
+    family="",
+    local_size=2,
+    peak_16bit=3e10,
+    peak_float32=3e10,
+    memory_bandwidth=5e9,
+    launch_s=5e-6,
+    reach=hardware.Reach(launch=1.0),
+)
+RUN = ("--num-layers", "1", "--num-heads", "2", "--seq-len", "32", "--max-steps", "6", "--log-every", "2")
+
+
+def test_runs_of_this_machine_bring_predictions_closer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two real trainings: their metrics.jsonl, read, fitted, and written as a machine."""
+    files = []
+    for width in ("32", "64"):
+        flags = (*RUN, "--width", width, "--out", str(tmp_path), "--name", width)
+        runner.run_recipe("ddp_gpt", 1, *flags)
+        files.append(str(tmp_path / width / "metrics.jsonl"))
+    (one,) = own_runs.read(Path(files[0]))
+    rates = [record["perf/samples_per_s"] for record in map(json.loads, Path(files[0]).read_text().splitlines())
+             if "perf/samples_per_s" in record]  # fmt: skip
+    assert len(rates) == 3
+    assert one.rate == pytest.approx(sum(rates[1:]) / 2)  # without the first one, which has the warm-up in it
+    assert (one.case.size, one.device) == (1, "cpu")
+    hardware.save(BOX, tmp_path / "box.toml", "a guess")
+    main(["--calibrate", str(tmp_path / "mine.toml"), *files, "--hardware", str(tmp_path / "box.toml")])
+    said = capsys.readouterr().out
+    found = re.search(r"off by (\d+)% in the mean, and are by (\d+)%; each run by .*, (\d+)%", said)
+    assert found, said
+    assert int(found[2]) < int(found[1])
+    mine = hardware.find(str(tmp_path / "mine.toml"))
+    assert mine.reach != BOX.reach
+    assert dataclasses.replace(mine, reach=BOX.reach, name="box") == BOX
+    main(["--calibrate", files[0], "--hardware", str(tmp_path / "mine.toml")])
+    said = capsys.readouterr().out
+    assert "how far off another run will be, one run does not say" in said
+    assert "[mine.reach]" in said
+    with pytest.raises(UserError, match=r"ran on a CPU, and --hardware h100-ib is a GPU: give the"):
+        main(["--calibrate", *files])
+
+
+def prove_page(folder: Path, rates: list[dict[str, Any]], devices: str = "NVIDIA H100 80GB HBM3") -> Path:
+    file = folder / "prove.json"
+    where = {"ranks": "8 on 1 machine", "devices": devices}
+    file.write_text(json.dumps({"machine": where, "figures": {"rates": rates}}))
+    return file
+
+
+def test_page_of_proofs_is_read(tmp_path: Path) -> None:
+    """Each rate with its flags; a config of Accelerate, and games, are left out."""
+    rate = {"perf/samples_per_s": 10.0}
+    rates = [
+        {"layout": "tensor_gpt --tp 8", "flags": "--tp 8 --width 1024", **rate},
+        {"layout": "fsdp_gpt --dp-replicate 2", **rate},  # a page of an earlier version
+        {"layout": "dp_resnet in one process", "flags": "", **rate},
+        {"layout": "accelerate_gpt fsdp.yaml", "flags": "", **rate},
+        {"layout": "syncbn_ppo", "flags": "", **rate},
+    ]
+    found = own_runs.read(prove_page(tmp_path, rates))
+    cases = [(one.case.folder.name, one.case.size, one.case.flags, one.device, one.rate) for one in found]
+    assert cases == [
+        ("tensor_gpt", 8, ("--tp", "8", "--width", "1024"), "cuda", 10.0),
+        ("fsdp_gpt", 8, ("--dp-replicate", "2"), "cuda", 10.0),
+        ("dp_resnet", 1, (), "cuda", 10.0),
+    ]
+    assert own_runs.read(tmp_path) == found  # by its folder
+    assert own_runs.read(tmp_path / "prove.md") == found
+
+
+def test_files_without_a_timing_are_refused(tmp_path: Path) -> None:
+    config = {"recipe": "ddp_gpt", "world_size": 1, "device": "cpu", "args": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    metrics = tmp_path / "metrics.jsonl"
+    for text, message in (
+        ('{"step": 2, "train/loss": 1.0}\n', r"metrics.jsonl has 0 records of perf/samples_per_s"),
+        ('{"step": 2, "perf/samples_per_s": 3.0}\n', r"has 1 records .*: give a run of more steps"),
+        ("[]}\n", "is not as a run writes it"),
+    ):
+        metrics.write_text(text)
+        with pytest.raises(UserError, match=message):
+            own_runs.read(metrics)
+    for file, message in (
+        (prove_page(tmp_path, []), r"prove.json has no rates"),
+        (tmp_path / "none.csv", r"none.csv: No such file"),
+        (tmp_path / "mine.txt", r"mine.txt: it is not known what that is: give a run's metrics.jsonl"),
+    ):
+        with pytest.raises(UserError, match=message):
+            own_runs.read(file)
+    (tmp_path / "prove.json").write_text("{}")
+    with pytest.raises(UserError, match=r"is not as tools.prove writes it"):
+        own_runs.read(tmp_path / "prove.json")
+
+
 def test_own_runs_are_fitted(tmp_path: Path) -> None:
     case = Case(about.ROOT / "recipes/ddp_gpt", 2, GPT)
     took = 3 * predict.predict(count(case, H100), H100).step_s
     file = tmp_path / "runs.csv"
     file.write_text(f"recipe,flags,world_size,step_s\nddp_gpt,{' '.join(GPT)},2,{took}\n")
-    text = own_runs.fitted(file, H100)
-    worst = re.search(r"mean (\d+)%, worst (\d+)%", text)
-    assert worst
-    assert int(worst[2]) < 67  # and without the fit
-    assert "launch = " in text
+    machine, text = own_runs.fitted(own_runs.read(file), H100)
+    found = re.search(r"off by (\d+)% in the mean, and are by (\d+)%", text)
+    assert found
+    assert int(found[1]) == 67
+    assert int(found[2]) < 67
+    assert "launch = " in own_runs.as_toml(machine)
 
 
 @pytest.mark.parametrize(

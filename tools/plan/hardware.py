@@ -107,7 +107,8 @@ def of(name: str, values: object, file: Path) -> Hardware:
             f"--hardware {file}: [{name}] {wrong}: its fields are {', '.join(sorted({*fields} - {'name'}))}"
         )
     for key, value in {**values, **reach}.items():
-        if key not in ("gpu", "family", "bfloat16", "reach") and not (isinstance(value, (int, float)) and value > 0):
+        is_number = isinstance(value, (int, float)) and (value > 0 or (key == "contention" and value == 0))
+        if key not in ("gpu", "family", "bfloat16", "reach") and not is_number:
             raise UserError(f"--hardware {file}: [{name}] {key} = {value!r} must be a number above 0")
     known: dict[str, Any] = {**values, "name": name, "reach": Reach(**(fitted(str(values.get("family", ""))) | reach))}
     return Hardware(**known)

@@ -55,8 +55,8 @@ def read(file: Path) -> list[Run]:
     given = file
     if file.is_dir():  # of a run, or of tools.prove
         file = next((file / name for name in ("metrics.jsonl", "prove.json") if (file / name).exists()), file)
-    elif file.name == "prove.md":
-        file = file.with_suffix(".json")
+    elif file.name in ("prove.md", "config.json"):
+        file = file.with_name({"prove.md": "prove.json", "config.json": "metrics.jsonl"}[file.name])
     kinds = {".jsonl": of_metrics, ".json": of_page, ".csv": of_table}
     if file.suffix not in kinds:
         raise UserError(f"--calibrate {given}: it is not known what that is: give {FORMS}")
@@ -70,9 +70,9 @@ def of_metrics(file: Path) -> Iterator[Run]:
     """The one of a run's folder: the median of its records, but for the first one, which has the warm-up in it."""
     config_file = file.with_name("config.json")
     try:
+        records = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
         config = json.loads(config_file.read_text())
         recipe, size, device = str(config["recipe"]), int(config["world_size"]), str(config["device"])
-        records = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
         rates = [float(one[RATE]) for one in records if one.get(RATE)]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"--calibrate {file}: it, or {config_file}, is not as a run writes it: {error!r}") from error
@@ -139,8 +139,11 @@ def measured(runs: Sequence[Run], machine: Hardware) -> list[fit.Measured]:
     """
     for one in runs:
         if one.device and one.device != machine.device:
-            hint = "a file.toml that --calibrate file.toml alone has measured" if one.device == "cpu" else "a GPU"
-            raise UserError(f"{one.name} ran on {one.device}, and --hardware {machine.name} is none: give {hint}")
+            ours, theirs = ("a CPU", "a GPU") if one.device == "cpu" else ("a GPU", "a CPU")
+            raise UserError(
+                f"{one.name} ran on {ours}, and --hardware {machine.name} is {theirs}: give the --hardware that it ran "
+                "on; python -m tools.plan --calibrate mine.toml measures the one you are on"
+            )
     found = []
     for one, works in zip(runs, each([run.case for run in runs], machine), strict=True):
         if isinstance(works, NotCountedError):
