@@ -119,7 +119,7 @@ def test_budget() -> None:
     assert asked.days == pytest.approx(days)
     assert asked.gpu_hours == pytest.approx(days * 24 * 8)
     assert asked.cost == pytest.approx(2.5 * asked.gpu_hours)
-    low, high = known.between("gpt", H100, known.Step(8, found.step_s))
+    low, high = known.between("gpt", H100, answer_.step_of(one, found))
     assert asked.shortest_days / asked.days == pytest.approx(low / found.step_s)
     assert asked.longest_days / asked.days == pytest.approx(high / found.step_s)
     text = answer_.as_text(Case(Path("x"), 8), [one], H100, 1e12, 2.5)
@@ -144,11 +144,12 @@ def near_all(step: known.Step, *, error: float = 0.1, count: int = 20) -> known.
 
 def test_range_covers_nine_of_ten_rows_near_a_question() -> None:
     step = known.Step(8, 1.0, tokens=4096)
-    assert known.farthest(near_all(step), step) == pytest.approx(math.log(1.2))  # 9 of 10 of 21 are 18.9 of 20
+    assert known.farthest(near_all(step), step) == pytest.approx(math.log(1.2))  # 93 % of 21 are 19.5 of 20
     assert known.farthest(near_all(step, count=40), step) == pytest.approx(math.log(1.2))
     assert known.farthest(near_all(step, count=8), step) == math.inf  # the question itself counts for one
-    far = dataclasses.replace(step, tokens=4096 * 64)
-    assert known.farthest(near_all(far), far) == math.inf, "no row has such sequences"
+    for changes in ({"tokens": 4096 * 64}, {"tp": 64}, {"pp": 64}):
+        far = dataclasses.replace(step, **changes)
+        assert known.farthest(near_all(far), far) == math.inf, f"no row has {changes}"
     low, high = known.between("gpt", H100, known.Step(8, 1.0))
     assert low == pytest.approx(1 / high)
     near, outside = (known.between("gpt", H100, known.Step(size, 1.0)) for size in (8, 10**6))
@@ -163,13 +164,13 @@ def test_range_covers_sources_that_are_left_out() -> None:
     inside: dict[str, list[bool]] = {}
     for row in rows:
         others = [one for one in rows if group[one.name] != group[row.name]]
-        inside.setdefault(group[row.name], []).append(known.within(row, others))
+        inside.setdefault(group[row.name], []).append(known.within(row, others) or known.is_outside(row, others))
+        assert abs(row.error) < 0.35 or known.is_outside(row, others), row
     every = [one for some in inside.values() for one in some]
     assert len(rows) == len(group) == 170
     assert sum(every) / len(every) >= known.COVERED
     short = {name for name, some in inside.items() if sum(some) / len(some) < known.COVERED}
-    # docs/plan.md says so: a cluster that is a fifth slower than all others, and one run at a third of their speed.
-    assert short == {"llm-analysis examples/megatron-turing-nlg", "nanotron benchmark_summary.svg"}
+    assert not short
 
 
 def test_rows_that_no_fit_has_seen() -> None:
@@ -192,7 +193,8 @@ def test_attention_has_an_efficiency_of_its_own() -> None:
     assert wide.attention == narrow.attention
     assert narrow.exponentials == 2 * wide.exponentials
     assert predict.attended(narrow, H100) > 1.05 * predict.attended(wide, H100)
-    plain = dataclasses.replace(H100, peak_exp=0.0, reach=dataclasses.replace(H100.reach, attention=1.0))
+    reach = dataclasses.replace(H100.reach, attention=H100.reach.products)
+    plain = dataclasses.replace(H100, peak_exp=0.0, peak_attention=0.0, reach=reach)
     assert predict.attended(wide, H100) > 2 * predict.attended(wide, plain)
 
 
@@ -219,10 +221,12 @@ WRONG = {
     "hardware": (["ddp_gpt", "--hardware", "h1000"], "h1000 is not known: use v100-ib, "),
     "hardware file": (["ddp_gpt", "--hardware", "none.toml"], "none.toml"),
     "ranks": (["ddp_gpt", "--world-size", "-3"], "--world-size -3 must be between"),
+    "no ranks": (["ddp_gpt", "--world-size", "0"], "--world-size 0 must be between 1 and"),
     "flag without a recipe": (["--html", "--tp=2"], "--tp=2 is not a flag of tools.plan"),
     "tokens": (["ddp_gpt", "--tokens", "1Q"], "--tokens '1Q' must be a number above 0, such as 300B"),
     "no tokens": (["ddp_gpt", "--tokens", "0"], "--tokens '0' must be a number above 0"),
     "price": (["ddp_gpt", "--price", "2"], "--price 2 must be above 0, and is of the hours that --tokens takes"),
+    "no price": (["ddp_gpt", "--tokens", "1T", "--price", "0"], "--price 0 must be above 0"),
     "runs": (["--calibrate", "none.csv"], "--calibrate none.csv: .*No such file"),
 }
 REFUSED = {
@@ -247,6 +251,27 @@ def test_what_a_recipe_refuses_is_one_sentence() -> None:
         sentence = refusal(case, answer)
         assert re.search(message, sentence)
         assert "\n" not in sentence
+
+
+def test_sequences_that_are_longer_than_the_built_in_text(tmp_path: Path) -> None:
+    """A question about 128k tokens is about another text; a text of one's own that is too short is refused."""
+    (tmp_path / "short.txt").write_text("short " * 1000)
+    case = {"folder": "recipes/ddp_gpt", "size": 1, "own_data": True, "only_step": True}
+    flags = [
+        "--num-layers",
+        "1",
+        "--width",
+        "32",
+        "--num-heads",
+        "2",
+        "--seq-len",
+        "131072",
+        "--global-batch-size",
+        "1",
+    ]
+    planned, refused = answered([case | {"flags": flags}, case | {"flags": [*flags, "--data", str(tmp_path)]}])
+    assert planned["units"] == {"tokens": 131_072}
+    assert "--seq-len 131072" in refused["error"]
 
 
 def test_refusal_of_the_command() -> None:
@@ -471,15 +496,21 @@ def test_files_without_a_timing_are_refused(tmp_path: Path) -> None:
 
 
 def test_own_runs_are_fitted(tmp_path: Path) -> None:
-    case = Case(about.ROOT / "recipes/ddp_gpt", 2, GPT)
-    took = 3 * predict.predict(count(case, H100), H100).step_s
+    """One run takes three times as long as predicted, and one half as long: all three errors are told apart."""
+    lines = ["recipe,flags,world_size,step_s"]
+    for width, factor in ((64, 3), (512, 0.5)):
+        flags = (*GPT, "--width", str(width))
+        took = factor * predict.predict(count(Case(about.ROOT / "recipes/ddp_gpt", 2, flags), H100), H100).step_s
+        lines.append(f"ddp_gpt,{' '.join(flags)},2,{took}")
     file = tmp_path / "runs.csv"
-    file.write_text(f"recipe,flags,world_size,step_s\nddp_gpt,{' '.join(GPT)},2,{took}\n")
+    file.write_text("\n".join(lines))
     machine, text = own_runs.fitted(own_runs.read(file), H100)
-    found = re.search(r"off by (\d+)% in the mean, and are by (\d+)%", text)
+    found = re.search(r"off by (\d+)% in the mean, and are by (\d+)%; each run by .* the others, (\d+)%", text)
     assert found
-    assert int(found[1]) == 67
-    assert int(found[2]) < 67
+    before, fitted, others = map(int, found.groups())
+    assert before == 83  # (67 + 100) / 2
+    assert fitted < before < others
+    assert "these runs say nothing of each other" in text
     assert "launch = " in own_runs.as_toml(machine)
 
 

@@ -18,6 +18,7 @@ All flags that are not of the planner are those of the recipe's train.py.
 import argparse
 import dataclasses
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -39,13 +40,13 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     made.add_argument("recipe", nargs="?", default="", help="a folder with a train.py, such as recipes/fsdp_gpt")
-    made.add_argument("--world-size", type=int, default=0, help="number of ranks; 8 if nothing else is said")
+    made.add_argument("--world-size", type=int, default=None, help="number of ranks; 8 if nothing else is said")
     made.add_argument(
         "--hardware", default="h100-ib", help=f"{', '.join(table())}, or a file.toml; h100-ib if nothing is said"
     )
     made.add_argument("--accelerate-config", default="", help="for recipes/accelerate_gpt, a file of its configs/")
     made.add_argument("--tokens", default="", help="of the whole training, such as 300B or 1T: its days and GPU-hours")
-    made.add_argument("--price", type=float, default=0.0, help="of a GPU's hour, with --tokens: what they cost")
+    made.add_argument("--price", type=float, default=None, help="of a GPU's hour, with --tokens: what they cost")
     made.add_argument("--json", action="store_true", help="print everything that was counted and predicted, as JSON")
     made.add_argument("--sweep", action="store_true", help="1 to 65,536 ranks, or with --world-size its layouts")
     made.add_argument(
@@ -109,10 +110,11 @@ def plan(args: argparse.Namespace, flags: list[str]) -> None:
     folder = sweep.folder_of(args.recipe)
     if not (folder / "train.py").exists():
         raise UserError(f"{args.recipe} has no train.py: give a folder such as recipes/fsdp_gpt")
-    if args.world_size < 0 or args.world_size > 2**20:
+    if args.world_size is not None and not 0 < args.world_size <= 2**20:
         raise UserError(f"--world-size {args.world_size} must be between 1 and {2**20:,}")
-    if args.price < 0 or (args.price and not args.tokens):
-        raise UserError(f"--price {args.price:g} must be above 0, and is of the hours that --tokens takes: give both")
+    price = 0.0 if args.price is None else args.price
+    if args.price is not None and not (0 < price < math.inf and args.tokens):
+        raise UserError(f"--price {price:g} must be above 0, and is of the hours that --tokens takes: give both")
     tokens = answer.number_of_tokens(args.tokens) if args.tokens else 0.0
     case = Case(folder, args.world_size or 8, tuple(flags), args.accelerate_config)
     if args.sweep:
@@ -135,10 +137,10 @@ def plan(args: argparse.Namespace, flags: list[str]) -> None:
         print("it does not fit: trying other layouts, some seconds for each", file=sys.stderr, flush=True)
     advised = None if fits else advice.advise(case, asked, works[0].samples, machine)
     if args.json:
-        given = answer.as_json(case, works, machine, tokens, args.price)
+        given = answer.as_json(case, works, machine, tokens, price)
         print(json.dumps(given | ({} if fits else {"advice": advice.as_json(advised)}), indent=1))
     else:
-        print(answer.as_text(case, works, machine, tokens, args.price))
+        print(answer.as_text(case, works, machine, tokens, price))
         if not fits:
             print(f"{'advice':8}{advice.as_text(advised, case)}")
 

@@ -249,7 +249,7 @@ def data() -> dict[str, Any]:
         "constants": {name: getattr(transformer, name) for name in named}
         | {"FACTORS": predict.FACTORS, "BACKWARD": predict.BACKWARD, "HOUR_S": predict.HOUR_S}
         | {"RECOVERY_S": predict.recovery_s()}
-        | {name: getattr(known, name) for name in ("ENOUGH", "COVERED", "TODAY", "OTHER_FAMILY")}
+        | {name: getattr(known, name) for name in ("ENOUGH", "NEAR", "TODAY", "OTHER_FAMILY")}
         | {name: getattr(known, name) for name in ("SCALES", "PLAIN_SCALES")},
         "machines": {name: dataclasses.asdict(one) for name, one in machines().items()},
         "models": [dataclasses.asdict(shape(model, 0)) for model in range(len(MODELS))],

@@ -17,7 +17,7 @@ KNOWN = Path(__file__).with_name("known.json")  # what benchmarks/plan.py has fi
 class Reach:
     """Fractions of peaks that trainings achieve; `launch` and `latency` multiply the seconds of those.
 
-    `attention` is of what products achieve, in attention's kernels. `contention` is the share of the time in which FSDP
+    `attention` is of what attention's kernels could reach. `contention` is the share of the time in which FSDP
     sends during computation by which the step is longer: NCCL's kernels take multiprocessors and memory from it, and a
     layer waits for its own parameters.
     """
@@ -29,7 +29,7 @@ class Reach:
     network: float = 0.75
     launch: float = 1.0
     latency: float = 1.0
-    attention: float = 1.0
+    attention: float = 0.77
     contention: float = 0.0
 
 
@@ -46,6 +46,7 @@ class Hardware:
     link_bandwidth: float
     network_bandwidth: float
     peak_tf32: float = 0.0
+    peak_attention: float = 0.0
     peak_exp: float = 0.0
     gpu: str = ""  # "" for a CPU
     family: str = ""  # of machines whose achieved fractions were fitted together
@@ -134,7 +135,8 @@ def find(name: str) -> Hardware:
     known = table()
     if name not in known:
         raise UserError(
-            f"--hardware {name} is not known: use {', '.join(known)}, or a file.toml that --calibrate wrote"
+            f"--hardware {name} is not known: use {', '.join(known)}, or a file.toml with figures of your own, as "
+            "tools/plan/hardware.toml has them and --calibrate writes them"
         )
     return known[name]
 

@@ -67,7 +67,7 @@ def read(file: Path) -> list[Run]:
 
 
 def of_metrics(file: Path) -> Iterator[Run]:
-    """The one of a run's folder: the median of its records, but for the first one, which has the warm-up in it."""
+    """The one of a run's folder: the median of its records without the first one, which has the warm-up in it."""
     config_file = file.with_name("config.json")
     try:
         records = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
