@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common import UserError
-from tools import about
+from tools import about, need
 from tools.plan import hardware, own_runs, sweep
 from tools.plan.count import Case
 from tools.plan.hardware import Hardware, Reach
@@ -125,6 +125,7 @@ def rate(file: Path) -> float:
 
 def calibrate(file: Path) -> None:
     """Measure, fit and write."""
+    need("torch")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         print("measuring products, memory and messages ...", flush=True)
