@@ -7,6 +7,7 @@ columns recipe, flags, world_size, step_s.
 import csv
 import dataclasses
 import json
+import math
 import re
 import shlex
 import statistics
@@ -165,7 +166,8 @@ def fitted(runs: Sequence[Run], machine: Hardware) -> tuple[Hardware, str]:
     if rest:
         columns.append([fit.predicted_s(one, other) for one, other in zip(known, rest, strict=True)])
     errors = [[step / one.step_s - 1 for step, one in zip(steps, known, strict=True)] for steps in columns]
-    means = [statistics.fmean(map(abs, some)) for some in errors]
+    # As a factor, which the fit makes small: half as long and twice as long are equally far off.
+    means = [math.expm1(statistics.fmean(abs(math.log1p(one)) for one in some)) for some in errors]
     far = f"its predictions were off by {means[0]:.0%} in the mean, and are by {means[1]:.0%}; "
     if rest:
         far += f"each run by fractions fitted to the others, {means[2]:.0%}"
