@@ -100,7 +100,14 @@ def test_error_is_that_of_known(fresh: browser.Page) -> None:
     right = [
         (
             explorer.machine(one),
-            known.Step(one["gpus"], step, tokens=one["seq_len"], local_tokens=one["sequences"] * one["seq_len"]),
+            known.Step(
+                one["gpus"],
+                step,
+                tokens=one["seq_len"],
+                local_tokens=one["sequences"] * one["seq_len"],
+                tp=one["parts"] if one["strategy"] == "tensor_gpt" else 1,
+                pp=one["parts"] if one["strategy"] == "pipeline_gpt" else 1,
+            ),
         )
         for one, step in pairs
     ]

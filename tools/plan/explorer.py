@@ -38,8 +38,9 @@ GPTS = (
     (9216, 64, 72),
     (12288, 96, 96),
 )
-# Key-value heads, hidden units of an MLP, vocabulary and whether it is tied as well: https://arxiv.org/abs/2407.21783,
-# table 3, and https://arxiv.org/abs/2412.15115, table 1.
+# Key-value heads, hidden units of an MLP, vocabulary and whether it is tied as well: each as in the config.json of that
+# model on the Hugging Face hub, or of a copy where the model's own is gated, such as unsloth/Llama-3.2-1B and
+# Qwen/Qwen2.5-32B; Llama 3 also in table 3 of https://arxiv.org/abs/2407.21783.
 LLAMAS = {
     "Llama 3.2 1B": (2048, 16, 32, 8, 8192, 128_256, True),
     "Llama 3 8B": (4096, 32, 32, 8, 14_336, 128_256, False),
@@ -263,7 +264,7 @@ def data() -> dict[str, Any]:
         "constants": {name: getattr(transformer, name) for name in named}
         | {"FACTORS": predict.FACTORS, "BACKWARD": predict.BACKWARD, "HOUR_S": predict.HOUR_S}
         | {"RECOVERY_S": predict.recovery_s()}
-        | {name: getattr(known, name) for name in ("ENOUGH", "COVERED", "TODAY", "OTHER_FAMILY")}
+        | {name: getattr(known, name) for name in ("ENOUGH", "NEAR", "TODAY", "OTHER_FAMILY")}
         | {name: getattr(known, name) for name in ("SCALES", "PLAIN_SCALES")},
         "machines": {name: dataclasses.asdict(one) for name, one in machines().items()},
         "models": [dataclasses.asdict(shape(model, 0)) for model in range(len(MODELS))],

@@ -260,7 +260,8 @@ def traffic(shape: Shape, layout: Layout, layers: float, own: float) -> list[Tra
     if p > 1:
         calls = int(2 * m * layout.virtual)
         over = machines(p, t * dp, layout.local_size)
-        found.append(Traffic("send", "pp", p, over, calls, calls * activation / (t if layout.sequence else 1)))
+        # Each tensor-parallel rank sends its part, also of what all of them hold: section 4.1 of 2104.04473.
+        found.append(Traffic("send", "pp", p, over, calls, calls * activation / t))
     again = m * (1 if shape.experts > 1 and m > 1 else 0)  # the forward passes before
     gathered = 2 * m + again
     if layout.ep > 1:  # rows and results forward, and their gradients backward
