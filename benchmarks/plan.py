@@ -45,7 +45,7 @@ REASONS = {  # by the beginning of a row's name
     "torchtitan": "GPUs held to 500 W: products reach less of the peak, the longer they are",
     "MPT 70B": "its gathers wait for a network of 8 ports of 200 Gbit/s better than we assume",
     "MPT 7B": "from 8 to 512 GPUs it loses 9 %, of which gathers explain little; the source names no reason",
-    "nanotron 80B": "an MFU of 14.8 % on 32 GPUs: TP 8 over Ethernet-like links, which the source does not explain",
+    "nanotron 80B": "an MFU of 14.8 % on 32 GPUs, which the source does not explain; nor does it name the links",
     "nanotron": "small layers beside 131,072 logits: the share of operators that are no products is uncertain",
     "vTrain": "Megatron-DeepSpeed of 2022, bound by launches: see the 1,440 steps above",
     "ResNet-50": "the loaders of several GPUs share one host's processor, and cuDNN chooses algorithms by size",

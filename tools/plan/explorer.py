@@ -40,7 +40,7 @@ GPTS = (
 )
 # Key-value heads, hidden units of an MLP, vocabulary and whether it is tied as well: each as in the config.json of that
 # model on the Hugging Face hub, or of a copy where the model's own is gated, such as unsloth/Llama-3.2-1B and
-# Qwen/Qwen2.5-32B; Llama 3 also in table 3 of https://arxiv.org/abs/2407.21783.
+# Qwen/Qwen2.5-32B; the 405B as in table 3 of https://arxiv.org/abs/2407.21783.
 LLAMAS = {
     "Llama 3.2 1B": (2048, 16, 32, 8, 8192, 128_256, True),
     "Llama 3 8B": (4096, 32, 32, 8, 14_336, 128_256, False),
