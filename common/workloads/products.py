@@ -10,7 +10,8 @@ def is_fast(x: torch.Tensor) -> bool:
     """Whether torch's grouped product is more than a loop over groups there: in bfloat16, on Hopper and Blackwell.
 
     Elsewhere it is right, but copies the matrices for nothing, and waits for the device in each of its products
-    (`_grouped_mm_cuda` in torch's GroupedBlas.cpp, 2.11 to 2.15). Generation 12, of GeForce, has no such kernel.
+    (`_grouped_mm_cuda` in torch's GroupedBlas.cpp, which was read, and run on no GPU). Generation 12, of GeForce, has no
+    such kernel.
     """
     if not x.is_cuda or x.dtype != torch.bfloat16 or torch.version.hip:
         return False
