@@ -9,9 +9,8 @@ from torch.nn import functional as F
 def is_fast(x: torch.Tensor) -> bool:
     """Whether torch's grouped product is more than a loop over groups there: in bfloat16, on Hopper and Blackwell.
 
-    Elsewhere it is right, but copies the matrices for nothing, and waits for the device in each of its products
-    (`_grouped_mm_cuda` in torch's GroupedBlas.cpp, which was read, and run on no GPU). Generation 12, of GeForce, has no
-    such kernel.
+    Elsewhere it is right, but copies the matrices for nothing, and waits for the device in each of its products, as
+    `_grouped_mm_cuda` in torch's GroupedBlas.cpp reads; no GPU has run it. GeForce's generation 12 has no such kernel.
     """
     if not x.is_cuda or x.dtype != torch.bfloat16 or torch.version.hip:
         return False
