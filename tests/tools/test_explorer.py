@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 from common.run import cli
-from tools.plan import explorer, known, sweep
+from tools.plan import explorer, known, sweep, transformer
 from tools.plan.count import Case
 
 from tests.harness import browser
 from tools import about
 
 ARROW_RIGHT, ARROW_LEFT, ARROW_DOWN, TAB = ("ArrowRight", 39), ("ArrowLeft", 37), ("ArrowDown", 40), ("Tab", 9)
-JAVASCRIPT_LINES = 567
+JAVASCRIPT_LINES = 570
 # A constant, a formula and a rule of a layout, each changed a little: (what, into what)
 MUTANTS = {
     "constant": ('"MOVED": 29', '"MOVED": 29.0001'),
@@ -30,6 +30,7 @@ MUTANTS = {
     "attention": ("(3.5 + again + first)", "(3 + again + first)"),
     "contention": ("machine.reach.contention * (sends - out)", "0"),
     "experts": ("calls * activation * shape.top_k", "calls * activation"),
+    "replicas": ("1 / layout.every, own", "1, own"),
     "context": ("layout.micro_batch * shape.seq_len / cp", "layout.micro_batch * shape.seq_len"),
 }
 OUTSIDE = "http://127.0.0.1:9/"
@@ -192,7 +193,7 @@ def check_command(command: str, one: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("strategy", explorer.STRATEGIES)
 def test_command_is_taken_by_the_recipe(fresh: browser.Page, strategy: str) -> None:
-    of_hardware = {one["hardware"]: one for one in choices(300) if one["strategy"] == strategy}
+    of_hardware = {one["hardware"]: one for one in choices(500) if one["strategy"] == strategy}
     some = [of_hardware[name] for name in ("v100-ib", "h100-ib")]
     for one, command in zip(some, fresh.evaluate(f"{some}.map(commandOf)"), strict=True):
         check_command(command, one)
@@ -215,10 +216,23 @@ def test_layouts(fresh: browser.Page) -> None:
     # What is listed first is the fastest of what fits.
     machine = explorer.machine(state)
     every = fresh.evaluate("DATA.layouts.map((one) => ({...state, ...one})).filter((one) => !refusal(one))")
+    every = [one for one in every if one["strategy"] not in explorer.APART]
     found = [explorer.predicted(one) for one in every]
     best = max(one["tokens_s"] for one in found if one["peak_bytes"] <= machine.memory_bytes)
     fresh.click("#layouts tr:first-child button")
     assert explorer.predicted(fresh.evaluate("state"))["tokens_s"] == pytest.approx(best)
+
+
+@pytest.mark.parametrize("strategy", ["moe_gpt", "diloco_gpt"])
+def test_another_training_is_compared_with_itself(fresh: browser.Page, strategy: str) -> None:
+    read = "[...document.querySelectorAll('#layouts button')].map((one) => one.textContent.split(' ')[0])"
+    assert strategy not in fresh.evaluate(read)
+    fresh.evaluate(f"choose({{strategy: '{strategy}'}})")
+    assert {*fresh.evaluate(read)} == {strategy}
+
+
+def test_replicas_send_as_often_as_by_default() -> None:
+    assert sweep.default("diloco_gpt", "--inner-steps") == transformer.INNER_STEPS
 
 
 def test_layout_that_cannot_be(fresh: browser.Page) -> None:

@@ -79,11 +79,16 @@ WORDS: dict[str, Any] = {  # of legends, from bottom to top
         "pipeline_gpt": "Pipeline",
         "context_gpt": "Context parallel",
         "moe_gpt": "Expert parallel, another model",
+        "diloco_gpt": "Replicas apart, other numbers",
     },
     "shares": ["matrix products", "other operators", "waiting in a pipeline", "sending", "failures and saves"],
     "memory": ["parameters", "gradients", "optimizer", "activations and others"],
     "recompute": {"none": "nothing", "full": "all of each layer"},
 }
+APART = (
+    "moe_gpt",
+    "diloco_gpt",
+)  # which train another model, or to other numbers: no choice in the place of the others
 DEFAULT: dict[str, Any] = {
     "hardware": "h100-ib",
     "strategy": "fsdp_gpt",
@@ -201,8 +206,13 @@ def strategy(recipe: str) -> dict[str, Any]:
     many = transformer.of_recipe(recipe, 4, 2, global_batch=8)
     chosen = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "global_batch", "recompute", "local_size", "gradients")
     fixed = {field.name: getattr(many, field.name) for field in dataclasses.fields(Layout) if field.name not in chosen}
-    gradients = [few.gradients, many.gradients]
-    return {"flag": flag(recipe), "layout": fixed, "gradients": gradients, "shape": experts(recipe)}
+    own = {
+        "flag": flag(recipe),
+        "layout": fixed,
+        "gradients": [few.gradients, many.gradients],
+        "shape": experts(recipe),
+    }
+    return own | {"trains": recipe if recipe in APART else "the same"}
 
 
 def layouts() -> list[dict[str, Any]]:
@@ -290,6 +300,7 @@ def page() -> str:
         "CONTROLS": "\n".join(control(key, choices) for key, choices in values().items()),
         "PUBLISHED": published(),
         **{name.upper(): str(number) for name, number in experts("moe_gpt").items()},
+        "INNER_STEPS": str(transformer.INNER_STEPS),
         **{name.upper(): legend(name) for name in ("strategies", "shares", "memory")},
     }
     text = TEMPLATE.read_text()

@@ -132,6 +132,7 @@ class Layout:
         gathered_kept: tensors (b, s, h) of a layer that tensor-parallel ranks keep gathered for the backward pass.
         cp: ranks that share each sequence.
         ep: ranks that share the experts of a layer; they are among those of dp.
+        every: steps from one exchange of the dp ranks to the next, which sends all that they differ in at once.
         flash: whether one kernel computes attention; without it, memory is not known.
     """
 
@@ -162,6 +163,7 @@ class Layout:
     gathered_kept: int = 0
     cp: int = 1
     ep: int = 1
+    every: int = 1
     flash: bool = True
 
     @property
@@ -287,6 +289,8 @@ def traffic(shape: Shape, layout: Layout, layers: float, own: float) -> list[Tra
         elif layout.zero == 1:
             found.append(Traffic("reduce-scatter", "dp", dp, over, buckets, own * layout.grad_bytes, hidden))
             found.append(Traffic("all-gather", "dp", dp, over, buckets, own * HALF, hidden))
+        elif layout.every > 1:  # after a step, so that nothing is computed meanwhile
+            found.append(Traffic("all-reduce", "dp", dp, over, 1 / layout.every, own * FLOAT / layout.every))
         else:
             found.append(Traffic("all-reduce", "dp", dp, over, buckets, own * layout.grad_bytes, hidden))
     return found
@@ -413,7 +417,9 @@ def _held(  # noqa: PLR0912, PLR0915
 
 # --- the strategies that recipes have ------------------------------------------------------------------------------
 
-STRATEGIES = ("ddp_gpt", "fsdp_gpt", "tensor_gpt", "pipeline_gpt", "context_gpt", "moe_gpt")  # of docs/explorer.html
+# Of docs/explorer.html.
+STRATEGIES = ("ddp_gpt", "fsdp_gpt", "tensor_gpt", "pipeline_gpt", "context_gpt", "moe_gpt", "diloco_gpt")
+INNER_STEPS = 20  # diloco_gpt's default: each rank is a replica, and sends after so many steps
 
 
 def of_recipe(recipe: str, size: int, parts: int, **more: Any) -> Layout:
@@ -431,8 +437,9 @@ def of_recipe(recipe: str, size: int, parts: int, **more: Any) -> Layout:
     if recipe == "moe_gpt":  # whose ranks all read sequences
         return dataclasses.replace(base, dp=size, zero=3, ep=parts)
     several = base.global_batch * parts > base.micro_batch * size
-    replicas = {"gradients": 2 if several else 1, "extra": 8 if recipe == "diloco_gpt" else 0}
+    replicas = {"gradients": 2 if several else 1}
     own: dict[str, Any] = {
+        "diloco_gpt": {**replicas, "extra": 8, "every": INNER_STEPS},
         # Its loss over sliced logits makes more copies: counted.
         "tensor_gpt": {"tp": parts, "zero": 3, "gathered_kept": 2, "logit_bytes": 16, "logit_moved": 150},
         "pipeline_gpt": {"pp": parts, "overlapped": False, "outputs_kept": True},
