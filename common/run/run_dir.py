@@ -22,9 +22,8 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from common import UserError, manifest, places, ranks, trust
-from common.run import output
+from common.run import heat_maps, output
 from common.run.process import Process, World
-from common.train import metrics
 
 SHARED_S = 10.0  # how long NFS may take to show another machine's file
 
@@ -218,7 +217,7 @@ class Records:
         def draw(board: Any) -> None:
             for tag, value in values.items():
                 board.add_scalar(tag, value, step)
-            for name, picture in metrics.heat_maps(values):
+            for name, picture in heat_maps.of(values):
                 board.add_image(name, picture, step, dataformats="HW")
 
         self.draw(step, draw)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -81,18 +81,3 @@ def best(records: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, int]]
             if tag.startswith("val/") and math.isfinite(value) and sign * value > sign * before:
                 found[tag] = (value, int(line["step"]))
     return found
-
-
-def heat_maps(values: Mapping[str, float]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and picture, (H, W), of all values that are called NAME/ROW/COLUMN: from 0, black, to the largest, 1.
-
-    A part of another value, such as train/loss/web beside train/loss, belongs to none.
-    """
-    found: dict[str, dict[str, list[float]]] = {}
-    for tag, one in values.items():
-        row = tag.rpartition("/")[0]
-        if "/" in row and row not in values:
-            found.setdefault(row.rpartition("/")[0], {}).setdefault(row, []).append(one if 0 < one < math.inf else 0.0)
-    for name, rows in found.items():
-        table = torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, rows.values())], batch_first=True)
-        yield name, (table / table.max().clamp(min=1e-30)).kron(torch.ones(16, 16))

@@ -123,10 +123,10 @@ FAULTS = (
         "test_best_is_the_lowest_loss_and_the_highest_of_others",
     ),
     of(
-        "train/metrics",
+        "run/heat_maps",
         "a source's loss is a picture of its own",
-        'if "/" in row and row not in values',
-        'if "/" in row',
+        " and row not in values:",
+        ":",
         "tests/run/test_log.py::test_values_with_a_row_and_a_column_are_a_heat_map",
     ),
     of(

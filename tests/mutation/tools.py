@@ -25,8 +25,8 @@ FAULTS = (
     of(
         "transformer",
         "DDP has one copy of the gradients after micro-batches that send nothing",
-        '{"gradients": 2 if several else 1,',
-        '{"gradients": 1,',
+        '{"gradients": 2 if several else 1}',
+        '{"gradients": 1}',
         NEAR,
     ),
     of("transformer", "a logit takes 10 bytes", "logit_bytes: int = 12", "logit_bytes: int = 10", NEAR),

@@ -96,12 +96,3 @@ def test_best_is_a_number_if_there_is_one(losses: list[float]) -> None:
     """An evaluation that overflowed is not the best for ever."""
     found = metrics.best({"step": i, "val/loss": loss} for i, loss in enumerate(losses))
     assert found == {"val/loss": (0.5, losses.index(0.5))}
-
-
-def test_odd_tables_have_heat_maps() -> None:
-    """A shorter row ends in black, and so is what is no number; nothing else is a table."""
-    nan, inf = float("nan"), float("inf")
-    found = metrics.heat_maps({"a/load/0/0": 2.0, "a/load/0/1": nan, "a/load/1/0": 1.0, "perf/mfu": 1.0, "loss": 1.0})
-    assert {name: table[::16, ::16].tolist() for name, table in found} == {"a/load": [[1, 0], [0.5, 0]]}
-    ((_, black),) = metrics.heat_maps({"load/0/0": 0.0, "load/0/1": -1.0, "load/0/2": inf})
-    assert not black.any()
