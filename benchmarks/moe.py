@@ -380,7 +380,7 @@ def draw_curves(found: dict[str, Any], file: Path) -> None:
     right.annotate("all experts alike", (EVERY, 1.03), fontsize=8, color="grey")
     right.set_ylim(bottom=0.9)
     right.set_title("fullest expert of any layer, in equal shares", fontsize=10)
-    right.legend(frameon=False, fontsize=9)
+    right.legend(frameon=False, fontsize=9, loc=(0.62, 0.58))
     for axes in (left, right):
         axes.set_xlabel("step")
         axes.spines[["top", "right"]].set_visible(False)

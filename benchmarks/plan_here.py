@@ -43,7 +43,7 @@ RUNS_OWN = {"gpt": (2, 16), "resnet": (2, 20)}
 # --- collectives -------------------------------------------------------------------------------------------------
 
 
-def counted(layout: runner.Layout, folder: Path) -> list[tuple[str, int, int, int, int]]:
+def counted(layout: runner.Layout, folder: Path) -> list[tuple[str, int, int, float, int]]:
     """For each kind of collective: its name, calls and bytes of rank 0 in a real step, and both as planned."""
     sizes = {"--num-layers": theory.LAYERS, "--width": theory.WIDTH, "--seq-len": theory.LENGTH}
     sizes |= {"--global-batch-size": theory.BATCH}

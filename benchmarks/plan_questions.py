@@ -143,7 +143,7 @@ def answered(asked: Asked) -> str:
     found = predict([work], machine)
     tokens = work.units["tokens"]
     rate = work.samples * tokens / found.step_s / asked.size
-    step = known.Step(asked.size, found.step_s, found.launch_s, tokens, work.samples * tokens / asked.size)
+    step = answer.step_of(work, found)
     low, high = (rate * found.step_s / one for one in reversed(known.between("gpt", machine, step)))
     fits = "fits" if answer.fits(found, machine) else "**does not fit**"
     words = f"{found.peak_bytes / answer.GIB:.1f} of {machine.memory_gib:g} GiB: {fits}; {rate:,.0f} tokens/s a GPU "

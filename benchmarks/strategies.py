@@ -1,9 +1,11 @@
 """What each strategy holds, sends and waits for, beside theory: `uv run python -m benchmarks.strategies`.
 
 It writes docs/measured/strategies.md, its plot and its rows. Every GPT recipe runs as it stands, in real ranks, over
-its layouts of 2 and 4 ranks: tests/harness/probes.py looks into them, benchmarks/schedules.py times the pipelines.
+its layouts of 2 and 4 ranks: tests/harness/probes.py looks into them, benchmarks/schedules.py times the pipelines. With
+names of recipes (`... -m benchmarks.strategies moe_gpt`), it replaces what these hold and send, and nothing else.
 """
 
+import argparse
 import collections
 import csv
 import tempfile
@@ -17,12 +19,16 @@ from tests.harness.runner import ROOT
 from tests.harness.theory import (
     BATCH,
     DEFAULT,
+    EXPERTS,
     LAYERS,
     LENGTH,
     NAMES,
     NORMS,
+    TOP_K,
     WIDTH,
+    M,
     P,
+    X,
     gpt_layouts,
     sent_file,
     sent_table,
@@ -77,7 +83,9 @@ def sent_rows(layout: runner.Layout, found: list[dict[str, Any]]) -> list[str]:
     rows = []
     for kind in dict.fromkeys(kind for kind, _ in probes.KINDS.values()):
         each = [calls_to_others(one, kind) for one in found]
-        moved = [sum(4 * size for size in sizes if size >= SMALL) for sizes in each]
+        moved: list[float] = [sum(4 * size for size in sizes if size >= SMALL) for sizes in each]
+        if layout.recipe == "moe_gpt" and kind == "all-to-all":  # whose experts get more is no matter of the layout
+            moved = [sum(moved) / len(moved)] * len(moved)
         rank = moved.index(max(moved))
         terms = traffic(layout, rank).get(kind, [("none", 0.0)])
         if not any(each) and not any(value for _, value in terms):
@@ -103,39 +111,75 @@ def symbols() -> str:
         "S": ("ranks of a group that shares the model (HSDP)", "2"),
         "tp": ("ranks of a tensor-parallel group, `--tp`", "2 or 4"),
         "cp": ("ranks that share sequences, `--cp`", "2 or 4"),
+        "M": (f"parameters of the whole model with {EXPERTS} experts (moe_gpt)", f"{M / 1e6:.2f} MB"),
+        "X": ("of them, those of the experts", f"{X / 1e6:.2f} MB"),
+        "ep": ("ranks that share the experts, `--ep`", "2 or 4"),
+        "b": ("sequences of one step that a rank reads", f"{BATCH} / N"),
+        "k": ("experts that a token goes to", f"{TOP_K}"),
         "norms": ("parameters of all norms", f"{NORMS / 1e3:.0f} kB"),
     }
     lines = [f"| {symbol} | {meaning} | {size} |" for symbol, (meaning, size) in rows.items()]
     return "\n".join(["| symbol | meaning | here |", "|---|---|---|", *lines])
 
 
+def in_order(rows: list[str], layouts: list[runner.Layout]) -> list[str]:
+    """Rows in the order of the layouts, without those of layouts that are gone."""
+    places = {title(layout): i for i, layout in enumerate(layouts)}
+    key = {row: places.get(" | ".join(row.strip("| ").split(" | ")[:2]), -1) for row in rows}
+    return sorted((row for row in rows if key[row] >= 0), key=lambda row: key[row])
+
+
 def main() -> None:
     """Measure, draw, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    every = gpt_layouts()
+    names = sorted({layout.recipe for layout in every})
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"of {', '.join(names)}")
+    only = parser.parse_args().recipes
+    if unknown := {*only} - {*names}:
+        parser.error(f"no recipe of these: {', '.join(unknown)}")
     started = time.monotonic()
-    held, sent, alone = [], [], 0
+    page, file = ROOT / "docs/measured/strategies.md", ROOT / "docs/measured/strategies.csv"
+    held: list[str] = []
+    sent: list[str] = []
+    alone = 0
     with tempfile.TemporaryDirectory() as folder:
-        for i, layout in enumerate(gpt_layouts()):
-            found = measure(layout, Path(folder) / str(i))
-            held.append(held_row(layout, found))
-            sent += sent_rows(layout, found)
-            alone = max(alone, *(len(one["alone"]) for one in found))
+        for i, layout in enumerate(every):
+            if only and layout.recipe not in only:
+                continue
+            ranks = measure(layout, Path(folder) / str(i))
+            held.append(held_row(layout, ranks))
+            sent += sent_rows(layout, ranks)
+            alone = max(alone, *(len(one["alone"]) for one in ranks))
             print(held[-1], flush=True)
-        slept = schedules.asleep(NAMES, Path(folder), ROOT / "docs/measured/schedules.png")
-        computed = schedules.computing(NAMES, Path(folder))
-    with (ROOT / "docs/measured/strategies.csv").open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(sent_file(sent))
-    pages.write(
-        ROOT / "docs/measured/strategies.md",
-        measured=pages.measured("uv run python -m benchmarks.strategies", "gloo, float32", began=started),
-        symbols=symbols(),
-        held="\n".join([HELD_HEAD, *held]),
-        sent=sent_table(sent),
-        alone=f"Calls in groups of one rank, made by a single pipeline: {alone}.",
-        sleeping=f"1 unit is {schedules.UNIT_S:g} s, m is {schedules.MICRO_BATCHES}; the shortest of "
-        f"{len(schedules.STEPS)} steps.\n\n{SLEPT_HEAD}\n{slept}",
-        computing=f"2 ranks of one thread, {LAYERS} layers, width {WIDTH}, {schedules.MICRO_BATCHES} micro-batches of "
-        f"2 sequences of {schedules.REAL[-1]} tokens, {schedules.ROUNDS} rounds.\n\n{COMPUTED_HEAD}\n{computed}",
+        if not only:
+            slept = schedules.asleep(NAMES, Path(folder), ROOT / "docs/measured/schedules.png")
+            computed = schedules.computing(NAMES, Path(folder))
+            pages.write(
+                page,
+                alone=f"Calls in groups of one rank, made by a single pipeline: {alone}.",
+                sleeping=f"1 unit is {schedules.UNIT_S:g} s, m is {schedules.MICRO_BATCHES}; the shortest of "
+                f"{len(schedules.STEPS)} steps.\n\n{SLEPT_HEAD}\n{slept}",
+                computing=f"2 ranks of one thread, {LAYERS} layers, width {WIDTH}, {schedules.MICRO_BATCHES} "
+                f"micro-batches of 2 sequences of {schedules.REAL[-1]} tokens, {schedules.ROUNDS} rounds.\n\n"
+                f"{COMPUTED_HEAD}\n{computed}",
+            )
+    measured = pages.measured(
+        " ".join(["uv run python -m benchmarks.strategies", *only]), "gloo, float32", began=started
     )
+    if only:
+        before = pages.parts(page.read_text())
+        others = before["held"].splitlines()[2:]
+        held = [row for row in others if row.split()[1] not in only] + held
+        with file.open(newline="") as lines:
+            filed = [f"| {' | '.join(cells)} |" for cells in [*csv.reader(lines)][1:]]
+        sent = [row for row in filed if row.split()[1] not in only] + sent
+        measured = f"{before['measured'].strip()}\n\n{measured}"
+    held, sent = in_order(held, every), in_order(sent, every)
+    with file.open("w", newline="") as lines:
+        csv.writer(lines, lineterminator="\n").writerows(sent_file(sent))
+    table = "\n".join([HELD_HEAD, *held])
+    pages.write(page, measured=measured, symbols=symbols(), held=table, sent=sent_table(sent))
 
 
 if __name__ == "__main__":

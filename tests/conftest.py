@@ -1,7 +1,9 @@
 """Fixtures, the tests that a run takes, and what a failing one prints."""
 
+import math
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
@@ -107,12 +109,13 @@ def group() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpus", action="store_true", help="let the tests see the GPUs; run those that need one")
-    parser.addoption("--part", default="1/1", metavar="I/N", help="the I-th of N parts of the tests: CI takes turns")
+    parser.addoption("--begin", default=0, type=int, metavar="N", help="the first test, modulo their number")
+    parser.addoption("--until", default=math.inf, type=float, metavar="TIME", help="skip what begins later (Unix time)")
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what tests/rest.txt lists; without --gpus, skip what needs one; keep the asked part."""
+@pytest.hookimpl(wrapper=True)  # around the others, which look at `-m` and `-k`
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark what tests/rest.txt lists; without --gpus, skip what needs one; begin where --begin says."""
     listed = rest.patterns()
     if config.args == config.getini("testpaths") and (stale := rest.unmatched(listed, [one.nodeid for one in items])):
         raise pytest.UsageError(f"{rest.FILE}: no test begins with {', '.join(stale)}")
@@ -121,9 +124,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.rest)
         if item.get_closest_marker("gpu") and not config.getoption("gpus"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: pytest --gpus"))
-    mine = rest.of_part([one.nodeid for one in items], config.getoption("part"))
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in mine])
-    items[:] = [item for item in items if item.nodeid in mine]
+    yield
+    begin = config.getoption("begin") % max(1, len(items))
+    items[:] = items[begin:] + items[:begin]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -147,8 +150,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """From here on, trainings are this test's."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """From here on, trainings are this test's; none begins when the time is over."""
+    if time.time() > item.config.getoption("until"):
+        pytest.skip("NOT RUN: the time is over")
     runner.results.clear()
 
 

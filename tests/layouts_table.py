@@ -71,7 +71,7 @@ def run(kinds: Sequence[str]) -> list[dict[str, Any]]:
     """Make all moves from and to these kinds."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder, "rows.jsonl")
-        command = [sys.executable, "-m", "pytest", "-m", "layouts", "tests/recipes/test_layouts.py", "-k", "any_to_any"]
+        command = [sys.executable, "-m", "pytest", "-m", "rest", "tests/recipes/test_layouts.py", "-k", "any_to_any"]
         environ = os.environ | {"LAYOUTS_RECORD": str(record), "LAYOUTS_KINDS": ",".join(kinds)}
         subprocess.run([*command, "--timeout=1800"], cwd=ROOT, env=environ, check=False)
         return [json.loads(line) for line in record.read_text().splitlines()]

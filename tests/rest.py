@@ -1,7 +1,6 @@
 """Which tests `uv run pytest` leaves to `uv run pytest -m rest`, beside those with the mark `rest`: see rest.txt."""
 
 import re
-import zlib
 from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".txt")
@@ -21,10 +20,3 @@ def lists(listed: list[re.Pattern[str]], name: str) -> bool:
 def unmatched(listed: list[re.Pattern[str]], names: list[str]) -> list[str]:
     """The expressions that match no test: they are of tests that have gone, or are wrong."""
     return [one.pattern for one in listed if not any(map(one.match, names))]
-
-
-def of_part(names: list[str], part: str) -> set[str]:
-    """The tests of one part, such as "2/3": by their names, so that no other test moves one into another part."""
-    number, parts = map(int, part.split("/"))
-    assert 1 <= number <= parts, "--part is I/N with I from 1 to N"
-    return {name for name in names if zlib.crc32(name.encode()) % parts == number - 1}

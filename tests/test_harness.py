@@ -45,12 +45,12 @@ def test_gpu():
 """
 
 
-def run_pytest(folder: Path) -> str:
+def run_pytest(folder: Path, *more: str) -> str:
     folder.joinpath("own").mkdir()
     folder.joinpath("own", "train.py").write_text(RECIPE)
     folder.joinpath("test_some.py").write_text(TESTS)
     pytest_ = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
-    command = [*pytest_, "-n", "0", "-rs", str(folder / "test_some.py")]
+    command = [*pytest_, "-n", "0", "-rs", *more, str(folder / "test_some.py")]
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1", "COLUMNS": "200"}
     done = subprocess.run(
         command, cwd=runner.ROOT, env=environ, capture_output=True, text=True, timeout=runner.HANG_S, check=False
@@ -82,6 +82,12 @@ def test_failing_training_is_printed_with_its_command(
         again.main()
     assert ended.value.code
     assert "ArithmeticError: as asked" in capsys.readouterr().out
+
+
+def test_begins_where_it_is_asked_and_says_what_it_left(tmp_path: Path) -> None:
+    printed = run_pytest(tmp_path, "--begin=4", "--until=1", "-vv")
+    assert re.findall("::test_(bad|good|gpu) SKIPPED", printed) == ["bad", "gpu", "good"], printed
+    assert re.search(r"SKIPPED \[3\] .*NOT RUN: the time is over", printed), printed
 
 
 @pytest.mark.parametrize("gpus", [True, False])

@@ -2,7 +2,6 @@
 
     python tests/timed.py --to times.jsonl pytest uv run pytest     # note the part "pytest", whose command follows
     python tests/timed.py --table times.jsonl                       # print all parts
-    python tests/timed.py --next rest times.jsonl                   # print the seconds that another such part takes
     python -m tests.timed --page times.jsonl                        # and write all into docs/measured/tests.md
 
 Without --page it needs the standard library alone, because the first part installs the rest. Processes that outlive
@@ -52,15 +51,6 @@ def _row(line: dict[str, Any]) -> str:
     return f"{line['part']}: {line['took_s']:,.0f} s, {line['processor_s']:,.0f} s of processors{failed}"
 
 
-def expected_s(name: str, lines: list[dict[str, Any]]) -> int:
-    """Seconds that another part of this name takes, by the processor seconds of the longest one so far.
-
-    Not by the clock: other parts may have run beside it. Half as much is added for what waits.
-    """
-    used = [line["processor_s"] for line in lines if line["part"].split()[0] == name]
-    return round(1.5 * max(used, default=0.0) / (os.cpu_count() or 1))
-
-
 def table(lines: list[dict[str, Any]]) -> str:
     """The parts as a table of Markdown. Parts may run beside each other, so the clock's seconds do not add up."""
     rows = [f"| {one['part']} | {one['took_s']:,.0f} | {one['processor_s']:,.0f} |" for one in lines]
@@ -74,12 +64,8 @@ def main() -> None:
     parser.add_argument("--to", type=Path, help="file that gets a line of JSON for the part")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print the parts of such a file")
     parser.add_argument("--page", type=Path, metavar="FILE", help="print them, and write docs/measured/tests.md")
-    parser.add_argument("--next", nargs=2, metavar=("NAME", "FILE"), help="print the seconds that another part takes")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="name of the part, and its command")
     args = parser.parse_args()
-    if args.next:
-        print(expected_s(args.next[0], [json.loads(line) for line in Path(args.next[1]).read_text().splitlines()]))
-        return
     if file := args.table or args.page:
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         print(table(lines))

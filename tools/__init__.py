@@ -1,5 +1,6 @@
 """What one runs by hand, before and after a job. Without its environment, each tool says so in one sentence."""
 
+import importlib.util
 import sys
 from types import TracebackType
 
@@ -15,6 +16,12 @@ def _explained(kind: type[BaseException], error: BaseException, trace: Traceback
         return
     here = "run `source .venv/bin/activate` in the repository's folder (`uv sync` makes it), and the command again"
     print(f"error: {sys.executable} has no {missing}: {here}", file=sys.stderr)
+
+
+def need(package: str) -> None:
+    """Say that a package is missing before a launcher starts processes, each of which would say so in its own way."""
+    if not importlib.util.find_spec(package):
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 sys.excepthook = _explained

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 import torch.distributed as dist
 
 from common import UserError, manifest, places, ranks, trust
-from common.run import output
+from common.run import heat_maps, output
 from common.run.process import Process, World
 
 SHARED_S = 10.0  # how long NFS may take to show another machine's file
@@ -217,6 +217,8 @@ class Records:
         def draw(board: Any) -> None:
             for tag, value in values.items():
                 board.add_scalar(tag, value, step)
+            for name, picture in heat_maps.of(values):
+                board.add_image(name, picture, step, dataformats="HW")
 
         self.draw(step, draw)
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from common import UserError, bounds, ranks
-from common.workloads import gpt, moe_names
+from common.workloads import gpt, moe_names, products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +50,12 @@ class Routing:
         """What a recipe's flags ask for.
 
         Raises:
-            UserError: a token would have to go to more experts than there are.
+            UserError: a token would have to go to more experts than there are; or a model without any has shared ones.
         """
+        if args.experts == 1 and args.shared_experts:
+            raise UserError(
+                f"--shared-experts {args.shared_experts} needs --experts 2 or more: 1 is a model without any"
+            )
         if 1 < args.experts < args.top_k:
             raise UserError(f"--top-k {args.top_k} must be at most --experts {args.experts}")
         return Routing(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Routing)})
@@ -83,14 +87,14 @@ class Experts(nn.Module):
     def are_grouped(self, x: torch.Tensor) -> bool:
         """Whether one grouped product computes them all, and not one expert after the other.
 
-        It does on GPUs in bfloat16, if there are several, of MLPs whose rows are multiples of 16 bytes, as torch's
+        It does where `products.is_fast`, if there are several, of MLPs whose rows are multiples of 16 bytes, as torch's
         kernel wants.
         """
         fit = (
             type(expert) is gpt.Mlp and expert.gate.in_features % 8 == expert.gate.out_features % 8 == 0
             for expert in self.children()
         )
-        return len(self) > 1 and is_fast(x) and all(fit)
+        return len(self) > 1 and products.is_fast(x) and all(fit)
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor, sizes: list[int] | None) -> torch.Tensor:
         """Map (n, C) to (n, C); the first counts[0] rows belong to the first expert, and so on.
@@ -108,20 +112,15 @@ class Experts(nn.Module):
         return torch.cat([expert(part) for expert, part in parts])
 
 
-def is_fast(x: torch.Tensor) -> bool:
-    """Whether torch's grouped product is more than a loop over groups there."""
-    return x.is_cuda and x.dtype == torch.bfloat16
-
-
 def grouped(experts: list[Any], rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """As `gpt.Mlp` of each expert's rows, in three products, whatever their number; copies the matrices."""
+    """As `gpt.Mlp` of each expert's rows, in three products, whatever their number."""
     ends = counts.cumsum(0, dtype=torch.int32)
-    gate, up, down = (
-        torch.stack([getattr(expert, part).weight for expert in experts]).to(rows.dtype).mT
-        for part in ("gate", "up", "down")
-    )
-    hidden = F.silu(F.grouped_mm(rows, gate, offs=ends)) * F.grouped_mm(rows, up, offs=ends)
-    return F.grouped_mm(hidden, down, offs=ends)
+
+    def product(part: str, x: torch.Tensor) -> torch.Tensor:
+        matrices: Any = (getattr(expert, part).weight.to(x.dtype) for expert in experts)
+        return products.Product.apply(x, ends, *matrices)
+
+    return product("down", F.silu(product("gate", rows)) * product("up", rows))
 
 
 Mix = Callable[[Experts, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -16,9 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.harness import runner
 from tests.launch.test_launch import TORCHRUN, shell
 
-# One training in three forms: rank 0 prints the weights. The lines between are what changes.
-BODY = """
+# One training in three forms: rank 0 prints the weights. The lines between are what changes. Ranks share a pipe, and
+# `print` writes each word by itself where Python's output is unbuffered, as under torchrun: a line is written whole.
+SAY = """
 import os
+
+
+def say(*words):
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+"""
+BODY = (
+    SAY
+    + """
 
 import torch
 import torch.distributed as dist
@@ -35,10 +45,11 @@ def train(rank, size):
         optimizer.step()
         optimizer.zero_grad()
     if rank == 0:
-        print("weights", model.module.weight.tolist(), flush=True)
+        say("weights", model.module.weight.tolist())
     dist.destroy_process_group()
 
 """
+)
 OLD = (
     BODY
     + """
@@ -47,9 +58,9 @@ import argparse
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", default=-1)
 args = parser.parse_args()
-print("local_rank", repr(args.local_rank), flush=True)
+say("local_rank", repr(args.local_rank))
 if args.local_rank == -1:
-    print("trains alone", flush=True)
+    say("trains alone")
 else:
     dist.init_process_group("gloo", init_method="env://")
     train(dist.get_rank(), dist.get_world_size())
@@ -76,7 +87,7 @@ if __name__ == "__main__":
 NEW = (
     BODY
     + """
-print("local_rank", int(os.environ["LOCAL_RANK"]), flush=True)
+say("local_rank", int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("gloo")
 train(dist.get_rank(), dist.get_world_size())
 """
@@ -138,7 +149,7 @@ def test_spawn_trains_as_torchrun(tmp_path: Path, new: list[float]) -> None:
     assert weights(words) == new
 
 
-VISIBLE = 'import os; print("rank", os.environ["LOCAL_RANK"], "sees", os.environ["CUDA_VISIBLE_DEVICES"])'
+VISIBLE = SAY + 'say("rank", os.environ["LOCAL_RANK"], "sees", os.environ["CUDA_VISIBLE_DEVICES"])'
 
 
 def test_visible_devices_reach_every_rank(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def local_bytes(tensors: Any) -> int:
 
 
 def calls_of(trace: Path) -> list[tuple[str, int]]:
-    """Kind and number of elements of each call that a profile has."""
+    """Kind of each call that a profile has, and number of its elements; an integer of 64 bit counts as two."""
     found = []
     for event in json.loads(trace.read_text())["traceEvents"]:
         name = event.get("name", "")
@@ -89,7 +89,7 @@ def calls_of(trace: Path) -> list[tuple[str, int]]:
             kind, whole = KINDS[name.removeprefix("c10d::")]  # a KeyError for an operator that is not known here
             sizes = event["args"]["Input Dims"][whole]
             for size in sizes if event["args"]["Input type"][whole] == "TensorList" else [sizes]:
-                found.append((kind, math.prod(size)))
+                found.append((kind, math.prod(size) * (2 if event["args"]["Input type"][whole] == "long int" else 1)))
     return found
 
 

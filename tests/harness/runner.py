@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -245,7 +245,15 @@ def run_recipe(
     """
     path = recipe if isinstance(recipe, Path) else ROOT / "recipes" / recipe / "train.py"
     argv = [[str(path), *flags, *(rank_flags or {}).get(rank, ())] for rank in range(world_size)]
-    return rerun(target or run_unmeasured, [(str(path), one) for one in argv], timeout_s)
+    return rerun(target or run_unmeasured, [(str(path), one) for one in argv], timeout_s, (str(path), *alike(flags)))
+
+
+ELSEWHERE = {"--out", "--name", "--resume", "--init", "--data", "--stop-after"}  # change no group and no split
+
+
+def alike(flags: Sequence[str]) -> list[str]:
+    """Flags without those of `ELSEWHERE` and their values: they are the same in trainings that are laid out alike."""
+    return [flag for before, flag in zip(("", *flags), flags, strict=False) if not ELSEWHERE & {before, flag}]
 
 
 class _Rank:
@@ -287,7 +295,7 @@ def rerun(
     target: Callable[..., None],
     args: Sequence[tuple[Any, ...]],
     timeout_s: float = HANG_S,
-    layout: Layout | None = None,
+    layout: Hashable = None,
 ) -> Result:
     """Call `target(*args[rank])` in one process per rank, which may have run other trainings before.
 
@@ -348,7 +356,7 @@ def _run(
     target: Callable[..., None],
     args: Sequence[tuple[Any, ...]],
     timeout_s: float,
-    layout: Layout | None = None,
+    layout: Hashable = None,
 ) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / str(rank) for rank in range(len(here))]

@@ -5,7 +5,7 @@ import itertools
 import runpy
 
 import torch
-from common.workloads import gpt
+from common.workloads import gpt, moe
 
 from tests.harness import runner
 from tests.harness.runner import ROOT
@@ -16,6 +16,7 @@ LENGTH = 64
 BATCH = 16
 REPLICAS = ("accelerate_gpt", "ddp_gpt")
 OUTER = ("--inner-steps", "1")  # of diloco_gpt: each step, also the measured one, ends with an outer step
+EXPERTS, TOP_K = 8, 2  # of moe_gpt
 RECIPE = "pipeline_gpt"
 NAIVE = "GPipe, 1 micro-batch"  # one rank computes at a time
 DEFAULT, *OTHERS = runner.choices(RECIPE, "--schedule")
@@ -33,6 +34,9 @@ SHOWN = (  # the rows of "Sent" that everybody should see: how they begin
     "context_gpt --cp 4 --cp-kind ring | 4 | send",
     "context_gpt --cp 4 --cp-kind allgather | 4 | all-gather",
     "context_gpt --cp 4 --cp-kind ulysses | 4 | all-to-all",
+    "moe_gpt --ep 4 --ep-kind exchange | 4 | all-to-all",
+    "moe_gpt --ep 4 --ep-kind gather | 4 | all-gather",
+    "moe_gpt --ep 2 --ep-kind exchange | 4 | all-gather",
     f"pipeline_gpt --pp 4 --schedule {DEFAULT} | 4 | send",
     f"pipeline_gpt --pp 2 --schedule {DEFAULT} | 4 | all-reduce",
 )
@@ -51,14 +55,15 @@ def stages(name: str, num_ranks: int) -> list[list[int]]:
     return [recipe["stage_numbers"](args, rank) for rank in range(num_ranks)]
 
 
-def model_bytes(*names: str) -> int:
+def model_bytes(*names: str, experts: int = 1) -> int:
     """Of the parameters of the whole model, in float32, whose name has one of these in it."""
     with torch.device("meta"):
-        model = gpt.GPT(gpt.Shape(256, LAYERS, 4, WIDTH))
+        model = moe.with_experts(gpt.GPT(gpt.Shape(256, LAYERS, 4, WIDTH)), moe.Routing(experts, TOP_K))
     return sum(4 * p.numel() for name, p in model.named_parameters() if any(part in name for part in names))
 
 
 P, BLOCK, NORMS = model_bytes(""), model_bytes("blocks.0."), model_bytes("norm")
+M, X = model_bytes("", experts=EXPERTS), model_bytes("mlp.experts.", experts=EXPERTS)  # with experts, and these alone
 Term = tuple[str, float]  # a formula in words, and its bytes
 
 
@@ -91,9 +96,10 @@ def share(layout: runner.Layout, rank: int) -> Term:
         return "its own layers", sum(size for owner, size in of if owner == rank // layout.dp_size)
     if layout.recipe in REPLICAS or "--inner-steps" in flags:
         return "P", P
+    name, whole = ("M", M) if "--ep" in flags else ("P", P)
     if "--dp-replicate" in flags:
-        return "P/S", P / (layout.size // int(flags["--dp-replicate"]))
-    return "P/N", P / layout.size
+        return f"{name}/S", whole / (layout.size // int(flags["--dp-replicate"]))
+    return f"{name}/N", whole / layout.size
 
 
 def traffic(layout: runner.Layout, rank: int) -> dict[str, list[Term]]:
@@ -107,7 +113,11 @@ def traffic(layout: runner.Layout, rank: int) -> dict[str, list[Term]]:
         alone: Term = ("DDP of one rank calls it, and sends nothing", P)
         in_replica: Term = ("the replica's gradients", P)
         found["all-reduce"] = [("P", P), in_replica if "--replicas" in flags else alone]
-    elif layout.recipe in ("fsdp_gpt", "context_gpt", "moe_gpt"):
+    elif "--ep" in flags:
+        found |= experts(layout, int(flags["--ep"]), stream)
+        if "--dp-replicate" in flags:
+            found["all-reduce"] = [share(layout, rank)]
+    elif layout.recipe in ("fsdp_gpt", "context_gpt"):
         found["all-gather"] = [("2 P", 2 * P), ("first and last layers gathered once", -rest)]
         found["reduce-scatter"] = [("P", P)]
         if "--dp-replicate" in flags:
@@ -158,6 +168,31 @@ def context(kind: str, cp: int) -> dict[str, Term]:
     return {"send": hops, "receive": hops}
 
 
+def experts(layout: runner.Layout, ep: int, stream: float) -> dict[str, list[Term]]:
+    """What moe_gpt sends in a step, by kind: what FSDP does, and tokens. Of an exchange, the mean over the ranks."""
+    flags = options(layout)
+    sharded = layout.size // int(flags.get("--dp-replicate", 1)) > ep  # an expert lies on several ranks
+    rest = P - LAYERS * BLOCK
+    gathers, scatters = ["2 (M - X)"], ["M - X"]
+    gathered, scattered = 2.0 * (M - X), 1.0 * (M - X)
+    if sharded:
+        gathers, scatters = [*gathers, "2 X/ep"], [*scatters, "X/ep"]
+        gathered, scattered = gathered + 2 * X / ep, scattered + X / ep
+    group = stream * ep  # the residual stream of the ranks that share experts
+    if flags["--ep-kind"] == "exchange":
+        tokens = {"all-to-all": [("4 L b T k C", 4 * LAYERS * TOP_K * stream)]}
+    else:
+        tokens = {}
+        gathers, scatters = [*gathers, "L ep b T (2 C + 3 k)"], [*scatters, "L ep b T (2 C + k)"]
+        gathered += LAYERS * group * (2 + 3 * TOP_K / WIDTH)
+        scattered += LAYERS * group * (2 + TOP_K / WIDTH)
+    return {
+        "all-gather": [(" + ".join(gathers), gathered), ("first and last layers gathered once", -rest)],
+        "reduce-scatter": [(" + ".join(scatters), scattered)],
+        **tokens,
+    }
+
+
 # --- Layouts that are measured --------------------------------------------------------------------------------
 
 
@@ -165,6 +200,9 @@ def gpt_layouts() -> list[runner.Layout]:
     """Those of 2 and 4 ranks, of the GPT recipes, without the odd sizes of tests; hybrids with one schedule."""
     found = []
     for recipe in runner.RECIPES:
+        if runner.has_flag(recipe, "--experts"):  # which the layouts of tests do not have
+            found += with_experts(recipe)
+            continue
         for one in runner.layouts(recipe) if runner.workload(recipe) == "gpt" else []:
             again = one.dp_size > 1 and options(one).get("--schedule", DEFAULT) != DEFAULT
             if one.size in (2, 4) and not again and options(one).get("--pp") != "1":
@@ -173,6 +211,14 @@ def gpt_layouts() -> list[runner.Layout]:
                 if apart and one.size == 4:
                     found.append(runner.Layout(recipe, one.size, (*OUTER, "--replicas", "2"), one.dp_size))
     return found
+
+
+def with_experts(recipe: str) -> list[runner.Layout]:
+    """All experts on 2 or 4 ranks, in both ways; and on 2 of 4, with FSDP between them or as replicas."""
+    kinds = [("--ep-kind", kind) for kind in runner.choices(recipe, "--ep-kind")]
+    found = [(size, ("--ep", str(size), *kind)) for size in (2, 4) for kind in kinds]
+    found += [(4, ("--ep", "2", *kinds[0])), (4, ("--dp-replicate", "2", "--ep", "2", *kinds[0]))]
+    return [runner.Layout(recipe, size, flags, size) for size, flags in found]
 
 
 def title(layout: runner.Layout) -> str:

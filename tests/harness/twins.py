@@ -1,5 +1,6 @@
 """The bare twins beside the recipes, with small constants; and the flags with which a recipe trains as its twin."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 from tests.harness import runner
@@ -26,6 +27,21 @@ CONSTANTS = {  # of the twins
 def flags(recipe: str, size: int) -> tuple[str, ...]:
     """Those with which a recipe's strategy is its twin's, on some ranks."""
     return tuple(flag.format(size=size, tp=min(2, size)) for flag in STRATEGY.get(recipe, ()))
+
+
+SMALL = {"width=192": "width=32", "seq_len=128": "seq_len=16"}  # of a language model
+
+
+def write_small(recipe: str, folder: Path) -> Path:
+    """A twin's file in a folder, with a small language model if it trains one."""
+    text = (runner.ROOT / "recipes" / recipe / "bare.py").read_text()
+    if runner.workload(recipe) == "gpt":
+        for old, new in SMALL.items():
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+    path = folder / "bare.py"
+    path.write_text(text)
+    return path
 
 
 def load(recipe: str, mutant: tuple[str, str] = ("", "")) -> SimpleNamespace:

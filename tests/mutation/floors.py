@@ -123,6 +123,13 @@ FAULTS = (
         "test_best_is_the_lowest_loss_and_the_highest_of_others",
     ),
     of(
+        "run/heat_maps",
+        "a source's loss is a picture of its own",
+        " and row not in values:",
+        ":",
+        "tests/run/test_log.py::test_values_with_a_row_and_a_column_are_a_heat_map",
+    ),
+    of(
         "train/schedule",
         "the warm-up is one step behind",
         "return (step + 1) / (warmup_steps + 1)",
@@ -422,9 +429,23 @@ FAULTS = (
     of(
         "workloads/moe",
         "the grouped product takes gates for ups",
-        "* F.grouped_mm(rows, up, offs=ends)",
-        "* F.grouped_mm(rows, gate, offs=ends)",
+        '* product("up", rows)',
+        '* product("gate", rows)',
         "test_grouped_product_is_the_loop",
+    ),
+    of(
+        "workloads/products",
+        "grouped products wait on an A100",
+        "major in (9, 10)",
+        "major >= 8",
+        "tests/workloads/test_moe.py::test_grouped_product_is_fast_on_some_generations",
+    ),
+    of(
+        "workloads/products",
+        "the grouped product keeps a copy of all matrices",
+        "ctx.save_for_backward(rows, ends, *matrices)",
+        "ctx.save_for_backward(rows, ends, *torch.stack(matrices))",
+        "tests/workloads/test_moe.py::test_grouped_product_keeps_no_copies",
     ),
     of(
         "workloads/moe",
@@ -487,7 +508,7 @@ FAULTS = (
         "a document begins one token late",
         "tokens[np.cumsum(sizes) - sizes] +=",
         "tokens[np.cumsum(sizes) - sizes + (sizes > 1)] +=",
-        "tests/workloads/test_chats.py::test_bits_per_byte_and_digest",
+        "tests/workloads/test_chats.py::test_lines_are_no_documents",
     ),
     of(
         "workloads/chats",

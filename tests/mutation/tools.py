@@ -25,8 +25,8 @@ FAULTS = (
     of(
         "transformer",
         "DDP has one copy of the gradients after micro-batches that send nothing",
-        '{"gradients": 2 if several else 1,',
-        '{"gradients": 1,',
+        '{"gradients": 2 if several else 1}',
+        '{"gradients": 1}',
         NEAR,
     ),
     of("transformer", "a logit takes 10 bytes", "logit_bytes: int = 12", "logit_bytes: int = 10", NEAR),
@@ -76,8 +76,8 @@ FAULTS = (
     of(
         "predict",
         "attention's kernels reach what products do",
-        "/ (machine.reach.products * machine.reach.attention)",
-        "/ machine.reach.products",
+        "(products + exponentials) / machine.reach.attention",
+        "(products + exponentials) / machine.reach.products",
         f"{PLAN}::test_rows_that_no_fit_has_seen",
     ),
     of(
@@ -103,9 +103,37 @@ FAULTS = (
     ),
     of(
         "known",
+        "a row is near a question of any number of tensor-parallel ranks",
+        '"tp": 2.0',
+        '"tp": 2.0e9',
+        f"{PLAN}::test_range_covers_nine_of_ten_rows_near_a_question",
+    ),
+    of(
+        "own_runs",
+        "the warm-up counts",
+        "rate=statistics.median(rates[1:])",
+        "rate=statistics.median(rates)",
+        f"{PLAN}::test_runs_of_this_machine_bring_predictions_closer",
+    ),
+    of(
+        "own_runs",
+        "a page's rates are those of its whole world",
+        'ranks = 1 if one["layout"].endswith(" in one process") else size',
+        "ranks = size",
+        f"{PLAN}::test_page_of_proofs_is_read",
+    ),
+    of(
+        "own_runs",
+        "a run has a part in the fit that it is predicted by",
+        "fit.fit([*known[:i], *known[i + 1 :]], machine.reach)",
+        "fit.fit(known, machine.reach)",
+        f"{PLAN}::test_own_runs_are_fitted",
+    ),
+    of(
+        "known",
         "the question itself does not count",
-        "needed = COVERED * (1 + sum(",
-        "needed = COVERED * (0 + sum(",
+        "needed = NEAR * (1 + sum(",
+        "needed = NEAR * (0 + sum(",
         f"{PLAN}::test_range_covers_nine_of_ten_rows_near_a_question",
     ),
     of(

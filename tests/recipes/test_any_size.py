@@ -4,7 +4,8 @@ Sections 2 to 4 of each recipe run on sets of 1 to twice dp samples, and are com
 process. Sets of no samples never come so far.
 """
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -64,20 +65,21 @@ def close(found: float, wanted: float) -> bool:
     return abs(found - wanted) <= TOLERANCE * abs(wanted)
 
 
-def check(layout: runner.Layout, micro: int, world: Any, sizes: Iterable[int] = ()) -> None:
-    """One layout and micro-batch: all sizes, or these, in this rank (all ranks)."""
+def check(layout: runner.Layout, micros: Sequence[int], world: Any, sizes: Sequence[int] = ()) -> None:
+    """One layout in this rank, with one model: all sizes, or these, in each of these micro-batches (all ranks)."""
     train = module.load(layout.recipe)
-    args = cli.parse(train.Args, flags(layout, micro))
+    args = cli.parse(train.Args, flags(layout, micros[0]))
     is_text = runner.workload(layout.recipe) == "gpt"
     some = Tokens(2 * layout.dp_size, not is_text)
     plain = initial.materialize(train.make_model(args, some), args.seed, CPU, torch.float64)
     mesh = train.make_mesh(args, world)
     dp_rank, dp_size = train.dp_coordinates(mesh)
     model = train.parallelize(args, train.make_model(args, some), mesh, CPU)
-    division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
     next(one for one in model.modules() if not any(one.children())).eval()  # as make_model may have put one
     modes = [one.training for one in model.modules()]
-    for size in sizes or range(1, 2 * layout.dp_size + 1):
+    for micro, size in itertools.product(micros, sizes or range(1, 2 * layout.dp_size + 1)):
+        args = cli.parse(train.Args, flags(layout, micro))
+        division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
         where = f"{layout}, micro-batches of {micro}, {size} samples"
         held_out = Tokens(size, not is_text)
         plan = sampler.make_plan(division, size, run_seed=0, max_steps=0, epochs=1, progress={})
@@ -109,8 +111,11 @@ def check_all(layouts: Sequence[runner.Layout], sizes: Sequence[int] = ()) -> No
     """All micro-batches; or one, of one sample a rank, if sizes are given."""
     world = process_group.start()
     for layout in layouts:
-        for micro in (1,) if sizes else micro_sizes(layout):
-            check(layout, micro, world, sizes)
+        micros = (1,) if sizes else micro_sizes(layout)
+        for some in (
+            [(micro,) for micro in micros] if "--pp" in layout.flags else [micros]
+        ):  # it is built for their size
+            check(layout, some, world, sizes)
             dist.barrier()
     process_group.finish(world.process)
 

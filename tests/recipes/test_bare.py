@@ -146,7 +146,7 @@ def test_mutant_fails(what: str, small_data: dict[str, Path]) -> None:
 def test_continues_from_its_checkpoint(recipe: str, tmp_path: Path) -> None:
     """As the docstring says; PPO's environments begin new episodes."""
     flag, half = ("--epochs", 1) if "resnet" in recipe else ("--steps", 10)
-    path = runner.ROOT / "recipes" / recipe / "bare.py"
+    path = twins.write_small(recipe, tmp_path)
     size = runner.world_sizes(recipe, 2)[-1]
 
     def last_line(steps: int, *more: str) -> str:

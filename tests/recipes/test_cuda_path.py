@@ -35,7 +35,9 @@ def test_every_recipe_is_counted_or_has_a_reason() -> None:
 
 @pytest.mark.parametrize("recipe", list(each_recipe()))
 def test_counts_are_those_of_the_page(recipe: str) -> None:
-    cases = cuda_table.cases(recipe)
+    """On 64 ranks for one recipe of each workload: more ranks run the same lines."""
+    few = not runner.stands_for_workload(recipe)
+    cases = [one for one in cuda_table.cases(recipe) if not (few and one.size == 64)]
     page = pages.parts(cuda_table.PAGE.read_text())
     for case, counted in zip(cases, cuda_table.count(cases), strict=True):
         for part in ("step", "evaluate"):

@@ -362,6 +362,14 @@ def test_a_layer_waits_once_and_sends_its_choices_twice(kind: str, waits: int) -
         assert "all-to-all" not in {name for name, _ in sent}
 
 
+@pytest.mark.parametrize(("gpu", "waits"), [("NVIDIA H100 80GB HBM3", 0), ("NVIDIA A100-SXM4-80GB", 1)])
+def test_a_layer_waits_without_an_exchange_only_where_products_are_not_grouped(gpu: str, waits: int) -> None:
+    flags = ["--num-layers", "2", "--width", "64", "--num-heads", "4", "--ep", "1", "--dtype", "bfloat16"]
+    case = {"folder": str(runner.ROOT / "recipes" / RECIPE), "size": 2, "flags": flags, "only_step": True, "gpu": gpu}
+    found = json.loads(counter.in_child(case))
+    assert sum(found["step"]["syncs"].values()) == 2 * waits, found
+
+
 @pytest.mark.rest
 @pytest.mark.parametrize("kind", ["ep 2", "ep 2 x 2", "hsdp, ep 2"])
 def test_muon_and_averages_are_those_of_one_process(kind: str, once: Once, epoch_text: Path, tmp_path: Path) -> None:
@@ -410,8 +418,8 @@ def test_one_training_through_all_kinds(once: Once, epoch_text: Path, tmp_path: 
 
 
 @pytest.mark.rest
+@pytest.mark.parametrize("source", KINDS)  # one after the other for the same target, which then starts faster
 @pytest.mark.parametrize("target", KINDS)
-@pytest.mark.parametrize("source", KINDS)
 def test_any_to_any(source: str, target: str, once: Once, epoch_text: Path, tmp_path: Path) -> None:
     size, flags = KINDS[source]
     begun = once.folder(
@@ -474,6 +482,7 @@ def test_model_without_experts_is_another_one(epoch_text: Path, tmp_path: Path) 
         (("--ep", "3"), "--ep 3 must divide --experts (4)"),
         (("--ep", "4"), "--ep 4 must divide the ranks that hold the model (2)"),
         (("--top-k", "5"), "--top-k 5 must be at most --experts 4"),
+        (("--experts", "1", "--shared-experts", "2"), "--shared-experts 2 needs --experts 2 or more"),
     ],
 )
 def test_refusals(flags: tuple[str, ...], message: str, epoch_text: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Rank 0 speaks and records, in float64; another rank leaves nothing but its log."""
 
 import dataclasses
+import io
 import json
 import math
 import os
@@ -10,12 +11,14 @@ import types
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from common import ranks
 from common.run import log, process, process_group, run_dir
 from common.train import flops, metrics, sampler
+from PIL import Image
 
 from tests.harness import runner
 
@@ -110,6 +113,29 @@ def test_parts_of_a_value_stand_beside_it(tmp_path: Path, capsys: pytest.Capture
     assert "loss 3  loss/web 2  loss/code 5  " in shown
     assert "val/loss 2  val/loss/web 1  rl/return 4" in shown
     assert "load" not in shown
+
+
+def test_values_with_a_row_and_a_column_are_a_heat_map(tmp_path: Path) -> None:
+    """One picture in TensorBoard for each record, rows and columns in the order of the values; black is 0."""
+    run = make_run(tmp_path)
+    loads = [[0.0, 1.0, 3.0], [2.0, 2.0, 0.25]]
+    for step in (10, 20):
+        named = {f"load/{i}/{j}": torch.tensor(8 * one) for i, row in enumerate(loads) for j, one in enumerate(row)}
+        run.add({"loss": torch.tensor(8.0), "loss/web": torch.tensor(8.0), "count/web": torch.tensor(8), **named})
+        run.add({"count": torch.tensor(8)})
+        run.log_train(step, data_wait_s=0.0)
+    run.finish()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
+    assert board.Tags()["images"] == ["load"], "a source's loss is a part of the loss"
+    assert [event.step for event in board.Images("load")] == [10, 20]
+    picture = np.asarray(Image.open(io.BytesIO(board.Images("load")[-1].encoded_image_string)).convert("L"))
+    assert picture.shape == (32, 48)
+    wanted = [[int(one * 255 / 3) for one in row] for row in loads]
+    assert [[picture[16 * i : 16 * i + 16, 16 * j : 16 * j + 16].tolist() for j in range(3)] for i in range(2)] == [
+        [[[one] * 16] * 16 for one in row] for row in wanted
+    ]
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:

@@ -88,7 +88,15 @@ def test_without_the_environment(tool: str) -> None:
         assert "usage: " in done.stdout
 
 
-@pytest.mark.parametrize(("tool", "words"), [("checkpoint", ["verify", "."]), ("profile", ["."])])
+WITHOUT_TORCH = [
+    ("checkpoint", ["verify", "."]),
+    ("profile", ["."]),
+    ("prove", []),
+    ("plan", ["--calibrate", "none/mine.toml"]),
+]
+
+
+@pytest.mark.parametrize(("tool", "words"), WITHOUT_TORCH, ids=[one[0] for one in WITHOUT_TORCH])
 def test_torch_alone_is_missing(tool: str, words: list[str]) -> None:
     """What a tool imports when its flags are right."""
     run_it = f"import runpy, sys; sys.modules['torch'] = None; runpy.run_module('tools.{tool}', {{}}, '__main__')"

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 from common.run import cli
-from tools.plan import explorer, known, sweep
+from tools.plan import explorer, known, sweep, transformer
 from tools.plan.count import Case
 
 from tests.harness import browser
 from tools import about
 
 ARROW_RIGHT, ARROW_LEFT, ARROW_DOWN, TAB = ("ArrowRight", 39), ("ArrowLeft", 37), ("ArrowDown", 40), ("Tab", 9)
-JAVASCRIPT_LINES = 542
+JAVASCRIPT_LINES = 570
 # A constant, a formula and a rule of a layout, each changed a little: (what, into what)
 MUTANTS = {
     "constant": ('"MOVED": 29', '"MOVED": 29.0001'),
@@ -27,8 +27,10 @@ MUTANTS = {
     "layout": ("gradients[micro_batches > 1 ? 1 : 0]", "gradients[0]"),
     "memory": ("sharded && several ? (own", "sharded && several ? 0 * (own"),
     "hardware": ('"launch_s": 6e-06', '"launch_s": 6.001e-06'),
-    "attention": ("(3.5 + again)", "(3 + again)"),
+    "attention": ("(3.5 + again + first)", "(3 + again + first)"),
     "contention": ("machine.reach.contention * (sends - out)", "0"),
+    "experts": ("calls * activation * shape.top_k", "calls * activation"),
+    "replicas": ("1 / layout.every, own", "1, own"),
     "context": ("layout.micro_batch * shape.seq_len / cp", "layout.micro_batch * shape.seq_len"),
 }
 OUTSIDE = "http://127.0.0.1:9/"
@@ -99,7 +101,14 @@ def test_error_is_that_of_known(fresh: browser.Page) -> None:
     right = [
         (
             explorer.machine(one),
-            known.Step(one["gpus"], step, tokens=one["seq_len"], local_tokens=one["sequences"] * one["seq_len"]),
+            known.Step(
+                one["gpus"],
+                step,
+                tokens=one["seq_len"],
+                local_tokens=one["sequences"] * one["seq_len"],
+                tp=one["parts"] if one["strategy"] == "tensor_gpt" else 1,
+                pp=one["parts"] if one["strategy"] == "pipeline_gpt" else 1,
+            ),
         )
         for one, step in pairs
     ]
@@ -161,7 +170,7 @@ def check_command(command: str, one: dict[str, Any]) -> None:
     case = Case(about.ROOT / "recipes" / recipe, one["gpus"], tuple(flags))
     assert command == sweep.command(case, explorer.machine(one))
     args = cli.parse(args_of(recipe), flags)
-    shape = explorer.shape(one["model"], one["seq_len"])
+    shape = explorer.shape(one["model"], one["seq_len"], recipe)
     flag = explorer.flag(recipe)
     expected = {
         "width": shape.width,
@@ -173,17 +182,18 @@ def check_command(command: str, one: dict[str, Any]) -> None:
         "vocab_size": shape.vocab,
         "seq_len": one["seq_len"],
         "global_batch_size": one["sequences"] * one["gpus"],
-        "micro_batch_size": min(one["micro_batch"], one["sequences"] * (one["parts"] if flag else 1)),
+        "micro_batch_size": min(one["micro_batch"], one["sequences"] * explorer.sharing(one)),
         "recompute": one["recompute"],
         "dtype": "auto" if explorer.machine(one).bfloat16 else "float16",
         **({flag.lstrip("-"): one["parts"]} if flag else {}),
+        **({"experts": shape.experts, "top_k": shape.top_k} if shape.experts > 1 else {}),
     }
     assert {name: getattr(args, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("strategy", explorer.STRATEGIES)
 def test_command_is_taken_by_the_recipe(fresh: browser.Page, strategy: str) -> None:
-    of_hardware = {one["hardware"]: one for one in choices(300) if one["strategy"] == strategy}
+    of_hardware = {one["hardware"]: one for one in choices(500) if one["strategy"] == strategy}
     some = [of_hardware[name] for name in ("v100-ib", "h100-ib")]
     for one, command in zip(some, fresh.evaluate(f"{some}.map(commandOf)"), strict=True):
         check_command(command, one)
@@ -206,16 +216,36 @@ def test_layouts(fresh: browser.Page) -> None:
     # What is listed first is the fastest of what fits.
     machine = explorer.machine(state)
     every = fresh.evaluate("DATA.layouts.map((one) => ({...state, ...one})).filter((one) => !refusal(one))")
+    every = [one for one in every if one["strategy"] not in explorer.APART]
     found = [explorer.predicted(one) for one in every]
     best = max(one["tokens_s"] for one in found if one["peak_bytes"] <= machine.memory_bytes)
     fresh.click("#layouts tr:first-child button")
     assert explorer.predicted(fresh.evaluate("state"))["tokens_s"] == pytest.approx(best)
 
 
+@pytest.mark.parametrize("strategy", ["moe_gpt", "diloco_gpt"])
+def test_another_training_is_compared_with_itself(fresh: browser.Page, strategy: str) -> None:
+    read = "[...document.querySelectorAll('#layouts button')].map((one) => one.textContent.split(' ')[0])"
+    assert strategy not in fresh.evaluate(read)
+    fresh.evaluate(f"choose({{strategy: '{strategy}'}})")
+    assert {*fresh.evaluate(read)} == {strategy}
+
+
+def test_replicas_send_as_often_as_by_default() -> None:
+    assert sweep.default("diloco_gpt", "--inner-steps") == transformer.INNER_STEPS
+
+
 def test_layout_that_cannot_be(fresh: browser.Page) -> None:
     fresh.evaluate("choose({strategy: 'tensor_gpt', parts: 16, gpus: 8})")
     assert shown(fresh).startswith("This layout cannot be: --tp 16 needs at least 16 GPUs.")
     assert fresh.evaluate("byId('line').textContent") == "--tp 16 needs at least 16 GPUs."
+
+
+def test_experts_that_do_not_divide_cannot_be(fresh: browser.Page) -> None:
+    fresh.evaluate("choose({strategy: 'moe_gpt', parts: 16, gpus: 64})")
+    assert shown(fresh).startswith("This layout cannot be: --ep 16 must divide the 8 experts.")
+    fresh.evaluate("choose({parts: 8})")
+    assert " --ep 8" in fresh.evaluate("byId('line').textContent")
 
 
 def test_no_request_leaves_the_page(fresh: browser.Page, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_budget() -> None:
     assert asked.days == pytest.approx(days)
     assert asked.gpu_hours == pytest.approx(days * 24 * 8)
     assert asked.cost == pytest.approx(2.5 * asked.gpu_hours)
-    low, high = known.between("gpt", H100, known.Step(8, found.step_s))
+    low, high = known.between("gpt", H100, answer_.step_of(one, found))
     assert asked.shortest_days / asked.days == pytest.approx(low / found.step_s)
     assert asked.longest_days / asked.days == pytest.approx(high / found.step_s)
     text = answer_.as_text(Case(Path("x"), 8), [one], H100, 1e12, 2.5)
@@ -144,11 +144,12 @@ def near_all(step: known.Step, *, error: float = 0.1, count: int = 20) -> known.
 
 def test_range_covers_nine_of_ten_rows_near_a_question() -> None:
     step = known.Step(8, 1.0, tokens=4096)
-    assert known.farthest(near_all(step), step) == pytest.approx(math.log(1.2))  # 9 of 10 of 21 are 18.9 of 20
+    assert known.farthest(near_all(step), step) == pytest.approx(math.log(1.2))  # 93 % of 21 are 19.5 of 20
     assert known.farthest(near_all(step, count=40), step) == pytest.approx(math.log(1.2))
     assert known.farthest(near_all(step, count=8), step) == math.inf  # the question itself counts for one
-    far = dataclasses.replace(step, tokens=4096 * 64)
-    assert known.farthest(near_all(far), far) == math.inf, "no row has such sequences"
+    for changes in ({"tokens": 4096 * 64}, {"tp": 64}, {"pp": 64}):
+        far = dataclasses.replace(step, **changes)
+        assert known.farthest(near_all(far), far) == math.inf, f"no row has {changes}"
     low, high = known.between("gpt", H100, known.Step(8, 1.0))
     assert low == pytest.approx(1 / high)
     near, outside = (known.between("gpt", H100, known.Step(size, 1.0)) for size in (8, 10**6))
@@ -163,13 +164,13 @@ def test_range_covers_sources_that_are_left_out() -> None:
     inside: dict[str, list[bool]] = {}
     for row in rows:
         others = [one for one in rows if group[one.name] != group[row.name]]
-        inside.setdefault(group[row.name], []).append(known.within(row, others))
+        inside.setdefault(group[row.name], []).append(known.within(row, others) or known.is_outside(row, others))
+        assert abs(row.error) < 0.35 or known.is_outside(row, others), row
     every = [one for some in inside.values() for one in some]
     assert len(rows) == len(group) == 170
     assert sum(every) / len(every) >= known.COVERED
     short = {name for name, some in inside.items() if sum(some) / len(some) < known.COVERED}
-    # docs/plan.md says so: a cluster that is a fifth slower than all others, and one run at a third of their speed.
-    assert short == {"llm-analysis examples/megatron-turing-nlg", "nanotron benchmark_summary.svg"}
+    assert not short
 
 
 def test_rows_that_no_fit_has_seen() -> None:
@@ -192,7 +193,8 @@ def test_attention_has_an_efficiency_of_its_own() -> None:
     assert wide.attention == narrow.attention
     assert narrow.exponentials == 2 * wide.exponentials
     assert predict.attended(narrow, H100) > 1.05 * predict.attended(wide, H100)
-    plain = dataclasses.replace(H100, peak_exp=0.0, reach=dataclasses.replace(H100.reach, attention=1.0))
+    reach = dataclasses.replace(H100.reach, attention=H100.reach.products)
+    plain = dataclasses.replace(H100, peak_exp=0.0, peak_attention=0.0, reach=reach)
     assert predict.attended(wide, H100) > 2 * predict.attended(wide, plain)
 
 
@@ -213,17 +215,29 @@ def test_sweep_of_layouts() -> None:
     assert "fastest that fits" in out
 
 
+def test_sweep_of_a_model_with_experts_is_its_own() -> None:
+    """And that of another model does not offer it: it would be another training."""
+    flags = ("--global-batch-size", "8")
+    dense, moe = (list(sweep.layouts(Case(about.ROOT / "recipes" / one, 8, flags))) for one in ("fsdp_gpt", "moe_gpt"))
+    assert {one.folder.name for one in dense} == {"ddp_gpt", "fsdp_gpt", "tensor_gpt", "pipeline_gpt", "context_gpt"}
+    assert {one.folder.name for one in moe} == {"moe_gpt"}
+    assert {one.flags[one.flags.index("--ep") + 1] for one in moe} == {"2", "4", "8"}
+    assert {one.flags[one.flags.index(sweep.MICRO) + 1] for one in moe} == {"1"}, "each rank reads one sequence"
+
+
 WRONG = {
     "no recipe": ([], "which recipe"),
     "no such recipe": (["recipes/none"], "recipes/none has no train.py"),
     "hardware": (["ddp_gpt", "--hardware", "h1000"], "h1000 is not known: use v100-ib, "),
     "hardware file": (["ddp_gpt", "--hardware", "none.toml"], "none.toml"),
     "ranks": (["ddp_gpt", "--world-size", "-3"], "--world-size -3 must be between"),
+    "no ranks": (["ddp_gpt", "--world-size", "0"], "--world-size 0 must be between 1 and"),
     "flag without a recipe": (["--html", "--tp=2"], "--tp=2 is not a flag of tools.plan"),
     "tokens": (["ddp_gpt", "--tokens", "1Q"], "--tokens '1Q' must be a number above 0, such as 300B"),
     "no tokens": (["ddp_gpt", "--tokens", "0"], "--tokens '0' must be a number above 0"),
     "price": (["ddp_gpt", "--price", "2"], "--price 2 must be above 0, and is of the hours that --tokens takes"),
-    "runs": (["--fit", "none.csv"], "--fit none.csv: No such file"),
+    "no price": (["ddp_gpt", "--tokens", "1T", "--price", "0"], "--price 0 must be above 0"),
+    "runs": (["--calibrate", "none.csv"], "--calibrate none.csv: .*No such file"),
 }
 REFUSED = {
     "layout": ("tensor_gpt", 8, ["--tp", "3"], "tensor_gpt on 8 ranks: .*--tp"),
@@ -247,6 +261,27 @@ def test_what_a_recipe_refuses_is_one_sentence() -> None:
         sentence = refusal(case, answer)
         assert re.search(message, sentence)
         assert "\n" not in sentence
+
+
+def test_sequences_that_are_longer_than_the_built_in_text(tmp_path: Path) -> None:
+    """A question about 128k tokens is about another text; a text of one's own that is too short is refused."""
+    (tmp_path / "short.txt").write_text("short " * 1000)
+    case = {"folder": "recipes/ddp_gpt", "size": 1, "own_data": True, "only_step": True}
+    flags = [
+        "--num-layers",
+        "1",
+        "--width",
+        "32",
+        "--num-heads",
+        "2",
+        "--seq-len",
+        "131072",
+        "--global-batch-size",
+        "1",
+    ]
+    planned, refused = answered([case | {"flags": flags}, case | {"flags": [*flags, "--data", str(tmp_path)]}])
+    assert planned["units"] == {"tokens": 131_072}
+    assert "--seq-len 131072" in refused["error"]
 
 
 def test_refusal_of_the_command() -> None:
@@ -373,16 +408,120 @@ def test_error_beyond_what_was_tested_is_a_range() -> None:
         assert re.match(rf"outside of what was tested \(.*: {why}\): a step between .* and .*, if it errs like", said)
 
 
+BOX = dataclasses.replace(
+    H100,
+    name="box",
+    gpu="",
+    family="",
+    local_size=2,
+    peak_16bit=3e10,
+    peak_float32=3e10,
+    memory_bandwidth=5e9,
+    launch_s=5e-6,
+    reach=hardware.Reach(launch=1.0),
+)
+RUN = ("--num-layers", "1", "--num-heads", "2", "--seq-len", "32", "--max-steps", "6", "--log-every", "2")
+
+
+def test_runs_of_this_machine_bring_predictions_closer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two real trainings: their metrics.jsonl, read, fitted, and written as a machine."""
+    files = []
+    for width in ("32", "64"):
+        flags = (*RUN, "--width", width, "--out", str(tmp_path), "--name", width)
+        runner.run_recipe("ddp_gpt", 1, *flags)
+        files.append(str(tmp_path / width / "metrics.jsonl"))
+    (one,) = own_runs.read(Path(files[0]))
+    rates = [record["perf/samples_per_s"] for record in map(json.loads, Path(files[0]).read_text().splitlines())
+             if "perf/samples_per_s" in record]  # fmt: skip
+    assert len(rates) == 3
+    assert one.rate == pytest.approx(sum(rates[1:]) / 2)  # without the first one, which has the warm-up in it
+    assert (one.case.size, one.device) == (1, "cpu")
+    hardware.save(BOX, tmp_path / "box.toml", "a guess")
+    main(["--calibrate", str(tmp_path / "mine.toml"), *files, "--hardware", str(tmp_path / "box.toml")])
+    said = capsys.readouterr().out
+    found = re.search(r"off by (\d+)% in the mean, and are by (\d+)%; each run by .*, (\d+)%", said)
+    assert found, said
+    assert int(found[2]) < int(found[1])
+    mine = hardware.find(str(tmp_path / "mine.toml"))
+    assert mine.reach != BOX.reach
+    assert dataclasses.replace(mine, reach=BOX.reach, name="box") == BOX
+    main(["--calibrate", files[0], "--hardware", str(tmp_path / "mine.toml")])
+    said = capsys.readouterr().out
+    assert "how far off another run will be, one run does not say" in said
+    assert "[mine.reach]" in said
+    with pytest.raises(UserError, match=r"ran on a CPU, and --hardware h100-ib is a GPU: give the"):
+        main(["--calibrate", *files])
+
+
+def prove_page(folder: Path, rates: list[dict[str, Any]], devices: str = "NVIDIA H100 80GB HBM3") -> Path:
+    file = folder / "prove.json"
+    where = {"ranks": "8 on 1 machine", "devices": devices}
+    file.write_text(json.dumps({"machine": where, "figures": {"rates": rates}}))
+    return file
+
+
+def test_page_of_proofs_is_read(tmp_path: Path) -> None:
+    """Each rate with its flags; a config of Accelerate, and games, are left out."""
+    rate = {"perf/samples_per_s": 10.0}
+    rates = [
+        {"layout": "tensor_gpt --tp 8", "flags": "--tp 8 --width 1024", **rate},
+        {"layout": "fsdp_gpt --dp-replicate 2", **rate},  # a page of an earlier version
+        {"layout": "dp_resnet in one process", "flags": "", **rate},
+        {"layout": "accelerate_gpt fsdp.yaml", "flags": "", **rate},
+        {"layout": "syncbn_ppo", "flags": "", **rate},
+    ]
+    found = own_runs.read(prove_page(tmp_path, rates))
+    cases = [(one.case.folder.name, one.case.size, one.case.flags, one.device, one.rate) for one in found]
+    assert cases == [
+        ("tensor_gpt", 8, ("--tp", "8", "--width", "1024"), "cuda", 10.0),
+        ("fsdp_gpt", 8, ("--dp-replicate", "2"), "cuda", 10.0),
+        ("dp_resnet", 1, (), "cuda", 10.0),
+    ]
+    assert own_runs.read(tmp_path) == found  # by its folder
+    assert own_runs.read(tmp_path / "prove.md") == found
+
+
+def test_files_without_a_timing_are_refused(tmp_path: Path) -> None:
+    config = {"recipe": "ddp_gpt", "world_size": 1, "device": "cpu", "args": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    metrics = tmp_path / "metrics.jsonl"
+    for text, message in (
+        ('{"step": 2, "train/loss": 1.0}\n', r"metrics.jsonl has 0 records of perf/samples_per_s"),
+        ('{"step": 2, "perf/samples_per_s": 3.0}\n', r"has 1 records .*: give a run of more steps"),
+        ("[]}\n", "is not as a run writes it"),
+    ):
+        metrics.write_text(text)
+        with pytest.raises(UserError, match=message):
+            own_runs.read(metrics)
+    for file, message in (
+        (prove_page(tmp_path, []), r"prove.json has no rates"),
+        (tmp_path / "none.csv", r"none.csv: No such file"),
+        (tmp_path / "mine.txt", r"mine.txt: it is not known what that is: give a run's metrics.jsonl"),
+    ):
+        with pytest.raises(UserError, match=message):
+            own_runs.read(file)
+    (tmp_path / "prove.json").write_text("{}")
+    with pytest.raises(UserError, match=r"is not as tools.prove writes it"):
+        own_runs.read(tmp_path / "prove.json")
+
+
 def test_own_runs_are_fitted(tmp_path: Path) -> None:
-    case = Case(about.ROOT / "recipes/ddp_gpt", 2, GPT)
-    took = 3 * predict.predict(count(case, H100), H100).step_s
+    """One run takes three times as long as predicted, and one 1.2 times: all three errors are told apart."""
+    lines = ["recipe,flags,world_size,step_s"]
+    for width, factor in ((64, 3), (512, 1.2)):
+        flags = (*GPT, "--width", str(width))
+        took = factor * predict.predict(count(Case(about.ROOT / "recipes/ddp_gpt", 2, flags), H100), H100).step_s
+        lines.append(f"ddp_gpt,{' '.join(flags)},2,{took}")
     file = tmp_path / "runs.csv"
-    file.write_text(f"recipe,flags,world_size,step_s\nddp_gpt,{' '.join(GPT)},2,{took}\n")
-    text = own_runs.fitted(file, H100)
-    worst = re.search(r"mean (\d+)%, worst (\d+)%", text)
-    assert worst
-    assert int(worst[2]) < 67  # and without the fit
-    assert "launch = " in text
+    file.write_text("\n".join(lines))
+    machine, text = own_runs.fitted(own_runs.read(file), H100)
+    found = re.search(r"off by (\d+)% in the mean, and are by (\d+)%; each run by .* the others, (\d+)%", text)
+    assert found
+    before, fitted, others = map(int, found.groups())
+    assert before == 90  # the root of 3 times 1.2 is 1.90
+    assert fitted < before < others
+    assert "these runs say nothing of each other" in text
+    assert "launch = " in own_runs.as_toml(machine)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """The planner's formula of memory beside what the recipes' code holds, over layouts that a seed has drawn."""
 
+import itertools
+import re
 from collections.abc import Callable
 
 import pytest
+from tools.plan import transformer
 
-from tests.harness import memory_grid
+from tests import cuda_table
+from tests.harness import memory_grid, pages, theory
 
 NEAR = 0.05  # of what was counted
 COUNTED = memory_grid.read()
@@ -40,3 +44,30 @@ def test_counts_are_those_of_the_code(recipe: str, kind: Callable[[memory_grid.P
     some = [point for point in COUNTED if point.recipe == recipe and kind(point)]
     point = min(some, key=lambda one: COUNTED[one])
     assert [*memory_grid.counted([point])] == [pytest.approx(COUNTED[point], rel=0.001)]
+
+
+def test_experts_are_as_counted() -> None:
+    """The formulas of moe_gpt, beside what docs/measured/gpu-counts.md has counted in its code.
+
+    The bytes of dispatch are those of the choices, without 8 L E bytes that say how many come. The memory is that of
+    fsdp_gpt's moments, which gathers a layer at once; moe_gpt gathers its experts after the rest, and needs less.
+    """
+    counts = pages.parts(cuda_table.PAGE.read_text())["counts"].splitlines()
+    cases = [one for one in cuda_table.cases("moe_gpt") if "gather" not in one.strategy]
+    assert len(cases) == 4
+    for case in cases:
+        ep = int(dict(itertools.pairwise(case.strategy))["--ep"])
+        (cells,) = [line.split(" | ") for line in counts if line.startswith(f"| `{case}` | {case.size} |")]
+        shape = transformer.Shape(theory.WIDTH, theory.LAYERS, 8, 8, 704, True, 256, theory.LENGTH, False, 8, 2)
+        batch = {"micro_batch": case.batch // case.size, "global_batch": case.batch}
+        found = transformer.work(shape, transformer.of_recipe("moe_gpt", case.size, ep, **batch))
+        assert -0.02 < sum(found.memory.values()) / 1e6 / float(cells[-1].strip("| ")) - 1 < 0.3, case
+        assert found.kernels == pytest.approx(int(cells[8]), rel=0.08), case
+        sent = {(one.kind, one.axis): one.bytes / 1e6 for one in found.traffic}
+        dispatch = re.findall(r"all-to-all ep ([\d.]+) ", cells[9])
+        wanted = [sent["all-to-all", "ep"] + 8 * shape.layers * shape.experts / 1e6] if ep > 1 else []
+        assert [float(one) for one in dispatch] == pytest.approx(wanted, abs=0.0006)
+        experts = re.findall(r"all-gather dp_shard ([\d.]+) ", cells[9])
+        gathered = sent.get(("all-gather", "ep_dp"), sent["all-gather", "dp"] if ep == 1 else 0)
+        assert sum(map(float, experts)) == pytest.approx(gathered, rel=0.005), case
+    assert shape.parameters - shape.layers * (shape.met(8) - shape.met(2)) < shape.parameters / 2

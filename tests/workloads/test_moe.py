@@ -1,6 +1,7 @@
 """The model with experts: transformers' Mixtral computes the same, and what single parts do."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import transformers
 from common import UserError
 from common.train import initial
-from common.workloads import gpt, moe
+from common.workloads import gpt, moe, products
 from torch import nn
 from transformers.models.mixtral import modeling_mixtral
 
@@ -135,6 +136,26 @@ def test_grouped_product_is_the_loop(dtype: torch.dtype, empty: bool) -> None:
         assert torch.equal(experts(rows, counts.flip(0), None), found[0][0])
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_grouped_product_keeps_no_copies(frozen: bool) -> None:
+    """FSDP frees an expert's matrices between the passes; a copy of them would stay, of each layer."""
+    experts = moe.Experts(gpt.Mlp(SHAPE) for _ in range(3)).requires_grad_(not frozen)
+    weights = {one.data_ptr() for one in experts.parameters()}
+    counts = torch.tensor([5, 3, 9])
+    rows = torch.randn(17, SHAPE.width, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        results = experts(rows, counts, None)
+    matrices = [one for one in kept if one.shape[-2:] in ((16, 24), (24, 16))]
+    assert len(matrices) == 9
+    assert {one.data_ptr() for one in matrices} == weights
+    (found,) = torch.autograd.grad(results.sum(), rows, retain_graph=True)
+    assert torch.allclose(found, torch.autograd.grad(experts(rows, counts, [5, 3, 9]).sum(), rows)[0], atol=1e-6)
+    if frozen:
+        results.sum().backward()
+        assert all(one.grad is None for one in experts.parameters())
+
+
 def test_parameters_that_a_token_meets() -> None:
     total, active = moe.parameters(make_model())
     assert total == sum(one.numel() for one in make_model().parameters())
@@ -146,7 +167,7 @@ def test_rule_of_the_grouped_product(monkeypatch: pytest.MonkeyPatch) -> None:
     experts = moe.Experts(gpt.Mlp(SHAPE) for _ in range(3))
     x = torch.zeros(2, SHAPE.width, dtype=torch.bfloat16)
     assert not experts.are_grouped(x), "on a CPU"
-    monkeypatch.setattr(moe, "is_fast", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(products, "is_fast", lambda x: x.dtype == torch.bfloat16)
     assert experts.are_grouped(x)
     assert not experts.are_grouped(x.float())
     assert not moe.Experts([gpt.Mlp(SHAPE)]).are_grouped(x), "one expert"
@@ -155,11 +176,38 @@ def test_rule_of_the_grouped_product(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not moe.Experts(gpt.Mlp(narrow) for _ in range(3)).are_grouped(x), "rows of 40 bytes"
 
 
+@pytest.mark.parametrize(
+    ("major", "dtype", "hip", "fast"),
+    [
+        (9, torch.bfloat16, None, True),  # H100
+        (10, torch.bfloat16, None, True),  # B200
+        (8, torch.bfloat16, None, False),  # A100, RTX 4090
+        (12, torch.bfloat16, None, False),  # RTX 5090
+        (7, torch.bfloat16, None, False),
+        (9, torch.float16, None, False),
+        (9, torch.float32, None, False),
+        (9, torch.bfloat16, "7.0", False),  # an MI300 calls itself 9.4
+    ],
+)
+def test_grouped_product_is_fast_on_some_generations(
+    major: int, dtype: torch.dtype, hip: str | None, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    properties = SimpleNamespace(major=major)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: asked.append(device) or properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    here = torch.device("cuda", 3)
+    tensor: Any = SimpleNamespace(is_cuda=True, dtype=dtype, device=here)
+    assert products.is_fast(tensor) == fast
+    assert asked in ([], [here]), "of another device"
+    assert not products.is_fast(torch.zeros(1, dtype=torch.bfloat16)), "on a CPU"
+
+
 def test_host_needs_no_sizes_where_experts_are_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model().float()
     tokens = torch.randint(SHAPE.vocab_size, (3, 20))
     wanted = model(tokens)
-    monkeypatch.setattr(moe, "is_fast", lambda x: True)
+    monkeypatch.setattr(products, "is_fast", lambda x: True)
     waits = []
     monkeypatch.setattr(moe, "to_host", lambda counts, rows: waits.append(rows) or counts.tolist())
     assert torch.allclose(model(tokens), wanted, rtol=1e-4, atol=1e-4)

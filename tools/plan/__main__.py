@@ -8,14 +8,18 @@ time, and what failures will cost; with its own error. docs/plan.md explains wha
     python -m tools.plan recipes/fsdp_gpt --sweep                       # 1 to 65,536 ranks
     python -m tools.plan recipes/fsdp_gpt --sweep --world-size 64       # the layouts of 64 ranks
     python -m tools.plan --calibrate mine.toml                          # measure this machine
-    python -m tools.plan --fit runs.csv --hardware h100-ib              # fit achieved fractions to own runs
+    python -m tools.plan --calibrate runs/a/b/metrics.jsonl --hardware h100-ib    # how far off is it for your runs?
+    python -m tools.plan --calibrate mine.toml runs/prove/prove.json    # and write what fits them, for --hardware
     python -m tools.plan --html                                         # docs/explorer.html
 
 All flags that are not of the planner are those of the recipe's train.py.
 """
 
 import argparse
+import dataclasses
 import json
+import math
+import shlex
 import sys
 from pathlib import Path
 
@@ -23,7 +27,7 @@ from common import UserError
 from tools import command
 from tools.plan import advice, answer, sweep
 from tools.plan.count import Case, count
-from tools.plan.hardware import find, table
+from tools.plan.hardware import find, save, table
 from tools.plan.predict import predict
 
 
@@ -36,17 +40,24 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     made.add_argument("recipe", nargs="?", default="", help="a folder with a train.py, such as recipes/fsdp_gpt")
-    made.add_argument("--world-size", type=int, default=0, help="number of ranks; 8 if nothing else is said")
+    made.add_argument("--world-size", type=int, default=None, help="number of ranks; 8 if nothing else is said")
     made.add_argument(
         "--hardware", default="h100-ib", help=f"{', '.join(table())}, or a file.toml; h100-ib if nothing is said"
     )
     made.add_argument("--accelerate-config", default="", help="for recipes/accelerate_gpt, a file of its configs/")
     made.add_argument("--tokens", default="", help="of the whole training, such as 300B or 1T: its days and GPU-hours")
-    made.add_argument("--price", type=float, default=0.0, help="of a GPU's hour, with --tokens: what they cost")
+    made.add_argument("--price", type=float, default=None, help="of a GPU's hour, with --tokens: what they cost")
     made.add_argument("--json", action="store_true", help="print everything that was counted and predicted, as JSON")
     made.add_argument("--sweep", action="store_true", help="1 to 65,536 ranks, or with --world-size its layouts")
-    made.add_argument("--calibrate", metavar="FILE", default="", help="measure this machine, and write it as file.toml")
-    made.add_argument("--fit", metavar="FILE", default="", help="a CSV of own runs: recipe,flags,world_size,step_s")
+    made.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        nargs="+",
+        default=[],
+        help="a file.toml alone: measure this machine, and write it there. Of your own runs, a metrics.jsonl, a "
+        "prove.json or a CSV (recipe,flags,world_size,step_s): fit --hardware to them, say how much closer that gets, "
+        "and write it to the file.toml that stands before them",
+    )
     made.add_argument("--html", action="store_true", help="write docs/explorer.html")
     return made
 
@@ -61,13 +72,13 @@ def main(words: list[str]) -> None:
 
         print(f"wrote {write()}")
     elif args.calibrate:
-        from tools.plan.calibrate import calibrate
+        first, *others = map(Path, args.calibrate)
+        if first.suffix == ".toml" and not others:
+            from tools.plan.calibrate import calibrate
 
-        calibrate(Path(args.calibrate))
-    elif args.fit:
-        from tools.plan.own_runs import fitted
-
-        print(fitted(Path(args.fit), find(args.hardware)))
+            calibrate(first)
+        else:
+            of_runs(first if first.suffix == ".toml" else None, args)
     elif not args.recipe:
         raise UserError(
             "which recipe? Give a folder with a train.py, such as recipes/fsdp_gpt, or --html or --calibrate"
@@ -76,16 +87,34 @@ def main(words: list[str]) -> None:
         plan(args, flags)
 
 
+def of_runs(target: Path | None, args: argparse.Namespace) -> None:
+    """Fit to one's own runs, and write the machine, or print its fractions."""
+    from tools.plan import own_runs
+
+    files = map(Path, args.calibrate[1:] if target else args.calibrate)
+    runs = [run for file in files for run in own_runs.read(file)]
+    machine, text = own_runs.fitted(runs, find(args.hardware))
+    print(text)
+    if target:
+        machine = dataclasses.replace(machine, name=target.stem)
+        words = shlex.join(args.calibrate)
+        save(machine, target, f"{args.hardware}, fitted by python -m tools.plan --calibrate {words}")
+        print(f"wrote {target}: use --hardware {target}")
+    else:
+        print(own_runs.as_toml(machine))
+
+
 def plan(args: argparse.Namespace, flags: list[str]) -> None:
     """Answer about one recipe."""
     machine = find(args.hardware)
     folder = sweep.folder_of(args.recipe)
     if not (folder / "train.py").exists():
         raise UserError(f"{args.recipe} has no train.py: give a folder such as recipes/fsdp_gpt")
-    if args.world_size < 0 or args.world_size > 2**20:
+    if args.world_size is not None and not 0 < args.world_size <= 2**20:
         raise UserError(f"--world-size {args.world_size} must be between 1 and {2**20:,}")
-    if args.price < 0 or (args.price and not args.tokens):
-        raise UserError(f"--price {args.price:g} must be above 0, and is of the hours that --tokens takes: give both")
+    price = 0.0 if args.price is None else args.price
+    if args.price is not None and not (0 < price < math.inf and args.tokens):
+        raise UserError(f"--price {price:g} must be above 0, and is of the hours that --tokens takes: give both")
     tokens = answer.number_of_tokens(args.tokens) if args.tokens else 0.0
     case = Case(folder, args.world_size or 8, tuple(flags), args.accelerate_config)
     if args.sweep:
@@ -108,10 +137,10 @@ def plan(args: argparse.Namespace, flags: list[str]) -> None:
         print("it does not fit: trying other layouts, some seconds for each", file=sys.stderr, flush=True)
     advised = None if fits else advice.advise(case, asked, works[0].samples, machine)
     if args.json:
-        given = answer.as_json(case, works, machine, tokens, args.price)
+        given = answer.as_json(case, works, machine, tokens, price)
         print(json.dumps(given | ({} if fits else {"advice": advice.as_json(advised)}), indent=1))
     else:
-        print(answer.as_text(case, works, machine, tokens, args.price))
+        print(answer.as_text(case, works, machine, tokens, price))
         if not fits:
             print(f"{'advice':8}{advice.as_text(advised, case)}")
 

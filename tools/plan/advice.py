@@ -6,6 +6,7 @@ fastest of them are counted, as any answer is. Other models have no formula: all
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -105,14 +106,16 @@ def work(case: Case, machine: Hardware) -> Work:
         value("--vocab-size") or BYTES,
         value("--seq-len"),
         "--tied" in case.flags,
+        *((value("--experts"), value("--top-k")) if about.has_flag(recipe, "--experts") else ()),
     )
-    flag = next((one for one in sweep.PARTS if about.has_flag(recipe, one)), "")
-    parts, batch = value(flag) if flag else 1, value(sweep.BATCH)
+    flag = next((one for one in (*sweep.PARTS, sweep.EXPERTS) if about.has_flag(recipe, one)), "")
+    parts, batch = (value(flag) or math.gcd(shape.experts, case.size)) if flag else 1, value(sweep.BATCH)
+    sharing = 1 if flag == sweep.EXPERTS else parts  # ranks that read the same sequences
     layout = transformer.of_recipe(
         recipe,
         case.size,
         parts,
-        micro_batch=value(sweep.MICRO) or max(1, batch * parts // case.size),
+        micro_batch=value(sweep.MICRO) or max(1, batch * sharing // case.size),
         global_batch=batch,
         recompute=dict(itertools.pairwise(case.flags)).get(sweep.RECOMPUTE, "none"),
         local_size=machine.local_size,

@@ -75,9 +75,12 @@ class Budget:
     cost: float
 
 
-def _step(work: Work, found: Prediction) -> known.Step:
+def step_of(work: Work, found: Prediction) -> known.Step:
+    """What an error depends on, of a predicted step."""
     tokens = work.units.get("tokens", 0)
-    return known.Step(work.world_size, found.step_s, found.launch_s, tokens, work.samples * tokens / work.world_size)
+    local = work.samples * tokens / work.world_size
+    tp, pp = (max((one.ranks for one in work.traffic if one.axis == axis), default=1) for axis in ("tp", "pp"))
+    return known.Step(work.world_size, found.step_s, found.launch_s, tokens, local, tp=tp, pp=pp)
 
 
 def budget(tokens: float, price: float, works: Sequence[Work], machine: Hardware) -> Budget:
@@ -90,7 +93,7 @@ def budget(tokens: float, price: float, works: Sequence[Work], machine: Hardware
     if "tokens" not in first.units:
         raise UserError("--tokens needs a recipe that reads tokens, such as recipes/fsdp_gpt")
     steps = tokens / (first.samples * first.units["tokens"])
-    low_s, high_s = known.between(workload(first), machine, _step(first, found))
+    low_s, high_s = known.between(workload(first), machine, step_of(first, found))
     days = steps * found.step_s / (1 - min(found.lost, 0.99)) / DAY_S
     hours = days * 24 * first.world_size
     return Budget(tokens, days, days * low_s / found.step_s, days * high_s / found.step_s, hours, hours * price)
@@ -122,7 +125,7 @@ def as_json(
         "hardware": dataclasses.asdict(machine),
         "prediction": dataclasses.asdict(found),
         "fits": fits(found, machine),
-        "error": known.sentence(workload(works[0]), machine, _step(works[0], found)),
+        "error": known.sentence(workload(works[0]), machine, step_of(works[0], found)),
         "ranks": [dataclasses.asdict(work) for work in works],
     }
 
@@ -165,7 +168,7 @@ def as_text(case: Case, works: Sequence[Work], machine: Hardware, tokens: float 
             f"least time to saves and failures: {found.lost:.2%}",
         ),
         *([("budget", _budget_line(budget(tokens, price, works, machine), price))] if tokens else []),
-        ("error", known.sentence(workload(first), machine, _step(first, found))),
+        ("error", known.sentence(workload(first), machine, step_of(first, found))),
     ]
     names = [name if i == 0 or lines[i - 1][0] != name else "" for i, (name, _) in enumerate(lines)]
     return "\n".join(f"{name:8}{text}" for name, (_, text) in zip(names, lines, strict=True))

@@ -38,8 +38,9 @@ GPTS = (
     (9216, 64, 72),
     (12288, 96, 96),
 )
-# Key-value heads, hidden units of an MLP, vocabulary and whether it is tied as well: https://arxiv.org/abs/2407.21783,
-# table 3, and https://arxiv.org/abs/2412.15115, table 1.
+# Key-value heads, hidden units of an MLP, vocabulary and whether it is tied as well: each as in the config.json of that
+# model on the Hugging Face hub, or of a copy where the model's own is gated, such as unsloth/Llama-3.2-1B and
+# Qwen/Qwen2.5-32B; the 405B as in table 3 of https://arxiv.org/abs/2407.21783.
 LLAMAS = {
     "Llama 3.2 1B": (2048, 16, 32, 8, 8192, 128_256, True),
     "Llama 3 8B": (4096, 32, 32, 8, 14_336, 128_256, False),
@@ -58,7 +59,7 @@ MTBF_HOURS = (1_000, 2_000, 5_000, 10_000, 20_000, 50_676, 100_000, 200_000, 500
 LABELS = {
     "hardware": "Hardware",
     "strategy": "Strategy",
-    "parts": "Split (tp, pp, cp)",
+    "parts": "Split (tp, pp, cp, ep)",
     "gpus": "GPUs",
     "model": "Model",
     "seq_len": "Tokens in a sequence",
@@ -77,11 +78,17 @@ WORDS: dict[str, Any] = {  # of legends, from bottom to top
         "tensor_gpt": "Tensor parallel",
         "pipeline_gpt": "Pipeline",
         "context_gpt": "Context parallel",
+        "moe_gpt": "Expert parallel, another model",
+        "diloco_gpt": "Replicas apart, other numbers",
     },
     "shares": ["matrix products", "other operators", "waiting in a pipeline", "sending", "failures and saves"],
     "memory": ["parameters", "gradients", "optimizer", "activations and others"],
     "recompute": {"none": "nothing", "full": "all of each layer"},
 }
+APART = (
+    "moe_gpt",
+    "diloco_gpt",
+)  # which train another model, or to other numbers: no choice in the place of the others
 DEFAULT: dict[str, Any] = {
     "hardware": "h100-ib",
     "strategy": "fsdp_gpt",
@@ -124,12 +131,19 @@ def values() -> dict[str, list[Any]]:
     }
 
 
-def shape(model: int, seq_len: int) -> Shape:
+def experts(recipe: str) -> dict[str, int]:
+    """What a recipe puts in the place of a layer's MLP, by its own defaults."""
+    if not about.has_flag(recipe, "--experts"):
+        return {"experts": 1, "top_k": 1}
+    return {"experts": sweep.default(recipe, "--experts"), "top_k": sweep.default(recipe, "--top-k")}
+
+
+def shape(model: int, seq_len: int, recipe: str = "ddp_gpt") -> Shape:
     """A model of `MODELS`; of `GPTS` with the recipes' defaults for all other sizes."""
     width, layers, heads, *more = MODELS[model]
     own = gpt.Shape(VOCAB, layers, heads, width)
     kv_heads, mlp_width, vocab, tied = more or (own.num_kv_heads, own.mlp_width, VOCAB, own.tied)
-    return Shape(width, layers, heads, kv_heads, mlp_width, True, vocab, seq_len, bool(tied))
+    return Shape(width, layers, heads, kv_heads, mlp_width, True, vocab, seq_len, bool(tied), **experts(recipe))
 
 
 def model_names() -> list[str]:
@@ -164,12 +178,12 @@ def predicted(chosen: Mapping[str, Any]) -> dict[str, float]:
         chosen["strategy"],
         size,
         parts,
-        micro_batch=min(chosen["micro_batch"], chosen["sequences"] * parts),
+        micro_batch=min(chosen["micro_batch"], chosen["sequences"] * sharing(chosen)),
         global_batch=chosen["sequences"] * size,
         recompute=chosen["recompute"],
         local_size=of_machine.local_size,
     )
-    work = transformer.work(shape(chosen["model"], chosen["seq_len"]), layout)
+    work = transformer.work(shape(chosen["model"], chosen["seq_len"], chosen["strategy"]), layout)
     found = predict.predict([work], of_machine)
     tokens_s = layout.global_batch * chosen["seq_len"] / found.step_s
     days = chosen["budget"] / tokens_s / (1 - min(found.lost, 0.99)) / answer.DAY_S
@@ -177,17 +191,28 @@ def predicted(chosen: Mapping[str, Any]) -> dict[str, float]:
 
 
 def flag(recipe: str) -> str:
-    """The flag that says over how many ranks a recipe splits a model or its text: --tp, --pp, --cp, or "" for none."""
-    return next((one for one in sweep.PARTS if about.has_flag(recipe, one)), "")
+    """The flag that says over how many ranks a recipe splits a model or its text: --tp, --pp, --cp, --ep, or ""."""
+    return next((one for one in (*sweep.PARTS, sweep.EXPERTS) if about.has_flag(recipe, one)), "")
+
+
+def sharing(chosen: Mapping[str, Any]) -> int:
+    """Ranks that read the same sequences: those of an --ep group read different ones."""
+    return chosen["parts"] if flag(chosen["strategy"]) in sweep.PARTS else 1
 
 
 def strategy(recipe: str) -> dict[str, Any]:
     """What the page needs to make a recipe's layout, by the rules of `transformer.of_recipe`."""
     few = transformer.of_recipe(recipe, 2, 2)
     many = transformer.of_recipe(recipe, 4, 2, global_batch=8)
-    chosen = ("dp", "tp", "pp", "cp", "micro_batch", "global_batch", "recompute", "local_size", "gradients")
+    chosen = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "global_batch", "recompute", "local_size", "gradients")
     fixed = {field.name: getattr(many, field.name) for field in dataclasses.fields(Layout) if field.name not in chosen}
-    return {"flag": flag(recipe), "layout": fixed, "gradients": [few.gradients, many.gradients]}
+    own = {
+        "flag": flag(recipe),
+        "layout": fixed,
+        "gradients": [few.gradients, many.gradients],
+        "shape": experts(recipe),
+    }
+    return own | {"trains": recipe if recipe in APART else "the same"}
 
 
 def layouts() -> list[dict[str, Any]]:
@@ -243,12 +268,13 @@ def published() -> str:
 def data() -> dict[str, Any]:
     """All that the page's script takes from Python."""
     every = known.compared()
-    named = ("DIAGONAL", "OPERATORS", "MOVED", "MOVED_MLP", "CASTS", "UPDATE_BYTES", "HALF", "FLOAT")
+    named = ["DIAGONAL", "OPERATORS", "MOVED", "MOVED_MLP", "CASTS", "UPDATE_BYTES", "HALF", "FLOAT"]
+    named += ["ROUTED", "OF_EXPERT", "ROWS_MOVED"]
     return {
         "constants": {name: getattr(transformer, name) for name in named}
         | {"FACTORS": predict.FACTORS, "BACKWARD": predict.BACKWARD, "HOUR_S": predict.HOUR_S}
         | {"RECOVERY_S": predict.recovery_s()}
-        | {name: getattr(known, name) for name in ("ENOUGH", "COVERED", "TODAY", "OTHER_FAMILY")}
+        | {name: getattr(known, name) for name in ("ENOUGH", "NEAR", "TODAY", "OTHER_FAMILY")}
         | {name: getattr(known, name) for name in ("SCALES", "PLAIN_SCALES")},
         "machines": {name: dataclasses.asdict(one) for name, one in machines().items()},
         "models": [dataclasses.asdict(shape(model, 0)) for model in range(len(MODELS))],
@@ -273,6 +299,8 @@ def page() -> str:
         "DATA": "{\n" + lines.replace("</", "<\\/") + "\n}",
         "CONTROLS": "\n".join(control(key, choices) for key, choices in values().items()),
         "PUBLISHED": published(),
+        **{name.upper(): str(number) for name, number in experts("moe_gpt").items()},
+        "INNER_STEPS": str(transformer.INNER_STEPS),
         **{name.upper(): legend(name) for name in ("strategies", "shares", "memory")},
     }
     text = TEMPLATE.read_text()

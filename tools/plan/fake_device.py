@@ -218,7 +218,8 @@ def ranks_without_devices(
 
 def no_driver(count: int, gpu: str, memory_bytes: int, bf16: bool) -> list[tuple[Any, str, Any]]:
     """What is replaced in torch.cuda, and where torch looks for an accelerator."""
-    capability = (9, 0) if bf16 else (7, 0)
+    hopper = any(name in gpu for name in ("H100", "H200", "B200"))  # or later, whose grouped products are fast
+    capability = (9 if hopper else 8 if bf16 else 7, 0)
     properties = SimpleNamespace(
         name=gpu, total_memory=memory_bytes, major=capability[0], minor=0, multi_processor_count=132, uuid=""
     )

@@ -17,7 +17,7 @@ KNOWN = Path(__file__).with_name("known.json")  # what benchmarks/plan.py has fi
 class Reach:
     """Fractions of peaks that trainings achieve; `launch` and `latency` multiply the seconds of those.
 
-    `attention` is of what products achieve, in attention's kernels. `contention` is the share of the time in which FSDP
+    `attention` is of what attention's kernels could reach. `contention` is the share of the time in which FSDP
     sends during computation by which the step is longer: NCCL's kernels take multiprocessors and memory from it, and a
     layer waits for its own parameters.
     """
@@ -29,7 +29,7 @@ class Reach:
     network: float = 0.75
     launch: float = 1.0
     latency: float = 1.0
-    attention: float = 1.0
+    attention: float = 0.77
     contention: float = 0.0
 
 
@@ -46,6 +46,7 @@ class Hardware:
     link_bandwidth: float
     network_bandwidth: float
     peak_tf32: float = 0.0
+    peak_attention: float = 0.0
     peak_exp: float = 0.0
     gpu: str = ""  # "" for a CPU
     family: str = ""  # of machines whose achieved fractions were fitted together
@@ -107,7 +108,8 @@ def of(name: str, values: object, file: Path) -> Hardware:
             f"--hardware {file}: [{name}] {wrong}: its fields are {', '.join(sorted({*fields} - {'name'}))}"
         )
     for key, value in {**values, **reach}.items():
-        if key not in ("gpu", "family", "bfloat16", "reach") and not (isinstance(value, (int, float)) and value > 0):
+        is_number = isinstance(value, (int, float)) and (value > 0 or (key == "contention" and value == 0))
+        if key not in ("gpu", "family", "bfloat16", "reach") and not is_number:
             raise UserError(f"--hardware {file}: [{name}] {key} = {value!r} must be a number above 0")
     known: dict[str, Any] = {**values, "name": name, "reach": Reach(**(fitted(str(values.get("family", ""))) | reach))}
     return Hardware(**known)
@@ -133,7 +135,8 @@ def find(name: str) -> Hardware:
     known = table()
     if name not in known:
         raise UserError(
-            f"--hardware {name} is not known: use {', '.join(known)}, or a file.toml that --calibrate wrote"
+            f"--hardware {name} is not known: use {', '.join(known)}, or a file.toml with figures of your own, as "
+            "tools/plan/hardware.toml has them and --calibrate writes them"
         )
     return known[name]
 

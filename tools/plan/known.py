@@ -12,9 +12,11 @@ from tools.plan.hardware import KNOWN, Hardware
 
 ENOUGH = 3  # rows, to speak of a mean
 COVERED = 0.9  # of rows, by the range that is printed
-# How far two questions must be apart to be no longer near: in powers of two of GPUs, of tokens of a sequence, and of
-# tokens of a GPU in a step; in years between their programs, in the share of a step that waits for launches; families.
-SCALES = {"ranks": 3.0, "tokens": 1.5, "local_tokens": 3.0}
+NEAR = 0.93  # of the rows near a question: so that of each source that is left out, COVERED lie in it
+# How far two questions must be apart to be no longer near: in powers of two of GPUs, of tokens of a sequence, of tokens
+# of a GPU in a step, of tensor-parallel ranks and of stages; in years between their programs, in the share of a step
+# that waits for launches; families.
+SCALES = {"ranks": 3.0, "tokens": 1.5, "local_tokens": 3.0, "tp": 2.0, "pp": 2.0}
 PLAIN_SCALES = {"year": 4.0, "launch": 0.15}
 OTHER_FAMILY = 1.0
 TODAY = 2025  # of a program like the recipes
@@ -36,6 +38,8 @@ class Compared:
         local_tokens: of a GPU in a step; 0 likewise.
         year: of the program.
         launch: share of the predicted step that waits for launches.
+        tp: ranks that split a matrix.
+        pp: stages of a pipeline.
     """
 
     name: str
@@ -49,6 +53,8 @@ class Compared:
     local_tokens: float = 0.0
     year: int = TODAY
     launch: float = 0.0
+    tp: int = 1
+    pp: int = 1
 
 
 @functools.cache
@@ -100,6 +106,8 @@ class Step:
         tokens: of a sequence; 0 where there are none.
         local_tokens: of a GPU in a step; 0 likewise.
         year: of the program.
+        tp: ranks that split a matrix.
+        pp: stages of a pipeline.
     """
 
     ranks: int
@@ -108,6 +116,8 @@ class Step:
     tokens: int = 0
     local_tokens: float = 0.0
     year: int = TODAY
+    tp: int = 1
+    pp: int = 1
 
     @property
     def launch(self) -> float:
@@ -146,7 +156,7 @@ def farthest(found: Like, step: Step) -> float:
     far = [(abs(math.log1p(one.error)), weight(one, step)) for one in found.rows]
     of_others = math.exp(-(OTHER_FAMILY**2) / 2)
     far += [(abs(math.log1p(one.error)), of_others * weight(one, step)) for one in found.others]
-    needed = COVERED * (1 + sum(one for _, one in far))
+    needed = NEAR * (1 + sum(one for _, one in far))
     for size, one in sorted(far):
         needed -= one
         if needed <= 0:
@@ -159,7 +169,8 @@ def _answer(row: Compared, others: Sequence[Compared]) -> float:
     found = Like(
         [one for one in others if one.family == row.family], [one for one in others if one.family != row.family], 0, 0
     )
-    return farthest(found, Step(row.ranks, 1.0, row.launch, row.tokens, row.local_tokens, row.year))
+    step = Step(row.ranks, 1.0, row.launch, row.tokens, row.local_tokens, row.year, row.tp, row.pp)
+    return farthest(found, step)
 
 
 def is_outside(row: Compared, others: Sequence[Compared]) -> bool:

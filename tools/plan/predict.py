@@ -2,8 +2,8 @@
 
 products  = sum over types of FLOPs / (peak * reach), but not less than their bytes / memory bandwidth: the roofline
             of https://doi.org/10.1145/1498765.1498785, and attention
-attention = (FLOPs / peak + exponentials / their peak) / (reach of products * reach of attention), in kernels that hold
-            their scores: the narrower the heads, the more exponentials, which other units compute (section 3.1 of
+attention = (FLOPs / their peak + exponentials / their peak) / reach of attention, in kernels that hold their scores:
+            the narrower the heads, the more exponentials, which other units compute (section 3.1 of
             https://arxiv.org/abs/2407.08608: 989 TFLOP/s beside 3.9e12 exponentials a second)
 memory    = bytes of all other operators / (memory bandwidth * reach)
 launches  = operators * seconds of a launch; on a GPU, they run beside the device, on a CPU before each operator
@@ -117,9 +117,10 @@ def computed(work: Work, machine: Hardware) -> tuple[float, float, float]:
 
 def attended(work: Work, machine: Hardware) -> float:
     """Seconds of attention's kernels: of their products, and of their exponentials where the data sheet has those."""
-    products = sum(count / machine.peak(dtype) for dtype, count in work.attention.items())
+    share = machine.peak_attention / machine.peak_16bit if machine.peak_attention else 1.0
+    products = sum(count / (machine.peak(dtype) * share) for dtype, count in work.attention.items())
     exponentials = work.exponentials / machine.peak_exp if machine.peak_exp else 0.0
-    return (products + exponentials) / (machine.reach.products * machine.reach.attention)
+    return (products + exponentials) / machine.reach.attention
 
 
 def of_rank(work: Work, machine: Hardware) -> dict[str, float]:

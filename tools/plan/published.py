@@ -30,13 +30,15 @@ TERA = 1e12
 MASTER = {"storage": 2, "optimizer": 12, "grad_bytes": 4}
 FLOAT32 = {"storage": 4, "optimizer": 8, "grad_bytes": 4}
 PROGRAMS: dict[str, dict[str, Any]] = {
-    # Its kernels are joined by hand, but those of attention, which flash attention came after.
-    "megatron": {**MASTER, "compiled": True, "flash": False},
+    # Its kernels are joined by hand, but those of attention: flash attention came later. In 2021 it sent gradients when
+    # the backward pass was over.
+    "megatron": {**MASTER, "compiled": True, "flash": False, "overlapped": False},
     # Its README on these rows: communication of all kinds is overlapped with computation.
     "megatron-core": {**MASTER, "compiled": True, "sums_hidden": True},
     # 126 layers, so that the first and the last stage have one less (https://arxiv.org/abs/2407.21783, 3.3.2).
     "meta": {**MASTER, "compiled": True, "balanced": True},
-    "nanotron": {**MASTER, "balanced": True},  # stages by the FLOPs of their blocks
+    # Stages by the FLOPs of their blocks; norms and positions by flash attention's kernels, which join small operators.
+    "nanotron": {**MASTER, "compiled": True, "balanced": True},
     "torchtitan": FLOAT32,
     "llm-foundry": {**FLOAT32, "grad_bytes": 2, "compiled": True},
 }
@@ -210,7 +212,7 @@ def vtrain() -> list[Step]:
             gpus, batch, micro, width, heads, layers, length, tp, dp, pp = map(int, line[:10])
             shape = Shape(width, layers, heads, heads, 4 * width, False, 51200, length, True)
             own = PROGRAMS["megatron"]
-            layout = Layout(dp, tp, pp, 1, micro, batch, "full", **own, sequence=False, overlapped=False)
+            layout = Layout(dp, tp, pp, 1, micro, batch, "full", **own, sequence=False)
             features = tuple(math.log2(value) for value in (tp, dp, pp, micro, width, layers, batch))
             name = f"vTrain h{width} L{layers} TP{tp} DP{dp} PP{pp} micro-batch {micro} batch {batch}"
             row = Row(name, "vTrain single", shape, layout, machine, float(line[10]) / 1e3, 0, "megatron")
@@ -293,7 +295,7 @@ def split(seed: int) -> tuple[Errors, Errors]:
 # --- fits ----------------------------------------------------------------------------------------------------------
 
 EVERY = 48  # of vTrain's steps one is fitted, or they would outweigh all others
-START = hardware.Reach(attention=0.6, contention=0.3)  # of a GPU, where rows do not decide
+START = hardware.Reach(attention=0.45, contention=0.3)  # of a GPU, where rows do not decide
 TO_SHARED = 0.5  # how much the fractions of one family are drawn to those of all: the least error of sources left out
 
 

@@ -15,7 +15,8 @@ from tools.plan.predict import Prediction, predict
 
 SIZES = [2**i for i in range(17)]  # 1 to 65,536
 BATCH, MICRO, RECOMPUTE = "--global-batch-size", "--micro-batch-size", "--recompute"
-PARTS = ("--tp", "--pp", "--cp")
+PARTS = ("--tp", "--pp", "--cp")  # of ranks that read the same sequences
+EXPERTS = "--ep"  # of ranks that read different ones
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def layouts(case: Case, *, every: bool = False) -> Iterator[Case]:
     mine = case.folder.name
     batch = value(case.flags, BATCH, default(mine, BATCH))
     kept = case.flags
-    for flag in (*PARTS, MICRO, RECOMPUTE):
+    for flag in (*PARTS, EXPERTS, MICRO, RECOMPUTE):
         while flag in kept:
             at = kept.index(flag)
             kept = (*kept[:at], *kept[at + 2 :])
@@ -81,9 +82,11 @@ def layouts(case: Case, *, every: bool = False) -> Iterator[Case]:
             continue
         if about.is_single(recipe) or recipe.partition("_")[0] in ("accelerate", "allreduce", "diloco"):
             continue  # the same layouts by another library or by hand, or other numbers by design
-        part = next((flag for flag in PARTS if about.has_flag(recipe, flag)), "")
+        if about.has_flag(recipe, EXPERTS) != about.has_flag(mine, EXPERTS):
+            continue  # another model
+        part = next((flag for flag in (*PARTS, EXPERTS) if about.has_flag(recipe, flag)), "")
         for parts in [2**i for i in range(1, 7) if 2**i <= case.size] if part else [1]:
-            a_rank = batch * parts // case.size
+            a_rank = batch * (1 if part == EXPERTS else parts) // case.size
             micros = [2**i for i in range(max(1, a_rank).bit_length()) if every or a_rank // 2**i <= 32]
             modes = ["none", *(["selective"] if every else []), "full"] if about.has_flag(recipe, RECOMPUTE) else [""]
             for micro, mode in itertools.product(micros if every else micros[-3:], modes):

@@ -9,6 +9,9 @@ Attention's time is apart: flash attention's backward pass computes the scores a
 the diagonal are computed whole (https://arxiv.org/abs/2307.08691, section 3). Programs before it wrote all scores to
 memory, and computed the whole square.
 
+A model with E experts has E MLPs in a layer and a router, and each token meets k of them. They lie on ep ranks, to
+which tokens travel and from which results return, as in moe_gpt, with a load that is balanced.
+
 Activations of a layer, in bytes of 16 bit: https://arxiv.org/abs/2205.05198, section 4, with flash attention, which
 keeps no s x s scores.
 """
@@ -25,6 +28,8 @@ FLOAT_LOGITS = 2**29  # that a recipe's loss computes with at a time: common/wor
 OPERATORS = 98  # of a layer's forward and backward pass in eager mode: counted in ddp_gpt
 MOVED = 29  # tensors of (b, s, h) that a layer's other operators read and write, forward: counted in ddp_gpt
 MOVED_MLP = 13  # the same of (b, s, m)
+ROUTED, OF_EXPERT = 121, 6  # operators more of a layer with experts, and of each that is here: counted in moe_gpt
+ROWS_MOVED = 14  # tensors (b, s, k h) that the ways to experts and back read and write, forward: read off moe_gpt
 CASTS = 27  # operators of a layer more, where autocast turns replicated float32 weights into 16 bit
 DIAGONAL = 128  # tokens of the blocks in which attention's kernels compute
 SCORES_MOVED = 6.5  # times that scores are read or written where no kernel joins it: 2 products, mask, softmax, dropout
@@ -44,12 +49,24 @@ class Shape:
     vocab: int
     seq_len: int
     tied: bool
+    experts: int = 1
+    top_k: int = 1
+
+    @property
+    def mlp_parameters(self) -> float:
+        """Of one layer's MLP, or of one of its experts."""
+        return (3 if self.gated else 2) * self.width * self.mlp_width
 
     @property
     def layer_parameters(self) -> float:
         """Of one layer."""
+        return self.met(self.experts)
+
+    def met(self, mlps: float) -> float:
+        """Of one layer with so many of its MLPs: `top_k` are those that a token meets."""
         h = self.width
-        return 2 * h * h * (1 + self.kv_heads / self.heads) + (3 if self.gated else 2) * h * self.mlp_width
+        router = h * self.experts if self.experts > 1 else 0
+        return 2 * h * h * (1 + self.kv_heads / self.heads) + router + mlps * self.mlp_parameters
 
     @property
     def ends(self) -> float:
@@ -64,7 +81,7 @@ class Shape:
     @property
     def layer_flops(self) -> float:
         """Of a layer's forward pass of one sequence."""
-        return 2 * self.seq_len * self.layer_parameters + self.attention_flops
+        return 2 * self.seq_len * self.met(self.top_k) + self.attention_flops
 
     @property
     def attention_flops(self) -> float:
@@ -114,6 +131,8 @@ class Layout:
         norms: tensors (b, s, h) of 16 bit that a layer keeps for its norms, and for what is added up between them.
         gathered_kept: tensors (b, s, h) of a layer that tensor-parallel ranks keep gathered for the backward pass.
         cp: ranks that share each sequence.
+        ep: ranks that share the experts of a layer; they are among those of dp.
+        every: steps from one exchange of the dp ranks to the next, which sends all that they differ in at once.
         flash: whether one kernel computes attention; without it, memory is not known.
     """
 
@@ -143,6 +162,8 @@ class Layout:
     norms: int = 5
     gathered_kept: int = 0
     cp: int = 1
+    ep: int = 1
+    every: int = 1
     flash: bool = True
 
     @property
@@ -172,33 +193,38 @@ def work(shape: Shape, layout: Layout) -> Work:
     # The last stage has the logits, and then the most to do, unless it has fewer layers.
     layers = shape.layers / p if layout.balanced else math.ceil(shape.layers / p)
     share = p if layout.balanced else 1
-    products = (3 + again) * (shape.layer_flops - shape.attention_flops)
-    flops = m * b * (layers * products + 3 * shape.head_flops / share)
+    # The balance of a whole step is known after a forward pass of all its micro-batches.
+    first = 1.0 if shape.experts > 1 and m > 1 else 0.0
+    products = (3 + again + first) * (shape.layer_flops - shape.attention_flops)
+    flops = m * b * (layers * products + (3 + first) * shape.head_flops / share)
     # Of all heads. A score takes 4 FLOPs of a head's width forward, and an exponential; backward 10, and another one.
     square = m * b * layers * shape.heads * shape.seq_len**2
     scores = square * (1 + min(1.0, DIAGONAL / shape.seq_len)) / 2
-    attention = scores * 4 * h / shape.heads * (3.5 + attention_again)
+    attention = scores * 4 * h / shape.heads * (3.5 + attention_again + first)
     written = 0.0
     if not layout.flash:
         flops += 4 * square * h / shape.heads * (3 + attention_again)
         written = SCORES_MOVED * HALF * square / t * (3 + attention_again)
         scores = attention = 0.0
     split = t if layout.sequence else 1
-    per_layer = (MOVED / split * h + MOVED_MLP / t * shape.mlp_width) * b * s * HALF
+    rows = ROWS_MOVED * shape.top_k * h if shape.experts > 1 else 0
+    per_layer = (MOVED / split * h + MOVED_MLP / t * shape.mlp_width * shape.top_k + rows) * b * s * HALF
     joined = 0.5 if layout.compiled else 1.0
     head = m * b * s * shape.vocab / t * layout.logit_moved / share
-    moved = (m * layers * per_layer * (3 + moved_again) + head) * joined
+    moved = (m * layers * per_layer * (3 + moved_again + first) + head) * joined
     own = (layers * shape.layer_parameters + shape.ends / (1 if p == 1 else 2)) / t
     update = UPDATE_BYTES * own / (layout.dp * layout.cp if layout.zero else 1)
     casts = CASTS if _autocast(layout) else 0
-    operators = int(m * layers * (OPERATORS + casts) * (1 + again / 3) * (joined if layout.flash else 1))
+    routed = ROUTED + OF_EXPERT * shape.experts / layout.ep if shape.experts > 1 else 0
+    each = OPERATORS + casts + routed
+    operators = int(m * layers * each * (1 + (again + first) / 3) * (joined if layout.flash else 1))
     return Work(
         world_size=layout.size,
         samples=layout.global_batch,
         flops={"bfloat16": flops / (t * layout.cp)},
         attention={"bfloat16": attention / (t * layout.cp)},
-        exponentials=scores * (2 + attention_again) / (t * layout.cp),
-        product_bytes=m * layers * 3 * shape.layer_parameters / t * HALF,
+        exponentials=scores * (2 + attention_again + first) / (t * layout.cp),
+        product_bytes=m * layers * 3 * shape.met(shape.experts / layout.ep) / t * HALF,
         elementwise_bytes=moved + written + update,
         kernels=operators,
         traffic=tuple(traffic(shape, layout, layers, own)),
@@ -236,18 +262,35 @@ def traffic(shape: Shape, layout: Layout, layers: float, own: float) -> list[Tra
     if p > 1:
         calls = int(2 * m * layout.virtual)
         over = machines(p, t * dp, layout.local_size)
-        found.append(Traffic("send", "pp", p, over, calls, calls * activation / (t if layout.sequence else 1)))
+        # Each tensor-parallel rank sends its part, also of what all of them hold: section 4.1 of 2104.04473.
+        found.append(Traffic("send", "pp", p, over, calls, calls * activation / t))
+    again = m * (1 if shape.experts > 1 and m > 1 else 0)  # the forward passes before
+    gathered = 2 * m + again
+    if layout.ep > 1:  # rows and results forward, and their gradients backward
+        calls = int(layers * (m * (6 if layout.recompute == "full" else 4) + 2 * again))
+        over = machines(layout.ep, 1, layout.local_size)
+        found.append(Traffic("all-to-all", "ep", layout.ep, over, calls, calls * activation * shape.top_k))
+        own -= layers * shape.experts * shape.mlp_parameters
+        experts, groups = layers * shape.experts * shape.mlp_parameters / layout.ep, dp // layout.ep
+        if groups > 1:
+            over = machines(groups, layout.ep, layout.local_size)
+            calls, buckets = int(gathered * math.ceil(layers)), math.ceil(layers)
+            found.append(Traffic("all-gather", "ep_dp", groups, over, calls, gathered * experts * HALF, "step"))
+            sent = experts * layout.grad_bytes
+            found.append(Traffic("reduce-scatter", "ep_dp", groups, over, buckets, sent, "step"))
     if dp > 1:
         over = machines(dp, t, layout.local_size)
         buckets = math.ceil(layers) + 1
         hidden = "backward" if layout.overlapped else "no"
         if layout.zero == 3:
-            gathers = int(2 * m * buckets)
-            found.append(Traffic("all-gather", "dp", dp, over, gathers, 2 * m * own * HALF, "step"))
+            gathers = int(gathered * buckets)
+            found.append(Traffic("all-gather", "dp", dp, over, gathers, gathered * own * HALF, "step"))
             found.append(Traffic("reduce-scatter", "dp", dp, over, buckets, own * layout.grad_bytes, "step"))
         elif layout.zero == 1:
             found.append(Traffic("reduce-scatter", "dp", dp, over, buckets, own * layout.grad_bytes, hidden))
             found.append(Traffic("all-gather", "dp", dp, over, buckets, own * HALF, hidden))
+        elif layout.every > 1:  # after a step, so that nothing is computed meanwhile
+            found.append(Traffic("all-reduce", "dp", dp, over, 1 / layout.every, own * FLOAT / layout.every))
         else:
             found.append(Traffic("all-reduce", "dp", dp, over, buckets, own * layout.grad_bytes, hidden))
     return found
@@ -276,10 +319,14 @@ def _held(  # noqa: PLR0912, PLR0915
     sharded, autocast, several = layout.zero == 3, _autocast(layout), m > 1
     layer, table = shape.layer_parameters / t, shape.vocab * h / t  # parameters; the embedding's are the head's as well
     tables = first + (last and not (first and tied))
+    held = layers * layer + tables * table  # of which each rank has a share
+    layer_held, layer = layer, shape.met(shape.experts / layout.ep) / t  # with the experts that a rank computes
     own = layers * layer + tables * table
     # Activations in 16 bit, (b, s, h) whole and as tensor-parallel ranks split it, and (b, s, m). Under autocast, what
     # layers add to is in 32 bit, and each matrix has its own copy of its input.
-    wide, inner = tokens * h * HALF, tokens * shape.mlp_width * HALF / t
+    wide, inner = tokens * h * HALF, tokens * shape.mlp_width * shape.top_k * HALF / t
+    rows = shape.top_k * wide if shape.experts > 1 else 0.0  # of experts, in the order that they compute in
+    indices = tokens * (40 * shape.top_k + 16 * shape.experts) if shape.experts > 1 else 0.0
     narrow = wide / (t if layout.sequence else 1)
     stream = narrow * (2 if autocast else 1)
     gathered_kept = layout.gathered_kept
@@ -290,6 +337,8 @@ def _held(  # noqa: PLR0912, PLR0915
         + gathered_kept * wide
         + attention
         + 2 * matrices * inner
+        + 2 * rows
+        + indices
     )
     products = attention + 2 * wide + matrices * inner + stream
     kept = {"ops": whole / 2, "products": products, "full": stream}.get(layout.recompute, whole)
@@ -303,7 +352,7 @@ def _held(  # noqa: PLR0912, PLR0915
     # Until the last micro-batch, FSDP sends no gradients and keeps them whole, DTensor the embedding's for all slices.
     sums = (own + (0 if tied else (t - 1) * table)) * layout.grad_bytes if sharded and several else 0.0
     gradients = own * layout.grad_bytes * layout.gradients if not sharded else 0.0
-    scattered = layers * layer * FLOAT / shards
+    scattered = layers * layer_held * FLOAT / shards
     logits = tokens * shape.vocab / t
     at_once = logits * min(1.0, max(1.0, layout.loss_logits // (length * shape.vocab)) / layout.micro_batch)
     outputs = m * (logits * HALF + stream) if layout.outputs_kept and last and not first else 0.0
@@ -321,8 +370,8 @@ def _held(  # noqa: PLR0912, PLR0915
         moments.append(top - head + casts + table * HALF + max(logits * HALF + head, cast))
     # A layer's backward pass: of the MLP, or of what tensor-parallel ranks gather before it. The head's gradient waits
     # for those of the micro-batch, or of the embedding whose weights it has.
-    matrix = shape.mlp_width * h / t
-    passing = narrow + stream + 2 * inner + matrix * HALF
+    matrix = shape.mlp_width * h / t * max(1.0, shape.experts / layout.ep)
+    passing = narrow + stream + 2 * inner + 2 * rows + matrix * HALF
     if sharded and several:  # the gradient of a matrix is cast, added up, and gone
         passing = narrow + stream + inner + max(inner, matrix * (HALF + FLOAT))
     if gathered_kept:
@@ -330,7 +379,7 @@ def _held(  # noqa: PLR0912, PLR0915
     if sharded:
         waits = table * HALF if tied or not several else 0.0
         for done in {0, 1, max(layers - 1, 1)}:  # layers before it
-            sent = 0.0 if several else done * layer * FLOAT / shards + (layer * FLOAT if done else 0.0)
+            sent = 0.0 if several else done * layer_held * FLOAT / shards + (layer * FLOAT if done else 0.0)
             moment = base - done * kept + 2 * ahead + sent + waits
             moments += [moment + again + passing, moment - kept + 3 * stream + (0.0 if several else ahead)]
         if several:
@@ -359,16 +408,18 @@ def _held(  # noqa: PLR0912, PLR0915
         if not layout.overlapped and layout.dp > 1:  # all of them in one buffer
             moments.append(own * layout.grad_bytes)
     return {
-        "parameters": own * layout.storage / shards,
+        "parameters": held * layout.storage / shards,
         "gradients": gradients + sums,
-        "optimizer": own * layout.optimizer / (shards if sharded else layout.dp if layout.zero else 1),
-        "rest": max(moments) - sums + own * layout.extra,
+        "optimizer": held * layout.optimizer / (shards if sharded else layout.dp if layout.zero else 1),
+        "rest": max(moments) - sums + held * layout.extra,
     }
 
 
 # --- the strategies that recipes have ------------------------------------------------------------------------------
 
-STRATEGIES = ("ddp_gpt", "fsdp_gpt", "tensor_gpt", "pipeline_gpt", "context_gpt")  # of docs/explorer.html
+# Of docs/explorer.html.
+STRATEGIES = ("ddp_gpt", "fsdp_gpt", "tensor_gpt", "pipeline_gpt", "context_gpt", "moe_gpt", "diloco_gpt")
+INNER_STEPS = 20  # diloco_gpt's default: each rank is a replica, and sends after so many steps
 
 
 def of_recipe(recipe: str, size: int, parts: int, **more: Any) -> Layout:
@@ -377,15 +428,18 @@ def of_recipe(recipe: str, size: int, parts: int, **more: Any) -> Layout:
     Args:
         recipe: that trains language models; accelerate_gpt under DDP, or with `zero` 3 under FSDP2.
         size: number of ranks.
-        parts: --tp, --pp or --cp; 1 for the others.
+        parts: --tp, --pp, --cp or --ep; 1 for the others.
         **more: other fields of `Layout`; `recompute` as the recipes have it.
     """
     base = Layout(loss_logits=FLOAT_LOGITS, **more)
     if base.recompute == "selective":
         base = dataclasses.replace(base, recompute="products")
+    if recipe == "moe_gpt":  # whose ranks all read sequences
+        return dataclasses.replace(base, dp=size, zero=3, ep=parts)
     several = base.global_batch * parts > base.micro_batch * size
-    replicas = {"gradients": 2 if several else 1, "extra": 8 if recipe == "diloco_gpt" else 0}
+    replicas = {"gradients": 2 if several else 1}
     own: dict[str, Any] = {
+        "diloco_gpt": {**replicas, "extra": 8, "every": INNER_STEPS},
         # Its loss over sliced logits makes more copies: counted.
         "tensor_gpt": {"tp": parts, "zero": 3, "gathered_kept": 2, "logit_bytes": 16, "logit_moved": 150},
         "pipeline_gpt": {"pp": parts, "overlapped": False, "outputs_kept": True},

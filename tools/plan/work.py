@@ -16,7 +16,7 @@ class Traffic:
         axis: of the mesh, or of how many ranks.
         ranks: of the group.
         machines: that the group is spread over.
-        calls: a step.
+        calls: a step; below 1 where only some steps send.
         bytes: that the calls add up, gather or scatter, over the whole group; a message's for "send".
         hidden: what is computed meanwhile, see `HIDDEN`.
     """
@@ -25,7 +25,7 @@ class Traffic:
     axis: str
     ranks: int
     machines: int
-    calls: int
+    calls: float
     bytes: float
     hidden: str = "no"
 

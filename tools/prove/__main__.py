@@ -7,7 +7,7 @@ from pathlib import Path
 import tyro
 
 from common import UserError
-from tools import command
+from tools import command, need
 from tools.prove import flags
 
 HERE = Path(__file__).resolve().parent
@@ -17,6 +17,7 @@ if __name__ == "__main__":
         flags.check(tyro.cli(flags.Args, prog="python -m tools.prove"))  # before ranks are started
     except UserError as error:
         command.refuse(error)
+    need("torch")
     os.environ.setdefault("PYTHON", sys.executable)  # this one has torch, whatever environment is active
     os.environ.setdefault("LAUNCHED_AS", f"{sys.executable} -m tools.prove")
     launcher = str(HERE.parents[1] / "launch" / "torchrun.sh")

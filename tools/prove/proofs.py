@@ -1,6 +1,7 @@
 """The proofs: which runs they take, what is compared, and how far apart it may be."""
 
 import json
+import shlex
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -277,8 +278,8 @@ def rates(asked: Asked, run: Run, rows: list[Row]) -> Iterator[dict[str, Any]]:
         if layout.recipe in seen:
             continue
         seen.append(layout.recipe)
-        flags = ("--max-steps", str(RATE_STEPS), "--log-every", str(RATE_STEPS // 2), *layout.flags)
-        flags += GPU_SIZES.get(layout.workload, ()) if asked.gpus else ()
+        own = (*layout.flags, *(GPU_SIZES.get(layout.workload, ()) if asked.gpus else ()))
+        flags = ("--max-steps", str(RATE_STEPS), "--log-every", str(RATE_STEPS // 2), *own)
         name = f"rates of {layout}"
         outcome = run(Job(name.replace(" ", "_"), layout, flags, asked.folder, rates=True))
         found: dict[str, Any] = {}
@@ -292,7 +293,7 @@ def rates(asked: Asked, run: Run, rows: list[Row]) -> Iterator[dict[str, Any]]:
 
         rows.append(judge("rates", name, [outcome], look, "it runs"))
         if found:
-            yield {"layout": str(layout), **found}
+            yield {"layout": str(layout), "flags": shlex.join(own), **found}
 
 
 def measured(asked: Asked, run: Run, rows: list[Row]) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from common import UserError
-from tools import about
+from tools import about, need
 from tools.plan import hardware, own_runs, sweep
 from tools.plan.count import Case
 from tools.plan.hardware import Hardware, Reach
@@ -25,7 +25,7 @@ from tools.plan.hardware import Hardware, Reach
 STEPS = 30
 SKIPPED = 10  # warm up
 TIMEOUT_S = 600.0
-RUNS = (  # recipe, ranks, layers and width or images: small ones for a CPU; GPUs want your own, with --fit
+RUNS = (  # recipe, ranks, layers and width or images: small ones for a CPU; GPUs want your own, given after FILE
     ("ddp_gpt", 1, (2, 96)),
     ("ddp_gpt", 1, (4, 160)),
     ("ddp_gpt", 1, (3, 288)),
@@ -125,6 +125,7 @@ def rate(file: Path) -> float:
 
 def calibrate(file: Path) -> None:
     """Measure, fit and write."""
+    need("torch")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         print("measuring products, memory and messages ...", flush=True)
@@ -139,9 +140,11 @@ def calibrate(file: Path) -> None:
             print(f"measuring steps of {recipe} {' '.join(one.flags)} on {one.size} ranks ...", flush=True)
             place = folder / str(number)
             place.mkdir()
-            runs.append((one, step_s(one, machine.local_size // one.size, place)))
+            took = step_s(one, machine.local_size // one.size, place)
+            runs.append(own_runs.Run(f"{recipe} {' '.join(one.flags)} on {size}", one, "cpu", took))
         if runs:
             print("fitting ...", flush=True)
-            machine = own_runs.with_fit(machine, runs)
+            machine, text = own_runs.fitted(runs, machine)
+            print(text)
     hardware.save(machine, file, f"{about.cpu_name()}, measured by python -m tools.plan --calibrate {file.name}")
     print(f"wrote {file}: use --hardware {file}")
