@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tools.judge import data, device, files, group, guard, model, scales, step
+from tools.judge import data, device, files, group, guard, model, scales, spawn, step
 from tools.judge.record import Recorder
 
 OURS = ("common", "tools", "tests", "benchmarks", "recipes", "launch")
@@ -104,7 +104,7 @@ def serve(place: Place, argv: list[str], pipe: Any) -> None:
 
     record = Recorder(place.log(), place.roots, place.steps, enough)
     guard.install(place.folder, place.own)
-    for seams in (device, group, model, step, scales, data, files):
+    for seams in (device, spawn, group, model, step, scales, data, files):
         seams.install(record, place)
     sys.argv = [str(place.script), *argv]
     sys.path[0:1] = [str(place.script.parent)]
@@ -119,6 +119,7 @@ def run(record: Recorder, place: Place) -> int:
     code, error, text, at = 0, "", "", str(place.script) + ":1"
     try:
         runpy.run_path(str(place.script), run_name="__main__")
+        record.rest()
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
         error, text = ("SystemExit", str(exit_.code)) if code else ("", "")

@@ -47,7 +47,11 @@ def install(record: Any, place: Any) -> None:
             seen.add(key)
             record.log("device", at=at, index=key[1], explicit=key[2], gpus=place.per_machine)
 
-    def on_cpu(value: Any) -> Any:
+    def on_cpu(value: Any, whole: bool = False) -> Any:
+        """The CPU for a GPU; a whole number is one where it stands for a device."""
+        if whole and type(value) is int:
+            note(value)
+            return CPU
         if isinstance(value, torch.device | str) and asked(value):
             return CPU
         if isinstance(value, dict):
@@ -68,7 +72,7 @@ def install(record: Any, place: Any) -> None:
             if any(isinstance(one, torch.device | str) for one in args):
                 args = tuple(map(on_cpu, args))
             if kwargs:
-                kwargs = {name: on_cpu(one) if name == "device" else one for name, one in kwargs.items()}
+                kwargs = {name: on_cpu(one, whole=True) if name == "device" else one for name, one in kwargs.items()}
                 kwargs.pop("pin_memory", None)
             if func is torch.Tensor.pin_memory:
                 return args[0]
@@ -101,13 +105,12 @@ def _questions(record: Any, place: Any, state: dict[str, Any], note: Any) -> Non
         yield
         state["now"] = before
 
-    properties = types.SimpleNamespace(name="judge", major=8, minor=0, total_memory=2**36, multi_processor_count=100)
     cuda.is_available, cuda.set_device, cuda.device = available, set_device, chosen
     cuda.device_count = lambda: place.per_machine
     cuda.current_device = lambda: state["now"]
     cuda.get_device_name = lambda *_: "judge"
     cuda.get_device_capability = lambda *_: (8, 0)
-    cuda.get_device_properties = lambda *_: properties
+    cuda.get_device_properties = lambda device=None: _Properties(state["now"] if device is None else device)
     cuda.mem_get_info = lambda *_: (2**36, 2**36)
     cuda.is_current_stream_capturing = lambda: False
     cuda.is_bf16_supported = lambda *_, **__: True
@@ -129,6 +132,17 @@ def _questions(record: Any, place: Any, state: dict[str, Any], note: Any) -> Non
     accelerator.current_device_index = accelerator.current_device_idx = cuda.current_device
     accelerator.synchronize = lambda *_: None
     accelerator.current_stream = cuda.current_stream
+
+
+class _Properties(types.SimpleNamespace):
+    """What a GPU says of itself; 0 where nobody has asked yet."""
+
+    def __init__(self, device: Any) -> None:
+        """Of the GPU of this number or name."""
+        super().__init__(name="judge", major=8, minor=0, total_memory=2**36, uuid=f"judge-{device}")
+
+    def __getattr__(self, name: str) -> int:
+        return 0
 
 
 class _Stream:
@@ -210,3 +224,7 @@ def _default(on_cpu: Any) -> None:
     any_torch.compile = lambda model=None, **_: model if model is not None else (lambda one: one)
     any_module: Any = nn.Module
     any_module.compile = lambda self, *_, **__: None
+    # It refuses the CPU. Here each rank takes its own statistics: the judges look at none of them.
+    any_nn: Any = nn
+    any_nn.SyncBatchNorm.forward = nn.modules.batchnorm._BatchNorm.forward
+    any_nn.parallel.DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None

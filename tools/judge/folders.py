@@ -13,7 +13,7 @@ def link(source: Path, target: Path) -> None:
 
     def fill(one: Path, other: Path) -> None:
         other.mkdir(parents=True, exist_ok=True)
-        for entry in sorted(os.scandir(one), key=lambda found: (found.is_dir(), found.name)):
+        for entry in entries(one):
             if entry.name.startswith(".") or entry.name in SKIPPED or (not entry.is_dir() and not entry.is_file()):
                 continue
             left[0] -= 1
@@ -23,6 +23,14 @@ def link(source: Path, target: Path) -> None:
                 (other / entry.name).symlink_to(os.path.realpath(entry.path))
 
     fill(source, target)
+
+
+def entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder, files first; nothing of one that may not be read or is gone."""
+    try:
+        return sorted(os.scandir(folder), key=lambda found: (found.is_dir(), found.name))
+    except OSError:
+        return []
 
 
 def prepare(script: Path, cwd: Path, folder: Path) -> tuple[Path, Path, dict[str, str]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import distributed_c10d, fsdp
+from torch.distributed import device_mesh, distributed_c10d, fsdp
 from torch.distributed.tensor import parallel
 
 from tools.judge.record import fingerprint, first_tensor, num
@@ -37,7 +37,7 @@ def install(record: Any, place: Any) -> None:
 
 def both(name: str, function: Any) -> None:
     """Exchange a function of torch.distributed wherever it is looked up."""
-    for module in (dist, distributed_c10d):
+    for module in (dist, distributed_c10d, device_mesh):
         if hasattr(module, name):
             setattr(module, name, function)
 
@@ -57,6 +57,7 @@ def _init(record: Any, place: Any) -> None:
         if "nccl" in str(backend) or backend is None or backend == "cpu:gloo,cuda:nccl":
             backend = "gloo"
         kwargs.pop("device_id", None)
+        os.environ.update(place.environment())  # a script may have put a port of its own there
         method = kwargs.get("init_method") or (args[0] if args else None)
         if isinstance(method, str) and not method.startswith("env"):  # a port that other runs also use
             args, kwargs["init_method"] = (), "env://"
@@ -173,12 +174,12 @@ def _grad_names(record: Any, tensor: Any) -> int:
 
 
 def _meshes(place: Any) -> None:
-    from torch.distributed import device_mesh
-
     real = device_mesh.init_device_mesh
 
     @functools.wraps(real)
     def mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        if place.gpu and device_type == "cuda" and not torch.cuda.current_device():
+            torch.cuda.set_device(place.rank % place.per_machine)  # as torch does where the script has not
         return real("cpu" if place.gpu else device_type, *args, **kwargs)
 
     both("init_device_mesh", mesh)
@@ -221,6 +222,7 @@ def _wrappers(record: Any, place: Any) -> None:
         return shard(module, *args, **kwargs)
 
     fsdp.fully_shard = sharded
+    _first_fsdp(record)
     split = parallel.parallelize_module
 
     @functools.wraps(split)
@@ -229,6 +231,32 @@ def _wrappers(record: Any, place: Any) -> None:
         return split(*args, **kwargs)
 
     parallel.parallelize_module = parallelized
+    _threads(record)
+
+
+def _first_fsdp(record: Any) -> None:
+    """FSDP as a wrapper: on the CPU, without what only GPUs have."""
+    wrapper: Any = fsdp.FullyShardedDataParallel
+    init = wrapper.__init__
+
+    @functools.wraps(init)
+    def wrapped(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        kwargs["device_id"] = torch.device("cpu")
+        record.flat = True
+        inner = getattr(record.busy, "on", False)
+        if not inner:
+            record.log("wrap", kind="fully_shard", module=id(module), optimizers=len(record.optimizers))
+        record.busy.on = True
+        available, torch.cuda.is_available = torch.cuda.is_available, lambda: False
+        try:
+            init(self, module, *args, **kwargs)
+        finally:
+            record.busy.on, torch.cuda.is_available = inner, available
+
+    wrapper.__init__ = wrapped
+
+
+def _threads(record: Any) -> None:
     replicas: Any = nn.DataParallel
     replicas_init = replicas.__init__
 

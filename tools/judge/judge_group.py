@@ -34,6 +34,8 @@ def starts(run: Run) -> Iterator[Finding]:
     """How the group is made, and whether it is ended."""
     for rank in range(len(run.ranks)):
         one = (run.of("init", rank) or [{}])[0]
+        if run.of("spawn", rank):  # the script has numbered its processes itself, and they are as many as here
+            break
         if one.get("given", {}).get("rank", rank) != rank or one.get("given", {}).get(
             "world_size", one.get("size")
         ) != one.get("size"):

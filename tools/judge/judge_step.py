@@ -27,7 +27,8 @@ def holds(run: Run, number: int) -> Iterator[Finding]:
     """Parameters of the model that the optimizer lacks, and the other way round."""
     own = [one for one in run.of("step") if one["id"] == number]
     at, last = optimizer_line(run, number), own[-1]
-    if not last["known"] and last["num"] and run.of("forward"):
+    idle = all(one["num_none"] == one["num"] for one in own)  # else the script gives them gradients by hand
+    if not last["known"] and last["num"] and idle and run.of("forward"):
         yield Finding(
             "optimizer of other parameters", at, f"none of its {last['num']} tensors is in the model that trains"
         )
@@ -84,14 +85,14 @@ def clips(run: Run) -> Iterator[Finding]:
         yield Finding("clip after the step", at, f"no backward between the step and any of {len(found)} clips")
     if "DDP" in wraps(run):
         return
-    for _, since in steps(run.ranks[0]):
-        names = [
-            one["e"] if one["e"] == "clip" else "send"
-            for one in since
-            if one["e"] == "clip" or (one["e"] == "collective" and one["grads"])
-        ]
-        if "clip" in names and "send" in names[names.index("clip") :]:
-            yield Finding("clip of local gradients", at, "the gradients are sent after it")
+    clipped = ""
+    for one in run.ranks[0]:
+        if one["e"] == "clip":
+            clipped = one["at"]
+        elif one["e"] == "step":
+            clipped = ""
+        elif clipped and one["e"] == "collective" and one["grads"]:
+            yield Finding("clip of local gradients", clipped, "the gradients are sent after it")
             return
 
 
@@ -172,7 +173,7 @@ def schedules(run: Run) -> Iterator[Finding]:
         if not own or len(micro_batches(run)) == 0:
             yield Finding("schedule before the step", stepped[0]["at"], text)
     per_step = [
-        sum(one["e"] == "schedule step" and one["id"] == stepped[0]["id"] for one in since)
+        sum(one["e"] == "schedule step" and one["direct"] and one["id"] == stepped[0]["id"] for one in since)
         for _, since in steps(run.ranks[0])[1:]
     ]
     if len(per_step) > 1 and sum(count > 1 for count in per_step) > 0.5 * len(per_step):

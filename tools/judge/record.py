@@ -40,6 +40,8 @@ class Recorder:
     backwards: int = 0
     done: int = 0  # optimizer steps
     number: int = 0
+    rest: Callable[[], None] = lambda: None  # what is left to do where the script ends
+    flat: bool = False  # FSDP of the first generation: a rank holds a part of all parameters, as one tensor
     local: set[str] = field(default_factory=set)  # fingerprints of gradients after the last backward pass
     summed: bool = False  # a sum is what the optimizer gets
     sums: set[str] = field(default_factory=set)  # and of what became of them in a sum over the ranks

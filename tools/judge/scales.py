@@ -69,7 +69,10 @@ def _schedules(record: Any) -> None:
     def stepped(self: Any, *args: Any, **kwargs: Any) -> None:
         if not quiet[0]:
             record.log(
-                "schedule step", id=id(self), backwards=max([one.backwards for one in record.optimizers], default=0)
+                "schedule step",
+                id=id(self),
+                backwards=max([one.backwards for one in record.optimizers], default=0),
+                direct=record.direct(),
             )
         quiet[0] += 1  # schedules of schedules
         try:

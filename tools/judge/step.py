@@ -102,7 +102,7 @@ def _before(record: Any, optimizer: Any) -> None:
         for name, one in module.named_parameters()
         if one.requires_grad and one.grad is not None and id(one) not in all_held
     ]
-    split = any(local(one) is not one for one in held)
+    split = record.flat or any(local(one) is not one for one in held)
     record.log(
         "step",
         id=optimizer.judged,
