@@ -63,7 +63,8 @@ def _batches(record: Any, loader: Any) -> Iterator[Any]:
         return
     chosen = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     batches = list(itertools.islice(iter(chosen), MOST_LISTED))
-    record.log("epoch", at=at, **_order(loader, batches))
+    whole = loader.batch_sampler is None  # what the sampler chooses is one request of the data set
+    record.log("epoch", at=at, **_order(loader, [[one] if whole else list(one) for one in batches]))
     kept = batches if len(batches) <= FIRST + 1 else [*batches[:FIRST], batches[-1]]
     for number, batch in enumerate(kept[:1] if few else kept):
         yield _fetch(record, loader, batch, number, at)
@@ -83,9 +84,11 @@ def _stream(record: Any, loader: Any, at: str, most: int) -> Iterator[Any]:
 
 def _order(loader: Any, batches: list[Any]) -> dict[str, Any]:
     """What an epoch reads, by the indices of the data set below all subsets."""
-    flat = [int(i) for batch in batches for i in (batch if isinstance(batch, list | tuple) else [batch])]
+    flat: list[Any] = [i for batch in batches for i in batch]
+    plain = all(isinstance(i, int | np.integer) or (torch.is_tensor(i) and i.ndim == 0) for i in flat)
+    flat = [int(i) if plain else str(i) for i in flat]  # a sampler may choose more than numbers
     dataset = loader.dataset
-    base = flat
+    base = flat if plain else []
     while isinstance(dataset, Subset):
         indices = dataset.indices
         base, dataset = [int(indices[i]) for i in base], dataset.dataset
@@ -93,11 +96,9 @@ def _order(loader: Any, batches: list[Any]) -> dict[str, Any]:
     return {
         "loader": getattr(loader, "judged", -1),
         "batches": len(batches),
-        "sizes": [len(one) if isinstance(one, list | tuple) else 1 for one in (batches[0], batches[-1])]
-        if batches
-        else [],
+        "sizes": [len(one) for one in (batches[0], batches[-1])] if batches else [],
         "order": hashlib.blake2b(str(flat).encode(), digest_size=8).hexdigest(),
-        "indices": base if len(base) <= MOST_WRITTEN else None,
+        "indices": base if plain and len(base) <= MOST_WRITTEN else None,
         "samples": size(dataset),
         "subset": subset(loader.dataset),
         "own_samples": size(loader.dataset),
@@ -126,8 +127,9 @@ def _random() -> tuple[str, ...]:
 
 
 def _fetch(record: Any, loader: Any, batch: Any, number: int, at: str) -> Any:
-    if not isinstance(batch, list | tuple):
+    if loader.batch_sampler is None:
         return loader.collate_fn(loader.dataset[batch])
+    batch = list(batch)
     before = _random() if number < WATCHED else ()
     many = getattr(loader.dataset, "__getitems__", None)
     samples = many(batch) if callable(many) else [loader.dataset[i] for i in batch]

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import os
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+TORCH = os.path.dirname(torch.__file__)
 CPU = torch.device("cpu")
 NOTHING = (
     "synchronize empty_cache reset_peak_memory_stats reset_max_memory_allocated manual_seed manual_seed_all seed_all "
@@ -89,8 +92,8 @@ def _questions(record: Any, place: Any, state: dict[str, Any], note: Any) -> Non
     cuda: Any = torch.cuda
 
     def available() -> bool:
-        if record.direct():
-            record.log("asks", what="is_available") if state["first"] else None
+        if state["first"] and not sys._getframe(1).f_code.co_filename.startswith(TORCH):
+            record.log("asks", what="is_available")
             state["first"] = False
         return True
 

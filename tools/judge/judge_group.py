@@ -70,6 +70,8 @@ def waits(run: Run) -> Iterator[Finding]:
     broken = [one for one in run.errors if is_of_group(one)]
     if not (run.hang or broken) or len(broken) < len(run.errors):
         return
+    if not ours and not theirs and not run.of("step"):
+        return  # it has refused to start, or what it waits for is no collective
     names = {at: name for name, at in [*ours, *theirs]}
     i = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     a, b = (ours[i] if i < len(ours) else None), (theirs[i] if i < len(theirs) else None)

@@ -46,7 +46,7 @@ def holds(run: Run, number: int) -> Iterator[Finding]:
 def gradients(run: Run, number: int) -> Iterator[Finding]:
     """Gradients that are too many, or gone."""
     own = steps(run.ranks[0], number)
-    if run.of("optimizer")[number]["kind"] == "LBFGS" or len(own) < 2:
+    if run.of("optimizer")[number]["kind"] == "LBFGS" or len(own) < 2 or not any(step["known"] for step, _ in own):
         return
     stale = [step for step, _ in own if step["stale"]]
     if len(stale) > 1 and len(stale) >= 0.5 * (len(own) - 1):

@@ -182,7 +182,8 @@ def failure(run: Run) -> str:
     if "died" in run.ended:
         return "a process ended without an error of Python's: " + run.tails[run.ended.index("died")][-300:]
     if not run.of("step"):
-        return "no optimizer made a step" if not run.hang else "it hangs"
+        said = next((tail.splitlines()[-1] for tail in run.tails if tail), "")
+        return "no optimizer made a step" if not run.hang else f"it hangs before its first step; it printed: {said}"
     return ""
 
 
