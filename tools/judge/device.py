@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import os
 import sys
 import types
 from collections.abc import Iterator
@@ -12,7 +11,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-TORCH = os.path.dirname(torch.__file__)
+from tools.judge.record import TORCH
+
 CPU = torch.device("cpu")
 NOTHING = (
     "synchronize empty_cache reset_peak_memory_stats reset_max_memory_allocated manual_seed manual_seed_all seed_all "
@@ -99,6 +99,8 @@ def _questions(record: Any, place: Any, state: dict[str, Any], note: Any) -> Non
 
     def set_device(device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index
+        if index is not None and index < 0 and not record.wanted():
+            return  # torch's own way to say that nothing is to change
         state["now"] = index or 0
         note(state["now"])
 

@@ -53,7 +53,7 @@ def gradients(run: Run, number: int) -> Iterator[Finding]:
         yield Finding(
             "zero_grad is missing", stale[0]["at"], f"in {len(stale)} of {len(own) - 1} steps after the first"
         )
-    idle = [step for step, _ in own if not step["backwards"]]
+    idle = [step for step, _ in own if not step["backwards"] and step["wanted"]]
     if len(idle) > 1:
         yield Finding("no backward", idle[0]["at"], f"before {len(idle)} of {len(own)} steps")
     empty = [(step, since) for step, since in own if step["empty"]]

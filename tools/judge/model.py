@@ -31,6 +31,7 @@ def _calls(record: Any) -> None:
             record.modules[id(self)] = self  # which also keeps its id from being given again
         if not holds[id(self)]:
             return real(self, *args, **kwargs)
+        record.called.add(id(self))
         _note(record, self, args, kwargs)
         inside[0] = True
         try:

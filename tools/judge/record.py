@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+TORCH, OWN = (str(Path(one).parent) for one in (torch.__file__, __file__))
 MOST_ELEMENTS = 4096  # of a tensor or a row that are hashed
 MOST_ROWS = 256  # of a batch
 
@@ -36,6 +37,7 @@ class Recorder:
     busy: threading.local = field(default_factory=threading.local)
     optimizers: list[Any] = field(default_factory=list)
     modules: dict[int, nn.Module] = field(default_factory=dict)  # roots of training forwards
+    called: set[int] = field(default_factory=set)  # of these, since the last step
     inner: dict[int, nn.Module] = field(default_factory=dict)  # what a DDP holds, to the DDP
     backwards: int = 0
     done: int = 0  # optimizer steps
@@ -62,6 +64,13 @@ class Recorder:
                 return f"{name}:{frame.f_lineno}"
             frame = frame.f_back
         return ""
+
+    def wanted(self) -> bool:
+        """Whether the first frame outside of torch is the user's own code."""
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith((TORCH, OWN)):
+            frame = frame.f_back
+        return frame is not None and frame.f_code.co_filename.startswith(self.roots)
 
     def direct(self, depth: int = 2) -> bool:
         """Whether the caller of a seam is the user's own code."""

@@ -95,7 +95,7 @@ def _before(record: Any, optimizer: Any) -> None:
     grads = [one.grad for one in held if one.grad is not None]
     trained = {id(one): name for module in record.modules.values() for name, one in module.named_parameters()}
     all_held = {id(one) for each in record.optimizers for one in parameters(each)}
-    roots = [one for one in record.modules.values() if one.training]
+    roots = [one for key, one in record.modules.items() if one.training and key in record.called]
     unheld = [
         name
         for module in roots
@@ -108,6 +108,7 @@ def _before(record: Any, optimizer: Any) -> None:
         id=optimizer.judged,
         rates=[float(group.get("lr", 0.0)) for group in optimizer.param_groups],
         backwards=optimizer.backwards,
+        wanted=record.wanted(),
         stale=not optimizer.clean and optimizer.backwards > 0,
         empty=optimizer.had and not has_gradient(optimizer),
         known=sum(id(one) in trained for one in held),
@@ -130,7 +131,7 @@ def _before(record: Any, optimizer: Any) -> None:
 def _after(record: Any, optimizer: Any) -> None:
     optimizer.clean, optimizer.backwards, optimizer.had = False, 0, False
     record.done += optimizer.judged == record.optimizers[-1].judged or optimizer.judged == 0
-    record.sums, record.local, record.summed = set(), set(), False
+    record.sums, record.local, record.summed, record.called = set(), set(), False, set()
     record.log("stepped", id=optimizer.judged)
     if record.done >= HARD * record.steps:
         record.log("enough")
