@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools.judge import page, report, verdict
-
 from tests.harness import judged, pages, planted, shapes
+from tools.judge import page, report, verdict
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "judge.md"
 EXAMPLE = next(one for one in judged.MISTAKES if one.kind == "set_epoch is missing")
@@ -62,10 +61,11 @@ def main() -> None:
         seconds.append(found.seconds)
         memory.append(found.peak_gib)
     hit = len(chosen) - len(missed)
+    several = len({one.kinds for one in chosen})
     text = (
-        f"**{hit} of {len(chosen)}** planted mistakes ({100 * hit / len(chosen):.0f}%), of {len({one.kinds for one in chosen})} "
-        f"kinds, were found by kind and line; **{alarms} of {len(shapes.ALL)}** right scripts had an error, a warning or "
-        f"could not run. A script took {pages.spread(seconds, '.0f')} seconds and at most {max(memory):.1f} GiB.\n\n"
+        f"**{hit} of {len(chosen)}** planted mistakes ({100 * hit / len(chosen):.0f}%), of {several} kinds, were found "
+        f"by kind and line; **{alarms} of {len(shapes.ALL)}** right scripts had an error or a warning, or could not run. A "
+        f"script took {pages.spread(seconds, '.0f')} seconds and at most {max(memory):.1f} GiB.\n\n"
         f"Missed: {'; '.join(missed) or 'none'}."
     )
     facts = pages.measured(" ".join(["uv run python benchmarks/judge.py", *sys.argv[1:]]), began=began)

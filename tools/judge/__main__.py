@@ -10,8 +10,8 @@ ABOUT = """Run a training script for a few steps on two processes of this machin
 raise no error by line. Flags of this tool stand before the script; all that follows the script is the script's own."""
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line: this tool's flags, the script, and the script's flags."""
+def make_parser() -> argparse.ArgumentParser:
+    """This tool's flags, the script, and the script's flags."""
     parser = argparse.ArgumentParser(prog="python -m tools.judge", description=ABOUT, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps after which epochs are cut short")
@@ -21,6 +21,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--once", action="store_true", help="two processes only: no run on one, no resume")
     parser.add_argument("script", nargs="?", type=Path, help="the training script")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="what the script is started with")
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = make_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"no flag of this tool: {unknown[0]}")
