@@ -6,6 +6,8 @@ A mistake is (kind, script, changes, line): `line` is a text that stands, once, 
 
 from dataclasses import dataclass
 
+from tests.harness import taught
+
 IMAGES = """
 import os
 import torch
@@ -250,7 +252,14 @@ for step in range(6):
 dist.destroy_process_group()
 """
 
-SCRIPTS = {"images": IMAGES, "tokens": TOKENS, "by hand": BY_HAND, "sharded": SHARDED, "gan": GAN}
+SCRIPTS = {
+    "images": IMAGES,
+    "tokens": TOKENS,
+    "by hand": BY_HAND,
+    "sharded": SHARDED,
+    "gan": GAN,
+    "taught": taught.SCRIPT,
+}
 
 
 @dataclass(frozen=True)
@@ -687,4 +696,5 @@ MISTAKES = (
         (("optimizer = torch", "model = nn.DataParallel(model)\noptimizer = torch"),),
         "model = nn.DataParallel(model)",
     ),
+    *(Mistake(kind, "taught", changes, line, f"row {row} of the seeds") for row, kind, changes, line in taught.ROWS),
 )

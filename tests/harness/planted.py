@@ -106,7 +106,7 @@ RULES = (
         INIT,
         (r'init_process_group\((?:backend="nccl".*|"nccl"|"gloo")\)$', 'init_process_group("gloo", rank=0, world_size=2)'),
     ),
-    rule("same samples on all ranks", ANY, (r"manual_seed\((\d+) \+ .*\)", r"manual_seed(\1)"), without="Sampler\\(|make_data\\(2"),
+    rule("same samples on all ranks", ANY, (r"manual_seed\((\d+) \+ .*\)", r"manual_seed(\1)"), without="Sampler\\(|make_data\\(2|estimate_loss"),
     rule("same samples on all ranks", ANY, (r"range\(self\.rank, 96, self\.world\)", "range(96)")),
     rule("not all ranks come", ANY, (r"^with model\.join\(\):", "if True:")),
     rule("not all ranks come", "all_reduce", (SENDS, r"\1dist.get_rank() == 0 and dist.all_reduce(\2\3)")),
@@ -126,7 +126,7 @@ RULES = (
         "optimizer = ",
         (r"(Adam|AdamW|SGD)\(model\.parameters\(\)", r"\1(model[0].parameters()"),
         needs=r"model = (make_net|nn\.Sequential)",
-        without=r"DDP\(.*\n(.*\n)*.*optimizer = torch|accelerator|scaler|DataParallelNaive",
+        without=r"DDP\(.*\n(.*\n)*.*opt(imizer)? = torch|accelerator|scaler|DataParallelNaive",
     ),
     rule(
         "optimizer of other parameters",

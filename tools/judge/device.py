@@ -99,7 +99,7 @@ def _questions(record: Any, place: Any, state: dict[str, Any], note: Any) -> Non
 
     def set_device(device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index
-        if index is not None and index < 0 and not record.wanted():
+        if index is not None and index < 0 and not record.direct():
             return  # torch's own way to say that nothing is to change
         state["now"] = index or 0
         note(state["now"])

@@ -13,6 +13,7 @@ from torch.distributed.tensor import parallel
 
 from tools.judge.record import fingerprint, first_tensor, num
 
+MOST_COMPARED = 50  # gradients of a flat copy
 COLLECTIVES = (
     "all_reduce broadcast reduce all_gather all_gather_into_tensor all_gather_object gather scatter reduce_scatter "
     "reduce_scatter_tensor all_to_all all_to_all_single barrier broadcast_object_list gather_object "
@@ -97,8 +98,8 @@ def _collective(record: Any, name: str, real: Callable[..., Any]) -> Callable[..
         tensor = first_tensor([*args, *kwargs.values()])
         before = num(tensor)
         grads = _grad_names(record, tensor)
-        own = [] if tensor is None else [tensor]
-        raw = tensor is not None and bool(record.local) and fingerprint(own) in record.local
+        own = pieces(record, tensor, grads)
+        raw = bool(own) and bool(record.local) and all(fingerprint([one]) in record.local for one in own)
         grads = grads or int(raw)
         record.log(
             "collective",
@@ -116,7 +117,7 @@ def _collective(record: Any, name: str, real: Callable[..., Any]) -> Callable[..
         finally:
             record.busy.on = False
         if raw and name == "all_reduce" and _op(args, kwargs) == "SUM" and not kwargs.get("async_op"):
-            record.sums.add(fingerprint(own))
+            record.sums |= {fingerprint([one]) for one in own}
         record.log("collected", name=name, value=num(tensor))
         return result
 
@@ -171,6 +172,15 @@ def _grad_names(record: Any, tensor: Any) -> int:
         return 1
     total = sum(one.numel() for one in grads)
     return len(grads) if total and tensor.numel() == total and tensor.ndim == 1 else 0
+
+
+def pieces(record: Any, tensor: Any, grads: int) -> list[torch.Tensor]:
+    """A tensor, or the first gradients of a flat copy of all."""
+    if tensor is None or grads < 2:
+        return [] if tensor is None else [tensor]
+    held = [p.grad for one in record.optimizers for group in one.param_groups for p in group["params"]]
+    sizes = [one.numel() for one in held if one is not None]
+    return list(tensor.split(sizes))[:MOST_COMPARED]
 
 
 def _meshes(place: Any) -> None:

@@ -17,6 +17,7 @@ def judge(seen: Seen) -> Iterator[Finding]:
     for number in {one["id"] for one in run.of("step")}:
         yield from holds(run, number)
         yield from gradients(run, number)
+    yield from no_backward(run)
     yield from made_again(run)
     yield from clips(run)
     yield from losses(run)
@@ -53,9 +54,6 @@ def gradients(run: Run, number: int) -> Iterator[Finding]:
         yield Finding(
             "zero_grad is missing", stale[0]["at"], f"in {len(stale)} of {len(own) - 1} steps after the first"
         )
-    idle = [step for step, _ in own if not step["backwards"] and step["wanted"]]
-    if len(idle) > 1:
-        yield Finding("no backward", idle[0]["at"], f"before {len(idle)} of {len(own)} steps")
     empty = [(step, since) for step, since in own if step["empty"]]
     if len(empty) > 1:
         step, since = empty[0]
@@ -63,6 +61,17 @@ def gradients(run: Run, number: int) -> Iterator[Finding]:
         yield Finding(
             "zero_grad before the step", zeros[-1] if zeros else step["at"], f"in {len(empty)} of {len(own)} steps"
         )
+
+
+def no_backward(run: Run) -> Iterator[Finding]:
+    """Steps from one line, of whichever optimizer, that no backward pass comes before."""
+    closures = {one["id"] for one in run.of("optimizer") if one["kind"] == "LBFGS"}
+    own = [one for one in run.of("step") if one["known"] and one["id"] not in closures]
+    for at in {one["at"]: None for one in own}:
+        here = [one for one in own if one["at"] == at]
+        idle = [one for one in here if not one["backwards"]]
+        if len(idle) > 1:
+            yield Finding("no backward", at, f"before {len(idle)} of {len(here)} steps")
 
 
 def made_again(run: Run) -> Iterator[Finding]:

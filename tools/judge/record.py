@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-TORCH, OWN = (str(Path(one).parent) for one in (torch.__file__, __file__))
+TORCH = str(Path(torch.__file__).parent)
+CHECKPOINT = f"{TORCH}/distributed/checkpoint/"
 MOST_ELEMENTS = 4096  # of a tensor or a row that are hashed
 MOST_ROWS = 256  # of a batch
 
@@ -65,12 +66,12 @@ class Recorder:
             frame = frame.f_back
         return ""
 
-    def wanted(self) -> bool:
-        """Whether the first frame outside of torch is the user's own code."""
+    def saving(self) -> bool:
+        """Whether torch's checkpoints call: they make steps of an optimizer, for it to have a state."""
         frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith((TORCH, OWN)):
+        while frame is not None and not frame.f_code.co_filename.startswith(CHECKPOINT):
             frame = frame.f_back
-        return frame is not None and frame.f_code.co_filename.startswith(self.roots)
+        return frame is not None
 
     def direct(self, depth: int = 2) -> bool:
         """Whether the caller of a seam is the user's own code."""

@@ -90,6 +90,8 @@ def _optimizers(record: Any) -> None:
 
 
 def _before(record: Any, optimizer: Any) -> None:
+    if record.saving():
+        return
     held = parameters(optimizer)
     compare(record)
     grads = [one.grad for one in held if one.grad is not None]
@@ -108,7 +110,6 @@ def _before(record: Any, optimizer: Any) -> None:
         id=optimizer.judged,
         rates=[float(group.get("lr", 0.0)) for group in optimizer.param_groups],
         backwards=optimizer.backwards,
-        wanted=record.wanted(),
         stale=not optimizer.clean and optimizer.backwards > 0,
         empty=optimizer.had and not has_gradient(optimizer),
         known=sum(id(one) in trained for one in held),
@@ -129,6 +130,8 @@ def _before(record: Any, optimizer: Any) -> None:
 
 
 def _after(record: Any, optimizer: Any) -> None:
+    if record.saving():
+        return
     optimizer.clean, optimizer.backwards, optimizer.had = False, 0, False
     record.done += optimizer.judged == record.optimizers[-1].judged or optimizer.judged == 0
     record.sums, record.local, record.summed, record.called = set(), set(), False, set()
