@@ -42,7 +42,7 @@ def install(record: Any, place: Any) -> None:
     loader.__init__ = made
     loader.__iter__ = lambda self: _batches(record, self)
     real_len = loader.__len__
-    loader.__len__ = lambda self: min(real_len(self), FIRST + 1)
+    loader.__len__ = lambda self: min(real_len(self), real_len(self) if self.batch_sampler is None else FIRST + 1)
     _sampler(record)
 
 
@@ -65,6 +65,11 @@ def _batches(record: Any, loader: Any) -> Iterator[Any]:
     batches = list(itertools.islice(iter(chosen), MOST_LISTED))
     whole = loader.batch_sampler is None  # what the sampler chooses is one request of the data set
     record.log("epoch", at=at, **_order(loader, [[one] if whole else list(one) for one in batches]))
+    if whole:  # its loop has counted them, and would miss those that were left out
+        for number, batch in enumerate(batches):
+            yield _fetch(record, loader, batch, number, at)
+        record.log("epoch end", at=at, loader=getattr(loader, "judged", -1))
+        return
     kept = batches if len(batches) <= FIRST + 1 else [*batches[:FIRST], batches[-1]]
     for number, batch in enumerate(kept[:1] if few else kept):
         yield _fetch(record, loader, batch, number, at)

@@ -129,8 +129,10 @@ def losses(run: Run, rank: int, printed: Event) -> list[float]:
     values = [(one["n"], one["value"]) for one in before if one["e"] == "backward" and one["value"] is not None]
     if not values:
         return []
+    ends = [one["n"] for one in before if one["e"] == "stepped" and one["n"] < values[-1][0]]
     begins = [one["n"] for one in before if one["e"] == "epoch" and one["n"] < values[-1][0]]
     found = [values[-1][1], mean([value for _, value in values])]
+    found.append(sum(value for n, value in values if not ends or n > ends[-1]))  # the micro-batches of a step
     if begins:
         found.append(mean([value for n, value in values if n > begins[-1]]))
     raw = [one["value"] for one in before if one["e"] == "loss" and one["grad"] and one["value"] is not None]

@@ -69,7 +69,8 @@ def is_split(run: Run) -> bool:
     if "tensor parallel" in wraps(run) or any(one.get("pipelines") for one in run.of("start")):
         return True
     last = [run.of("step", rank)[-1:] for rank in range(len(run.ranks))]
-    return len({one[0]["shapes"] for one in last if one}) > 1 or any(one.get("parts") for one in run.of("step"))
+    parts = "DDP" not in wraps(run) and len({one[0]["shapes"] for one in last if one}) > 1
+    return parts or any(one.get("parts") for one in run.of("step"))
 
 
 def is_distributed(run: Run) -> bool:
