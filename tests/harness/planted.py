@@ -86,6 +86,7 @@ RULES = (
         "accumulation not divided",
         r"backward\(",
         (r"^(.*) / (gradient_accumulation_steps|accumulation|self\.accumulate)$", r"\1"),
+        without="accumulate=1",
     ),
     rule("sent in each micro-batch", r"backward\(", (r"model\.require_backward_grad_sync = .*", "pass"), needs="DDP\\(model"),
     rule("sent in each micro-batch", r"backward\(", (r"nullcontext\(\) if .* else model\.no_sync\(\)", "nullcontext()")),

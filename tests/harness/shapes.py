@@ -975,7 +975,14 @@ OTHERS = (
     (
         "timm with AdamW",
         "timm",
-        (("SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True)", "AdamW(model.parameters(), lr=lr)"),),
+        (
+            ("SGD(model.parameters(), lr=lr, momentum=0.9, nesterov=True)", "AdamW(model.parameters(), lr=lr)"),
+            (
+                "lr_scheduler.CosineAnnealingLR(optimizer, 30)",
+                "lr_scheduler.SequentialLR(optimizer, [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1), torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)], [5])",
+            ),
+            ("scheduler.step(epoch + 1)", "scheduler.step()"),
+        ),
     ),
     (
         "cleanrl with an all-reduce per parameter",

@@ -113,6 +113,14 @@ def test_nothing_outside(tmp_path: Path) -> None:
     assert [path.name for path in outside.iterdir()] == ["old"]
 
 
+def test_script_that_refuses_its_flags(tmp_path: Path) -> None:
+    """The user reads what the script said."""
+    text = "import argparse as a\np = a.ArgumentParser()\np.add_argument('--size', required=True)\np.parse_args()\n"
+    found = verdicts(tmp_path, {"asks.py": text})["asks.py"]
+    assert (found["code"], found["findings"]) == (2, [])
+    assert found["failed"].endswith("the following arguments are required: --size")
+
+
 @pytest.mark.parametrize("words", [["--steps", "0", "x.py"], ["no_such.py"], []])
 def test_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
@@ -182,3 +190,7 @@ def test_own_processes(tmp_path: Path) -> None:
     found = verdicts(tmp_path, {"own.py": text})["own.py"]
     line = next(i for i, one in enumerate(text.splitlines(), 1) if "optimizer.step()" in one)
     assert ("zero_grad is missing", line) in of(found)
+    assert {kind for kind, _ in of(found)} == {
+        "zero_grad is missing",
+        "GPU without a question",
+    }  # each rank has its part

@@ -175,6 +175,9 @@ def failure(run: Run) -> str:
     """Why there is no verdict on a training, or ""."""
     if run.errors:
         first = min(run.errors, key=judge_group.is_of_group)
+        if first["error"] == "SystemExit":
+            said = next((tail.splitlines()[-1] for tail in run.tails if tail), "it printed nothing")
+            return f"it ended with exit code {first['code']}: {said}"
         return (
             f"{first['at']}: {first['error']}: {first['text'].strip().splitlines()[0] if first['text'].strip() else ''}"
         )
