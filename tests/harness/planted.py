@@ -89,7 +89,7 @@ RULES = (
         without="accumulate=1",
     ),
     rule("sent in each micro-batch", r"backward\(", (r"model\.require_backward_grad_sync = .*", "pass"), needs="DDP\\(model"),
-    rule("sent in each micro-batch", r"backward\(", (r"nullcontext\(\) if .* else model\.no_sync\(\)", "nullcontext()")),
+    rule("sent in each micro-batch", r"backward\(", (r"nullcontext\(\) if .* else model\.no_sync\(\)", "nullcontext()"), without="accumulate=1"),
     rule(
         "nothing is sent",
         r"backward\(",

@@ -174,7 +174,7 @@ def schedules(run: Run) -> Iterator[Finding]:
     done = run.of("step")
     if made and not stepped and len(done) > 1 and run.ended[0] == "end":
         yield Finding("schedule never stepped", made[0]["at"], f"{made[0]['kind']}, in {len(done)} steps")
-    stepped = [one for one in stepped if one["direct"]]  # SequentialLR makes steps of others, also when it is made
+    stepped = [one for one in stepped if one["direct"]]  # a library may make several: Accelerate does so
     if not stepped or not done:
         return
     if stepped[0]["n"] < done[0]["n"]:

@@ -51,10 +51,13 @@ def _scaler(record: Any) -> None:
 
 
 def _schedules(record: Any) -> None:
-    base: Any = lr_scheduler.LRScheduler
-    init = base.__init__
-    step = base.step
-    quiet = [0]
+    quiet = [0]  # inside of one: a schedule of schedules makes their steps, also while it is made
+    for name in ("LRScheduler", "SequentialLR", "ChainedScheduler", "ReduceLROnPlateau"):
+        _schedule(record, getattr(lr_scheduler, name), quiet)
+
+
+def _schedule(record: Any, kind: Any, quiet: list[int]) -> None:
+    init, step = kind.__init__, kind.step
 
     @functools.wraps(init)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -74,10 +77,10 @@ def _schedules(record: Any) -> None:
                 backwards=max([one.backwards for one in record.optimizers], default=0),
                 direct=record.direct(),
             )
-        quiet[0] += 1  # schedules of schedules
+        quiet[0] += 1
         try:
             step(self, *args, **kwargs)
         finally:
             quiet[0] -= 1
 
-    base.__init__, base.step = made, stepped
+    kind.__init__, kind.step = made, stepped
