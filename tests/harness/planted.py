@@ -126,7 +126,7 @@ RULES = (
         "optimizer = ",
         (r"(Adam|AdamW|SGD)\(model\.parameters\(\)", r"\1(model[0].parameters()"),
         needs=r"model = (make_net|nn\.Sequential)",
-        without=r"DDP\(.*\n(.*\n)*.*optimizer = torch|accelerator|scaler|DataParallelNaive",
+        without=r"DDP\(.*\n(.*\n)*.*opt(imizer)? = torch|accelerator|scaler|DataParallelNaive",
     ),
     rule(
         "optimizer of other parameters",

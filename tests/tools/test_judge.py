@@ -15,6 +15,7 @@ from tests.harness import judged, pages, planted, runner, shapes
 from tools import about
 
 ONE_EACH = ("set_epoch is missing", "sum of gradients", "not all ranks come")  # of the data, of numbers, of a hang
+PAGE = (about.ROOT / "docs" / "judge.md").read_text()
 KNOWN = {one.kind for one in judged.MISTAKES}
 # Said of a script in one process, such as dp_resnet/bare.py below.
 UNPLANTED = {"no torch.distributed"}
@@ -136,7 +137,7 @@ def test_as_people_call_it(tmp_path: Path) -> None:
 
 
 TWINS = [path.parent.name for path in sorted(about.ROOT.glob("recipes/*/bare.py"))]
-FIRST_TWIN = "allreduce_resnet"
+FIRST_TWIN = "dp_resnet"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ FIRST_TWIN = "allreduce_resnet"
 )
 def test_twin_without_alarm(recipe: str) -> None:
     """A bare.py of this repository."""
-    flags = ["--once"] if recipe == FIRST_TWIN else ["--timeout", str(runner.HANG_S)]
+    flags = ["--once", "--steps", "2"] if recipe == FIRST_TWIN else ["--timeout", str(runner.HANG_S)]
     words = [sys.executable, "-m", "tools.judge", "--json", "--no-gpu", *flags, f"recipes/{recipe}/bare.py"]
     done = subprocess.run(words, cwd=about.ROOT, capture_output=True, text=True, timeout=3 * runner.HANG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -154,7 +155,24 @@ def test_twin_without_alarm(recipe: str) -> None:
 
 def test_page_has_the_table() -> None:
     """docs/judge.md says of each kind what the code says."""
-    assert pages.parts((about.ROOT / "docs" / "judge.md").read_text())["kinds"].strip() == page.table()
+    assert pages.parts(PAGE)["kinds"].strip() == page.table()
+
+
+def test_example_of_the_page(tmp_path: Path) -> None:
+    """All but the losses, and the last line, which has seconds."""
+    script, verdict = (pages.parts(PAGE)[name].strip().strip("`").partition("\n")[2] for name in ("script", "verdict"))
+    (tmp_path / "train.py").write_text(script)
+    words = [sys.executable, "-m", "tools.judge", "--timeout", str(runner.HANG_S), "train.py"]
+    environ = os.environ | {"PYTHONPATH": str(runner.ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    shown, said = (
+        [line for line in text.strip().splitlines() if not line.startswith(("loss on ", "train.py: "))]
+        for text in (verdict, done.stdout)
+    )
+    assert said == shown
+    assert "train.py: 4 errors, 1 warning, 2 notes (" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"], "it writes nothing there"
 
 
 def test_rules_apply() -> None:

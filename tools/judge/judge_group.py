@@ -100,6 +100,7 @@ def place(line: str) -> str:
 def logged(run: Run) -> Iterator[Finding]:
     """Numbers on the terminal that are one rank's own loss."""
     theirs_at = {one["at"] for one in run.of("print", 1)}
+    sent = {one["value"] for one in run.of("collected") if one["value"] is not None}
     hits: dict[str, list[str]] = {}
     for one in run.of("print"):
         if one["at"] in theirs_at:
@@ -110,7 +111,7 @@ def logged(run: Run) -> Iterator[Finding]:
                     is_shown(text, ours)
                     and not is_shown(text, theirs)
                     and not is_shown(text, (ours + theirs) / 2)
-                    and not any(is_shown(text, c["value"]) for c in run.of("collected") if c["value"] is not None)
+                    and not any(is_shown(text, value) for value in sent)
                 ):
                     hits.setdefault(one["at"], []).append(
                         f"{text} is rank 0's; rank 1 had {theirs:.4f}, the mean is {(ours + theirs) / 2:.4f}"
@@ -123,7 +124,8 @@ def logged(run: Run) -> Iterator[Finding]:
 
 def losses(run: Run, rank: int, printed: Event) -> list[float]:
     """What a rank could print as its loss at this point: the last one, and means since earlier prints and epochs."""
-    before = [one for one in run.ranks[rank] if one["n"] < position(run, rank, printed)]
+    until = position(run, rank, printed)
+    before = [one for one in run.ranks[rank] if one["n"] < until]
     values = [(one["n"], one["value"]) for one in before if one["e"] == "backward" and one["value"] is not None]
     if not values:
         return []
