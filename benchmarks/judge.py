@@ -9,11 +9,10 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.harness import judged, pages, planted, shapes
+from tests.harness import pages, planted, shapes
 from tools.judge import page, report, verdict
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "judge.md"
-EXAMPLE = next(one for one in judged.MISTAKES if one.kind == "set_epoch is missing")
 
 
 def judge(text: str) -> verdict.Verdict:
@@ -69,13 +68,14 @@ def main() -> None:
         f"Missed: {'; '.join(missed) or 'none'}."
     )
     facts = pages.measured(" ".join(["uv run python benchmarks/judge.py", *sys.argv[1:]]), began=began)
-    example = report.as_text(judge(EXAMPLE.text()))
+    script = pages.parts(PAGE.read_text())["script"].strip().strip("`").partition("\n")[2]
     pages.write(
         PAGE,
         kinds=page.table(),
         found=f"{facts}\n\n{text}",
         shapes=pages.folded("The right scripts", "\n".join(rows)),
-        example=f"```\n$ python -m tools.judge train.py\n{example}\n```",
+        script=f"```python\n{script.strip()}\n```",
+        verdict=f"```\n{report.as_text(judge(script))}\n```",
     )
 
 

@@ -15,6 +15,7 @@ from tests.harness import judged, pages, planted, runner, shapes
 from tools import about
 
 ONE_EACH = ("set_epoch is missing", "sum of gradients", "not all ranks come")  # of the data, of numbers, of a hang
+PAGE = (about.ROOT / "docs" / "judge.md").read_text()
 KNOWN = {one.kind for one in judged.MISTAKES}
 # Said of a script in one process, such as dp_resnet/bare.py below.
 UNPLANTED = {"no torch.distributed"}
@@ -162,7 +163,24 @@ def test_twin_without_alarm(recipe: str) -> None:
 
 def test_page_has_the_table() -> None:
     """docs/judge.md says of each kind what the code says."""
-    assert pages.parts((about.ROOT / "docs" / "judge.md").read_text())["kinds"].strip() == page.table()
+    assert pages.parts(PAGE)["kinds"].strip() == page.table()
+
+
+def test_example_of_the_page(tmp_path: Path) -> None:
+    """All but the losses, and the last line, which has seconds."""
+    script, verdict = (pages.parts(PAGE)[name].strip().strip("`").partition("\n")[2] for name in ("script", "verdict"))
+    (tmp_path / "train.py").write_text(script)
+    words = [sys.executable, "-m", "tools.judge", "--timeout", str(runner.HANG_S), "train.py"]
+    environ = os.environ | {"PYTHONPATH": str(runner.ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    shown, said = (
+        [line for line in text.strip().splitlines() if not line.startswith(("loss on ", "train.py: "))]
+        for text in (verdict, done.stdout)
+    )
+    assert said == shown
+    assert "train.py: 4 errors, 1 warning, 2 notes (" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"], "it writes nothing there"
 
 
 def test_rules_apply() -> None:
