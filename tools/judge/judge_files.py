@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from tools.judge.findings import Finding
 from tools.judge.launch import Event, Run
-from tools.judge.seen import Seen, epochs, first_line, is_distributed
+from tools.judge.seen import Seen, epochs, first_line, forwards, is_distributed
 
 
 def judge(seen: Seen) -> Iterator[Finding]:
@@ -16,6 +16,7 @@ def judge(seen: Seen) -> Iterator[Finding]:
         yield from by_all(run)
     if saves:
         yield from contents(run, saves)
+        yield from early(run, saves)
     loads = [*run.of("load"), *(seen.again.of("load") if seen.again else [])]
     yield from pickles(loads)
     yield from places(run if run.of("load") else seen.again or run)
@@ -45,9 +46,28 @@ def contents(run: Run, saves: list[Event]) -> Iterator[Finding]:
             yield Finding("checkpoint lacks the schedule", at, f"it holds {keys}")
         if run.of("scaler") and not any(one["scaler"] for one in saves):
             yield Finding("checkpoint lacks the scaler", at, f"it holds {keys}")
+        drawn = [one for one in forwards(run.ranks[0]) if one["dropout"]] or run.of("augment")
+        if drawn and not any(one["random"] for one in saves):
+            yield Finding("checkpoint lacks the random numbers", at, f"drawn in {len(drawn)} batches; it holds {keys}")
     wrapped = [one for one in saves if one["prefix"]]
     if wrapped:
         yield Finding("names of the wrapper", wrapped[0]["at"], 'names begin with "module."')
+
+
+def early(run: Run, saves: list[Event]) -> Iterator[Finding]:
+    """Weights that ranks bring together after they were saved."""
+    last = saves[-1]
+    after = [one for one in run.ranks[0] if one["n"] > last["n"]]
+    averaged = [one for one in after if one["e"] == "collective" and one["weights"]]
+    if len(run.ranks) > 1 and averaged and not any(one["e"] == "step" for one in after) and differ(run):
+        text = f"the ranks' weights differ, and {averaged[0]['name']} brings them together at {averaged[0]['at']}"
+        yield Finding("saved before the last average", last["at"], text)
+
+
+def differ(run: Run) -> bool:
+    """Whether the weights of two ranks differ before a step."""
+    ours, theirs = ([one["weights"] for one in run.of("step", rank)] for rank in range(2))
+    return any(a != b for a, b in zip(ours, theirs, strict=False))
 
 
 def pickles(loads: list[Event]) -> Iterator[Finding]:

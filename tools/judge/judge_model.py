@@ -14,6 +14,8 @@ def judge(seen: Seen) -> Iterator[Finding]:
         return
     found = [*bypassed(run), *sends(run), *by_hand(run)]
     yield from found
+    yield from statistics(run)
+    yield from replayed(run)
     explained = {one.kind for one in found} & {"around the wrapper", "nothing is sent"}
     yield from apart(run, bool(explained))
     if "DataParallel" in wraps(run):
@@ -49,6 +51,30 @@ def apart(run: Run, explained: bool) -> Iterator[Finding]:
         yield Finding("different initial weights", at, "the weights of rank 0 and 1 differ before the first step")
     elif len({*last}) > 1 and not explained:
         yield Finding("replicas differ", first_line(run, "step"), f"the weights of rank 0 and 1 differ by step {count}")
+
+
+def statistics(run: Run) -> Iterator[Finding]:
+    """Running means and variances of each rank's own samples."""
+    ours, theirs = ([one for one in forwards(events) if one["batch_norm"]] for events in run.ranks[:2])
+    if not ours or not theirs or ours[-1]["statistics"] == theirs[-1]["statistics"]:
+        return
+    if any(one.get("statistics") for kind in ("wrap", "collective") for one in run.of(kind)):
+        return
+    sent = [one for one in run.of("collective") if one["grads"] or one["weights"]]
+    at = first_line(run, "wrap") or (sent[-1]["at"] if sent else "")
+    if at:
+        text = f"running_mean and running_var of rank 0 and 1 differ by step {len(run.of('step'))}"
+        yield Finding("buffers not synchronised", at, text)
+
+
+def replayed(run: Run) -> Iterator[Finding]:
+    """A forward pass that mixes the samples of a batch; that BatchNorm does so is known."""
+    for one in run.of("replayed"):
+        if one.get("op") and "batch_norm" not in one["op"]:
+            text = (
+                f"{one['op']} of two batches is not that of one batch of all samples: {one['size']:.0%} of the largest"
+            )
+            yield Finding("samples depend on each other", one["at"], text)
 
 
 def bypassed(run: Run) -> Iterator[Finding]:

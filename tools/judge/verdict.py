@@ -18,7 +18,8 @@ ORDER = {ERROR: 0, WARNING: 1, NOTE: 2}
 # A finding of the first kind says what causes those of the others.
 EXPLAINS = {
     "uneven batches": ("not all ranks come",),
-    "never wrapped": ("replicas differ", "different initial weights", "rate not scaled"),
+    "never wrapped": ("replicas differ", "different initial weights", "rate not scaled", "buffers not synchronised"),
+    "environments with one seed": ("same samples on all ranks", "same dropout"),
     "zero_grad before the step": ("zero_grad is missing",),
     "optimizer of other parameters": (
         "parameters without optimizer",
@@ -140,7 +141,15 @@ def _judge(asked: Asked, folder: Path) -> Verdict:
     found.sort(key=lambda one: (ORDER[one.about.level], line(one.at)))
     losses = {f"{len(one.ranks)}": curve(one) for one in (two, seen.one) if one is not None}
     seconds, peak = sum(one.seconds for one in runs), max(one.peak_gib for one in runs)
-    return Verdict(asked.script, found, mapped(failure(two), names), notes + unseen(two), losses, seconds, peak)
+    return Verdict(
+        asked.script,
+        found,
+        mapped(failure(two), names),
+        notes + [mapped(one, names) for one in unseen(two)],
+        losses,
+        seconds,
+        peak,
+    )
 
 
 def explained(found: list[Finding]) -> list[Finding]:
@@ -199,4 +208,11 @@ def unseen(run: Run) -> list[str]:
         (not run.of("save"), "checkpoints: torch.save was not called"),
         (not run.of("load"), "a resume: torch.load was not called"),
     ]
-    return [f"not looked at: {text}" for is_so, text in checks if is_so]
+    lines = [f"not looked at: {text}" for is_so, text in checks if is_so]
+    for one in run.of("replayed"):
+        if one["why"]:
+            lines.append(f"not looked at: one batch of both ranks' samples on one process: {one['why']}")
+        else:
+            found = f"other results, first of {one['op']} at {one['at']}" if one.get("op") else "the same results"
+            lines.append(f"one batch of both ranks' samples on one process: {found}")
+    return lines
