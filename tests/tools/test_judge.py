@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tools.judge import __main__ as command
-from tools.judge import findings, page
+from tools.judge import findings, page, symptoms
 
 from tests.harness import judged, pages, planted, runner, shapes
 from tools import about
@@ -161,9 +161,34 @@ def test_twin_without_alarm(recipe: str) -> None:
     assert kinds == (["no torch.distributed"] if recipe == "dp_resnet" else [])
 
 
-def test_page_has_the_table() -> None:
-    """docs/judge.md says of each kind what the code says."""
+RECIPES = [path.parent.name for path in sorted(about.ROOT.glob("recipes/*/train.py"))]
+FLAGS = {"diloco_gpt": ["--inner-steps", "2"]}  # so that its replicas meet within these steps
+NOT_JUDGED = {
+    "dp_resnet": "error: nn.DataParallel needs 1 process, not 2: NPROC_PER_NODE=1, or recipes/ddp_resnet",
+    "cellfree_mimo": "no optimizer made a step",
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_without_alarm(recipe: str) -> None:
+    """A train.py of this repository; and for two of them, why there is nothing to judge."""
+    words = [sys.executable, "-m", "tools.judge", "--json", "--no-gpu", "--once", "--timeout", str(runner.HANG_S)]
+    words += [f"recipes/{recipe}/train.py", "--max-steps", "8", *FLAGS.get(recipe, [])]
+    done = subprocess.run(words, cwd=about.ROOT, capture_output=True, text=True, timeout=3 * runner.HANG_S, check=False)
+    found = json.loads(done.stdout)
+    assert found["failed"].endswith(NOT_JUDGED.get(recipe, "")), found
+    assert [done.returncode, bool(found["failed"])] == ([2, True] if recipe in NOT_JUDGED else [0, False]), found
+    assert not any(one["level"] != "note" for one in found["findings"])
+
+
+def test_pages_have_the_tables() -> None:
+    """docs/judge.md says of each kind what the code says; docs/troubleshooting.md names each once."""
     assert pages.parts(PAGE)["kinds"].strip() == page.table()
+    troubles = (about.ROOT / "docs" / "troubleshooting.md").read_text()
+    assert pages.parts(troubles)["symptoms"].strip() == page.symptoms()
+    named = [kind for kinds in symptoms.SYMPTOMS.values() for kind in kinds]
+    assert sorted(named) == sorted(findings.KINDS)
 
 
 def test_example_of_the_page(tmp_path: Path) -> None:

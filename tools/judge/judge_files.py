@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 from tools.judge.findings import Finding
+from tools.judge.judge_model import weights
 from tools.judge.launch import Event, Run
 from tools.judge.seen import Seen, epochs, first_line, forwards, is_distributed
 
@@ -59,15 +60,10 @@ def early(run: Run, saves: list[Event]) -> Iterator[Finding]:
     last = saves[-1]
     after = [one for one in run.ranks[0] if one["n"] > last["n"]]
     averaged = [one for one in after if one["e"] == "collective" and one["weights"]]
-    if len(run.ranks) > 1 and averaged and not any(one["e"] == "step" for one in after) and differ(run):
+    differ = any(len({*one}) > 1 for one in weights(run))
+    if len(run.ranks) > 1 and averaged and differ and not any(one["e"] == "step" for one in after):
         text = f"the ranks' weights differ, and {averaged[0]['name']} brings them together at {averaged[0]['at']}"
         yield Finding("saved before the last average", last["at"], text)
-
-
-def differ(run: Run) -> bool:
-    """Whether the weights of two ranks differ before a step."""
-    ours, theirs = ([one["weights"] for one in run.of("step", rank)] for rank in range(2))
-    return any(a != b for a, b in zip(ours, theirs, strict=False))
 
 
 def pickles(loads: list[Event]) -> Iterator[Finding]:

@@ -35,7 +35,7 @@ def _calls(record: Any, place: Any) -> None:
         _note(record, self, args, kwargs)
         record.inside = True
         try:
-            if not record.kept and self.training and torch.is_grad_enabled():
+            if not record.kept and self.training and torch.is_grad_enabled() and not is_meta(self):
                 record.kept = True
                 replay.keep(record, place, self, args, kwargs)
             return real(self, *args, **kwargs)
@@ -44,6 +44,11 @@ def _calls(record: Any, place: Any) -> None:
             record.log("forwarded")
 
     module.__call__ = call
+
+
+def is_meta(module: nn.Module) -> bool:
+    """Whether a model has shapes and no numbers: a script may ask it what it will need."""
+    return any(one.is_meta for one in module.parameters())
 
 
 def _note(record: Any, module: nn.Module, args: Any, kwargs: Any) -> None:

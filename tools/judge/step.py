@@ -39,6 +39,7 @@ def compare(record: Any) -> None:
 def install(record: Any, place: Any) -> None:
     """Patch them."""
     _optimizers(record, place)
+    _hooks(record)
     _backward(record)
     _clip(record)
 
@@ -141,6 +142,23 @@ def _after(record: Any, optimizer: Any) -> None:
     if record.done >= HARD * record.steps:
         record.log("enough")
         record.stop()
+
+
+def _hooks(record: Any) -> None:
+    """A hook may send a gradient within the backward pass: note what this rank's own is."""
+    tensor: Any = torch.Tensor
+    real = tensor.register_post_accumulate_grad_hook
+
+    @functools.wraps(real)
+    def register(self: torch.Tensor, hook: Any) -> Any:
+        def called(parameter: torch.Tensor) -> Any:
+            if record.done < COMPARED and parameter.grad is not None:
+                record.local.add(fingerprint([parameter.grad]))
+            return hook(parameter)
+
+        return real(self, called if record.direct() else hook)
+
+    tensor.register_post_accumulate_grad_hook = register
 
 
 def _backward(record: Any) -> None:

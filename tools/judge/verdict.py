@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from tools.judge.launch import Run
 from tools.judge.seen import Seen
 
 JUDGES = (judge_group, judge_model, judge_step, judge_data, judge_files)
+LAST_LINES = 8  # of what a script printed before it ended
 ORDER = {ERROR: 0, WARNING: 1, NOTE: 2}
 # A finding of the first kind says what causes those of the others.
 EXPLAINS = {
@@ -182,22 +184,28 @@ def curve(run: Run) -> list[float]:
 
 def failure(run: Run) -> str:
     """Why there is no verdict on a training, or ""."""
+    if run.codes:
+        code = next(iter(run.codes.values()))
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"a process ended with {how}; it printed:{said(run)}"
     if run.errors:
         first = min(run.errors, key=judge_group.is_of_group)
         if first["error"] == "SystemExit":
-            said = next((tail.splitlines()[-1] for tail in run.tails if tail), "it printed nothing")
-            return f"it ended with exit code {first['code']}: {said}"
+            return f"it ended with exit code {first['code']}; it printed:{said(run)}"
         return (
             f"{first['at']}: {first['error']}: {first['text'].strip().splitlines()[0] if first['text'].strip() else ''}"
         )
     if run.limit:
         return f"it met its limit of {run.limit}" if not run.of("step") else ""
-    if "died" in run.ended:
-        return "a process ended without an error of Python's: " + run.tails[run.ended.index("died")][-300:]
     if not run.of("step"):
-        said = next((tail.splitlines()[-1] for tail in run.tails if tail), "")
-        return "no optimizer made a step" if not run.hang else f"it hangs before its first step; it printed: {said}"
+        return "no optimizer made a step" if not run.hang else f"it hangs before its first step; it printed:{said(run)}"
     return ""
+
+
+def said(run: Run) -> str:
+    """The last lines of the first rank that has printed any, each on a line of its own."""
+    lines = next((one for tail in run.tails if (one := [line for line in tail.splitlines() if line.strip()])), [])
+    return "".join(f"\n    {line}" for line in lines[-LAST_LINES:]) or " nothing"
 
 
 def unseen(run: Run) -> list[str]:
