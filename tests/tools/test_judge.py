@@ -122,7 +122,7 @@ def test_script_that_refuses_its_flags(tmp_path: Path) -> None:
     assert found["failed"].endswith("the following arguments are required: --size")
 
 
-@pytest.mark.parametrize("words", [["--steps", "0", "x.py"], ["no_such.py"], []])
+@pytest.mark.parametrize("words", [["--steps", "0", "x.py"], ["no_such.py"], [], ["--html", "none/x.html", __file__]])
 def test_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         command.parse(words)
@@ -195,7 +195,7 @@ def test_example_of_the_page(tmp_path: Path) -> None:
     """All but the losses, and the last line, which has seconds."""
     script, verdict = (pages.parts(PAGE)[name].strip().strip("`").partition("\n")[2] for name in ("script", "verdict"))
     (tmp_path / "train.py").write_text(script)
-    words = [sys.executable, "-m", "tools.judge", "--timeout", str(runner.HANG_S), "train.py"]
+    words = [sys.executable, "-m", "tools.judge", "--timeout", str(runner.HANG_S), "--html", "page.html", "train.py"]
     environ = os.environ | {"PYTHONPATH": str(runner.ROOT)}
     done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -205,7 +205,11 @@ def test_example_of_the_page(tmp_path: Path) -> None:
     )
     assert said == shown
     assert "train.py: 4 errors, 1 warning, 2 notes (" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"], "it writes nothing there"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "train.py"], "the script writes nothing"
+    html = (tmp_path / "page.html").read_text()
+    assert html.count("<polyline") == 2
+    assert html.count("<h2>") == 7 + 1  # the findings, and how it was judged
+    assert '<span class="named">  18          optimizer.step()</span>' in html
 
 
 def test_rules_apply() -> None:
