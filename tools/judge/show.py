@@ -19,7 +19,9 @@ pre .named { background: #f0883e33; }
 svg { max-width: 100%; height: auto; } svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
 .one { stroke: #0969da; fill: none; stroke-width: 2; } .two { stroke: #d1242f; fill: none; stroke-width: 2; }
 .axis { stroke: currentColor; opacity: .4; }
-@media (prefers-color-scheme: dark) { .error { color: #ff7b72; } .warning { color: #e3b341; } .note { color: #9aa4ae; } }
+@media (prefers-color-scheme: dark) {
+  .error { color: #ff7b72; } .warning { color: #e3b341; } .note { color: #9aa4ae; }
+}
 """
 
 
