@@ -168,15 +168,16 @@ def test_page_has_the_table() -> None:
 
 def test_example_of_the_page(tmp_path: Path) -> None:
     """All but the losses, and the last line, which has seconds."""
-    script, verdict = (pages.parts(PAGE)[name].strip().strip("`").partition("\n")[2] for name in ("script", "verdict"))
+    parts = (pages.parts(PAGE)[name].strip().strip("`").partition("\n")[2] for name in ("script", "verdict", "port"))
+    script, verdict, port = parts
     (tmp_path / "train.py").write_text(script)
-    words = [sys.executable, "-m", "tools.judge", "--timeout", str(runner.HANG_S), "train.py"]
+    words = [sys.executable, "-m", "tools.judge", "--port", "--timeout", str(runner.HANG_S), "train.py"]
     environ = os.environ | {"PYTHONPATH": str(runner.ROOT)}
     done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     shown, said = (
         [line for line in text.strip().splitlines() if not line.startswith(("loss on ", "train.py: "))]
-        for text in (verdict, done.stdout)
+        for text in (verdict + port, done.stdout)
     )
     assert said == shown
     assert "train.py: 4 errors, 1 warning, 2 notes (" in done.stdout
