@@ -267,8 +267,8 @@ FAULTS = (
     port(
         "port_table",
         "the loss goes nowhere",
-        r"""(\w+_loss|\w*cross_entropy""",
-        r"""(\w+_losses|\w*cross_entropies""",
+        r"|\w+Loss|criterion)",
+        r"|\w+Losses|criterion)",
         "table_of_a_script",
     ),
     judge("page", "the table does not say what a kind does", "{kind.does} |", "{kind.level} |", "page_has_the_table"),

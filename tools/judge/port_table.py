@@ -75,6 +75,11 @@ PLACES = (
     Place("its optimizers", r"^def (configure_optimizers|create_optimizer\w*)", ("make_optimizer",), "", False),
     Place("its loaders", r"^def (train|val|test)_dataloader", ("make_data", "make_envs"), "the data set alone"),
     Place("the evaluation", r"^def .* evaluates$|^def validation_step", ("evaluate",), "its sums come from forward"),
+    Place(
+        "the Trainer's arguments",
+        r"^call \S*(Trainer|TrainingArguments|SFTConfig)\(|= \S*(Trainer|TrainingArguments)\(",
+        ("Args",),
+    ),
     Place("the model", r"^class .*Module\)", ("make_model",), "", False),
     Place(
         "process group and devices",

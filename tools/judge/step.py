@@ -85,8 +85,29 @@ def _optimizers(record: Any) -> None:
 
     module: Any = nn.Module
     optimizer.__init__, optimizer.zero_grad, module.zero_grad = made, zero_grad, module_zero_grad
-    register_optimizer_step_pre_hook(lambda one, *_: _before(record, one))
+    register_optimizer_step_pre_hook(lambda one, args, kwargs: _begin(record, one, args, kwargs))
     register_optimizer_step_post_hook(lambda one, *_: _after(record, one))
+
+
+def _begin(record: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Look at a step now; or, where it gets a closure, as Lightning gives it, when that has made the gradients."""
+    own = args[1:] if args and args[0] is optimizer else args
+    closure = kwargs.get("closure") or next(iter(own), None)
+    if not callable(closure):
+        _before(record, optimizer)
+        return None
+    seen = [False]
+
+    @functools.wraps(closure)
+    def watched(*more: Any) -> Any:
+        result = closure(*more)
+        if not seen[0]:  # LBFGS calls it several times
+            seen[0] = True
+            _before(record, optimizer)
+        return result
+
+    rest = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (*(args[:1] if own is not args else ()), watched), rest
 
 
 def _before(record: Any, optimizer: Any) -> None:
