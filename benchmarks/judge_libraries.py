@@ -1,4 +1,4 @@
-"""What tools.judge sees of libraries that hide the loop: `uv run --group bench python -m benchmarks.judge_libraries`."""
+"""What tools.judge sees of libraries: `uv run --group bench python -m benchmarks.judge_libraries` writes its page."""
 
 import contextlib
 import importlib.metadata
@@ -13,11 +13,11 @@ from tools.judge import verdict
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "judge.md"
 
 
-def judge(text: str) -> verdict.Verdict:
-    """What is said of a script, in a folder of its own."""
+def judge(text: str, once: bool = False) -> verdict.Verdict:
+    """What is said of a script, in a folder of its own, by all runs or by that on two processes alone."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("train.py").write_text(text)
-        return verdict.judge(verdict.Asked(Path("train.py"), timeout_s=120.0))
+        return verdict.judge(verdict.Asked(Path("train.py"), timeout_s=120.0, once=once))
 
 
 def loud(found: verdict.Verdict) -> list[str]:
@@ -37,7 +37,7 @@ def main() -> None:
         hits, missed = [], []
         own = [one for one in libraries.MISTAKES if one.library == library]
         for one in own:
-            said = loud(judge(one.text()))
+            said = loud(judge(one.text(), once=True))
             print(f"{library}: {one.what}: {said}", flush=True)
             if not one.kind:
                 wrong += [f"{kind} in {one.what}" for kind in said]

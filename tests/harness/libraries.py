@@ -295,6 +295,19 @@ MISTAKES = (
             ),
         ),
         (
+            "BertForSequenceClassification, whose loss is a mean, under accumulation",
+            "accumulation not divided",
+            (
+                ("import GPT2Config, GPT2LMHeadModel,", "import BertConfig, BertForSequenceClassification,"),
+                (
+                    "GPT2Config(vocab_size=60, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)",
+                    "BertConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=2)",
+                ),
+                ("GPT2LMHeadModel(config)", "BertForSequenceClassification(config)"),
+                ('"labels": self.ids[i]}', '"labels": (self.ids[i, 0] > 30).long()}'),
+            ),
+        ),
+        (
             "an own loader for all ranks",
             "same samples on all ranks",
             (

@@ -271,5 +271,20 @@ FAULTS = (
         r"|\w+Losses|criterion)",
         "table_of_a_script",
     ),
+    judge(
+        "step",
+        "a step with a closure is looked at before it",
+        "if not callable(closure):",
+        "if not callable(closure) or closure:",
+        "habits_of_libraries",
+    ),
+    judge(
+        "files",
+        "a state in a list is none",
+        "if isinstance(part, list | tuple) and",
+        "if isinstance(part, tuple) and",
+        "habits_of_libraries",
+    ),
+    judge("group", "gloo looks at shapes", "return value.view(-1) if", "return value if", "habits_of_libraries"),
     judge("page", "the table does not say what a kind does", "{kind.does} |", "{kind.level} |", "page_has_the_table"),
 )
