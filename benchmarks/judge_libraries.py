@@ -34,7 +34,8 @@ def main() -> None:
     for library in asked:
         right = judge(libraries.SCRIPTS[library])
         wrong = [f"{one} in the right script" for one in loud(right)]
-        hits, missed = [], []
+        hits: list[str] = []
+        missed: list[str] = []
         own = [one for one in libraries.MISTAKES if one.library == library]
         for one in own:
             said = loud(judge(one.text(), once=True))

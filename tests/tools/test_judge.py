@@ -209,8 +209,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 torch.manual_seed(dist.get_rank())
-model = DDP(nn.Linear(4, 2))
-optimizer = torch.optim.AdamW(model.parameters())
+model = DDP(nn.Linear(4, 2)).eval()
+model.module.train()
+optimizer = torch.optim.AdamW(model.module.parameters())
 schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
 def closure():
     optimizer.zero_grad()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tools.judge.record import fingerprint, num, row_hashes, samples
+from tools.judge.record import fingerprint, num, row_hashes, samples, trains
 
 
 def install(record: Any, place: Any) -> None:
@@ -56,7 +56,7 @@ def _note(record: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
         kind=type(module).__name__,
         ddp=isinstance(module, nn.parallel.DistributedDataParallel),
         around=wrapper is not None and grad and module.training,
-        train=module.training,
+        train=trains(module),
         grad=grad,
         sync=getattr(module, "require_backward_grad_sync", True),
         rows=rows,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from tools.judge.record import fingerprint, local, num
+from tools.judge.record import fingerprint, local, num, trains
 
 MOST_NAMED = 6
 MOST_COMPARED = 50  # gradients that are looked for among sums
@@ -118,7 +118,7 @@ def _before(record: Any, optimizer: Any) -> None:
     grads = [one.grad for one in held if one.grad is not None]
     trained = {id(one): name for module in record.modules.values() for name, one in module.named_parameters()}
     all_held = {id(one) for each in record.optimizers for one in parameters(each)}
-    roots = [one for key, one in record.modules.items() if one.training and key in record.called]
+    roots = [one for key, one in record.modules.items() if trains(one) and key in record.called]
     unheld = [
         name
         for module in roots
