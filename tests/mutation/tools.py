@@ -285,6 +285,13 @@ FAULTS = (
         "if isinstance(part, tuple) and",
         "habits_of_libraries",
     ),
+    judge(
+        "record",
+        "a DDP in eval mode trains nothing",
+        "return module.module.training if",
+        "return module.training if",
+        "habits_of_libraries",
+    ),
     judge("group", "gloo looks at shapes", "return value.view(-1) if", "return value if", "habits_of_libraries"),
     judge("page", "the table does not say what a kind does", "{kind.does} |", "{kind.level} |", "page_has_the_table"),
 )

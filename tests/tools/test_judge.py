@@ -232,13 +232,15 @@ dist.destroy_process_group()
 
 
 def test_habits_of_libraries(tmp_path: Path) -> None:
-    """A step that computes its gradients itself, states in lists, and tensors of shapes that only NCCL accepts."""
-    found = verdicts(
-        tmp_path, {"right.py": LIBRARY, "wrong.py": LIBRARY.replace("    optimizer.zero_grad()", "    pass")}
-    )
+    """A step that computes its gradients itself, a DDP in eval mode, states in lists, shapes that only NCCL accepts."""
+    wrong = LIBRARY.replace("    optimizer.zero_grad()", "    pass")
+    part = LIBRARY.replace("AdamW(model.module.parameters())", "AdamW([model.module.bias])")
+    found = verdicts(tmp_path, {"right.py": LIBRARY, "wrong.py": wrong, "part.py": part})
     assert (found["right.py"]["code"], found["right.py"]["failed"]) == (0, ""), found["right.py"]
     line = 1 + LIBRARY.splitlines().index("    optimizer.step(closure)")
     assert of(found["wrong.py"]) == {("zero_grad is missing", line)}
+    line = 1 + next(i for i, one in enumerate(part.splitlines()) if "AdamW" in one)
+    assert of(found["part.py"]) == {("parameters without optimizer", line)}
 
 
 def test_library_mistakes_apply() -> None:
