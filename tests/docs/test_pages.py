@@ -418,6 +418,7 @@ def test_page_has_the_parts_of_its_command(page: Path) -> None:
     in_tests = {"checkpoints": "tests/layouts_table.py", "gpu-counts": "tests/cuda_table.py", "tests": "tests/timed.py"}
     several = {"performance": ("duel", "memory", "stop_scale"), "survival": ("survival", "saves", "restart")}
     several["large_batch"] = ("large_batch", "variance")
+    several["judge"] = ("judge", "judge_libraries")
     chapter = page.parent == COURSE and page.name != "index.md"
     names = [f"benchmarks/{name}.py" for name in ("course",) * chapter or several.get(page.stem, (page.stem,))]
     commands = [ROOT / name for name in (in_tests.get(page.stem, names[0]), *names[1:])]
