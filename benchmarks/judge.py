@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tests.harness import pages, planted, shapes
-from tools.judge import page, report, verdict
+from tools.judge import page, port, report, verdict
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "judge.md"
 
@@ -20,6 +20,13 @@ def judge(text: str) -> verdict.Verdict:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("train.py").write_text(text)
         return verdict.judge(verdict.Asked(Path("train.py")))
+
+
+def ported(text: str, found: verdict.Verdict) -> port.Port:
+    """Where its parts go."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("train.py").write_text(text)
+        return port.port(Path("train.py"), found.traits)
 
 
 def kinds(found: verdict.Verdict, level: str = "") -> list[tuple[str, int]]:
@@ -69,13 +76,16 @@ def main() -> None:
     )
     facts = pages.measured(" ".join(["uv run python benchmarks/judge.py", *sys.argv[1:]]), began=began)
     script = pages.parts(PAGE.read_text())["script"].strip().strip("`").partition("\n")[2]
+    example = judge(script)
+    way = ported(script, example)
     pages.write(
         PAGE,
         kinds=page.table(),
         found=f"{facts}\n\n{text}",
         shapes=pages.folded("The right scripts", "\n".join(rows)),
         script=f"```python\n{script.strip()}\n```",
-        verdict=f"```\n{report.as_text(judge(script))}\n```",
+        verdict=f"```\n{report.as_text(example)}\n```",
+        port=f"```\n{port.as_text(way)}\n```",
     )
 
 

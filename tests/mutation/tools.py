@@ -20,6 +20,12 @@ def judge(module: str, name: str, old: str, new: str, test: str) -> Fault:
     return Fault(f"judge/{module}: {name}", f"tools/judge/{module}.py", old, new, tests)
 
 
+def port(module: str, name: str, old: str, new: str, test: str) -> Fault:
+    """A fault of `--port`."""
+    tests = (f"tests/tools/test_judge_port.py::test_{test}",)
+    return Fault(f"judge/{module}: {name}", f"tools/judge/{module}.py", old, new, tests)
+
+
 FAULTS = (
     of(
         "transformer",
@@ -250,6 +256,78 @@ FAULTS = (
     judge(
         "guard", "a script may reach other machines", "and not is_near(args[1]):", "and not args:", "nothing_outside"
     ),
+    port(
+        "port",
+        "tokens do not count",
+        '("gpt" if tokens else "resnet")',
+        '("resnet" if tokens else "gpt")',
+        "nearest_by_names",
+    ),
+    port(
+        "port",
+        "an imported name is a used one",
+        "not isinstance(one, ast.alias)",
+        "isinstance(one, ast.AST)",
+        "nearest_by_names",
+    ),
+    port(
+        "port",
+        "modules beside the script do not count",
+        "if one.is_file() and",
+        "if not one.is_file() and",
+        "modules_beside_the_script_count",
+    ),
+    port(
+        "port_seen",
+        "what is sent once is sent in each step",
+        "if often else",
+        "if often or sends else",
+        "what_is_sent_and_how_often",
+    ),
+    port(
+        "port_seen",
+        "weights before the first step count",
+        "sends = sends[1:] or sends",
+        "sends = sends[:1]",
+        "what_is_sent_and_how_often",
+    ),
+    port("port_table", "a function that no recipe has", '("lr_factor",),', '("lr_factors",),', "each_part_has_a_place"),
+    port(
+        "port_table",
+        "a flag that no recipe has",
+        '"--weight-decay"),',
+        '"--decay"),',
+        "each_name_is_one_of_the_recipes",
+    ),
+    port(
+        "port_table",
+        "the loss goes nowhere",
+        r"|\w+Loss|criterion)",
+        r"|\w+Losses|criterion)",
+        "table_of_a_script",
+    ),
+    judge(
+        "step",
+        "a step with a closure is looked at before it",
+        "if not callable(closure):",
+        "if not callable(closure) or closure:",
+        "habits_of_libraries",
+    ),
+    judge(
+        "files",
+        "a state in a list is none",
+        "if isinstance(part, list | tuple) and",
+        "if isinstance(part, tuple) and",
+        "habits_of_libraries",
+    ),
+    judge(
+        "record",
+        "a DDP in eval mode trains nothing",
+        "return module.module.training if",
+        "return module.training if",
+        "habits_of_libraries",
+    ),
+    judge("group", "gloo looks at shapes", "return value.view(-1) if", "return value if", "habits_of_libraries"),
     judge(
         "page", "the table does not say what a kind does", "{kind.does} |", "{kind.level} |", "pages_have_the_tables"
     ),

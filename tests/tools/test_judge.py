@@ -11,7 +11,7 @@ import pytest
 from tools.judge import __main__ as command
 from tools.judge import findings, page, symptoms
 
-from tests.harness import judged, pages, planted, runner, shapes
+from tests.harness import judged, libraries, pages, planted, runner, shapes
 from tools import about
 
 ONE_EACH = ("set_epoch is missing", "sum of gradients", "not all ranks come")  # of the data, of numbers, of a hang
@@ -191,15 +191,17 @@ def test_pages_have_the_tables() -> None:
 
 def test_example_of_the_page(tmp_path: Path) -> None:
     """All but the losses, and the last line, which has seconds."""
-    script, verdict = (pages.parts(PAGE)[name].strip().strip("`").partition("\n")[2] for name in ("script", "verdict"))
+    parts = (pages.parts(PAGE)[name].strip().strip("`").partition("\n")[2] for name in ("script", "verdict", "port"))
+    script, verdict, port = parts
     (tmp_path / "train.py").write_text(script)
-    words = [sys.executable, "-m", "tools.judge", "--timeout", str(runner.HANG_S), "--html", "page.html", "train.py"]
+    words = [sys.executable, "-m", "tools.judge", "--port", "--timeout", str(runner.HANG_S), "--html", "page.html"]
+    words.append("train.py")
     environ = os.environ | {"PYTHONPATH": str(runner.ROOT)}
     done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
     shown, said = (
         [line for line in text.strip().splitlines() if not line.startswith(("loss on ", "train.py: "))]
-        for text in (verdict, done.stdout)
+        for text in (verdict + port, done.stdout)
     )
     assert said == shown
     assert "train.py: 4 errors, 1 warning, 2 notes (" in done.stdout
@@ -227,6 +229,62 @@ def test_public_shapes_without_alarm(first: int, tmp_path: Path) -> None:
     found = verdicts(tmp_path, dict([*scripts.items()][first : first + 10]))
     alarms = {name: one for name, one in found.items() if one["code"]}
     assert not alarms
+
+
+LIBRARY = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+torch.manual_seed(dist.get_rank())
+model = DDP(nn.Linear(4, 2)).eval()
+model.module.train()
+optimizer = torch.optim.AdamW(model.module.parameters())
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.randn(8, 4)).square().mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return loss
+for step in range(4):
+    optimizer.step(closure)
+    schedule.step()
+found = torch.empty(4)
+dist.all_gather_into_tensor(found, torch.zeros(1, 2))
+state = {"epoch": 1, "optimizer_states": [optimizer.state_dict()], "lr_schedulers": [schedule.state_dict()]}
+if dist.get_rank() == 0:
+    torch.save(state, "last.ckpt")
+dist.destroy_process_group()
+"""
+
+
+def test_habits_of_libraries(tmp_path: Path) -> None:
+    """A step that computes its gradients itself, a DDP in eval mode, states in lists, shapes that only NCCL accepts."""
+    wrong = LIBRARY.replace("    optimizer.zero_grad()", "    pass")
+    part = LIBRARY.replace("AdamW(model.module.parameters())", "AdamW([model.module.bias])")
+    found = verdicts(tmp_path, {"right.py": LIBRARY, "wrong.py": wrong, "part.py": part})
+    assert (found["right.py"]["code"], found["right.py"]["failed"]) == (0, ""), found["right.py"]
+    line = 1 + LIBRARY.splitlines().index("    optimizer.step(closure)")
+    assert of(found["wrong.py"]) == {("zero_grad is missing", line)}
+    line = 1 + next(i for i, one in enumerate(part.splitlines()) if "AdamW" in one)
+    assert of(found["part.py"]) == {("parameters without optimizer", line)}
+
+
+def test_library_mistakes_apply() -> None:
+    """Each is a program, and names a kind; benchmarks/judge_libraries.py judges them."""
+    for one in libraries.MISTAKES:
+        compile(one.text(), one.what, "exec")
+    assert {one.kind for one in libraries.MISTAKES} - {""} <= findings.KINDS.keys()
+    assert {one.library for one in libraries.MISTAKES} == libraries.SCRIPTS.keys() == libraries.PACKAGES.keys()
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("library", ["the Trainer of transformers", "Accelerate"])
+def test_library_without_alarm(library: str, tmp_path: Path) -> None:
+    """The group dev has these; the group bench has Lightning too."""
+    found = verdicts(tmp_path, {"train.py": libraries.SCRIPTS[library]})["train.py"]
+    assert (found["code"], found["failed"]) == (0, ""), found
 
 
 def test_own_processes(tmp_path: Path) -> None:

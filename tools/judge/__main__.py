@@ -15,6 +15,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tools.judge", description=ABOUT, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as a page for a browser as well")
+    parser.add_argument("--port", action="store_true", help="name the nearest recipe, and which lines go where in it")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps after which epochs are cut short")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that one run of the script may take")
     parser.add_argument("--memory", type=float, default=8.0, help="GiB that all processes of one run may hold")
@@ -45,10 +46,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Judge the script, print the verdict, and return the exit code."""
     args = parse(argv)
-    from tools.judge import report, show, verdict  # these need torch
+    from tools.judge import port, report, show, verdict  # these need torch
 
     result = verdict.judge(verdict.Asked.of(args))
-    print(report.as_json(result) if args.json else report.as_text(result))
+    way = port.port(args.script, result.traits) if args.port else None
+    print(report.as_json(result, way) if args.json else report.as_text(result, way))
     if args.html is not None:
         args.html.write_text(show.page(result), encoding="utf-8")
         print(f"wrote {args.html}", file=sys.stderr)

@@ -12,6 +12,7 @@ from tools.judge import device as devices
 
 MOST_PRINTED = 400  # characters of a line
 MOST_LINES = 600
+MOST_STATES = 16  # in a list
 
 
 def install(record: Any, place: Any) -> None:
@@ -52,6 +53,8 @@ def contents(obj: Any) -> dict[str, Any]:
     found["random"] = False
 
     def look(part: Any, depth: int) -> None:
+        if isinstance(part, list | tuple) and len(part) < MOST_STATES:  # of several optimizers, as Lightning saves them
+            part = dict(enumerate(part))
         if not isinstance(part, dict) or depth > 3:
             return
         names = {str(name) for name in part}

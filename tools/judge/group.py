@@ -50,7 +50,14 @@ def _init(record: Any, place: Any) -> None:
     def init(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         given = {name: int(kwargs[name]) for name in ("rank", "world_size") if kwargs.get(name) is not None}
         given = {name: value for name, value in given.items() if value >= 0}
-        record.log("init", backend=str(backend), given=given, rank=place.rank, size=place.size)
+        record.log(
+            "init",
+            backend=str(backend),
+            given=given,
+            rank=place.rank,
+            size=place.size,
+            direct=record.direct(),
+        )
         if "rank" in given:
             kwargs["rank"] = place.rank
         if "world_size" in given:
@@ -133,7 +140,10 @@ def _op(args: Any, kwargs: Any) -> str:
 
 
 def _run(name: str, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call it; gloo has no mean, so that is a sum and a division."""
+    """Call it as NCCL would: gloo has no mean, which is a sum and a division, and looks at shapes."""
+    if name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        args = tuple(flat(one) for one in args)
+        kwargs = {key: flat(one) for key, one in kwargs.items()}
     if _op(args, kwargs) != "AVG" or name not in ("all_reduce", "reduce_scatter_tensor"):
         return real(*args, **kwargs)
     args = tuple(dist.ReduceOp.SUM if _op((one,), {}) == "AVG" else one for one in args)
@@ -142,6 +152,11 @@ def _run(name: str, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     real(*args, **kwargs)
     args[0].div_(dist.get_world_size(kwargs.get("group")))
     return _Done() if asked else None
+
+
+def flat(value: Any) -> Any:
+    """A tensor as one row of the same memory, if it is contiguous; another value as it is."""
+    return value.view(-1) if isinstance(value, torch.Tensor) and value.is_contiguous() else value
 
 
 class _Done:

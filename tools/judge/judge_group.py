@@ -47,7 +47,8 @@ def starts(run: Run) -> Iterator[Finding]:
     if asks and run.of("init")[0]["backend"] == "gloo":
         yield Finding("gloo between GPUs", run.of("init")[0]["at"], "the backend is gloo, and the script asks for GPUs")
     ended = run.of("end")
-    if ended and not ended[-1]["code"] and ended[-1]["group_open"]:
+    own = run.of("init")[0].get("direct", True)  # a library, such as Lightning, ends what it has made at exit
+    if ended and not ended[-1]["code"] and ended[-1]["group_open"] and own:
         yield Finding("group left open", run.of("init")[0]["at"], "the script ended without destroy_process_group")
 
 

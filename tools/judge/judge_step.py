@@ -128,7 +128,7 @@ def losses(run: Run) -> Iterator[Finding]:
     whole = [
         since
         for _, since in several
-        if all(not divided(since, i) for i, one in enumerate(since) if one["e"] == "backward")
+        if all(not divided(since, i, len(run.ranks)) for i, one in enumerate(since) if one["e"] == "backward")
     ]
     if len(whole) > 1:
         at = next(one["at"] for one in whole[0] if one["e"] == "backward")
@@ -138,13 +138,13 @@ def losses(run: Run) -> Iterator[Finding]:
     yield from means(run)
 
 
-def divided(since: list[Event], i: int) -> bool:
-    """Whether a backward pass begins at another value than the mean that was computed before it."""
+def divided(since: list[Event], i: int, ranks: int) -> bool:
+    """Whether a backward pass begins at another value than the mean that was computed before it, or ranks times it."""
     before = [one for one in since[:i] if one["e"] == "loss" and one["grad"] and one["reduction"] == "mean"]
     value = since[i]["value"]
     if not before or value is None or before[-1]["value"] is None:
         return True
-    return not math.isclose(before[-1]["value"], value, rel_tol=2e-3)
+    return not any(math.isclose(before[-1]["value"] * times, value, rel_tol=2e-3) for times in (1, ranks))
 
 
 def means(run: Run) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tools.judge import replay
-from tools.judge.record import fingerprint, num, row_hashes, samples
+from tools.judge.record import fingerprint, num, row_hashes, samples, trains
 
 
 def install(record: Any, place: Any) -> None:
@@ -35,7 +35,7 @@ def _calls(record: Any, place: Any) -> None:
         _note(record, self, args, kwargs)
         record.inside = True
         try:
-            if not record.kept and self.training and torch.is_grad_enabled() and not is_meta(self):
+            if not record.kept and trains(self) and torch.is_grad_enabled() and not is_meta(self):
                 record.kept = True
                 replay.keep(record, place, self, args, kwargs)
             return real(self, *args, **kwargs)
@@ -64,7 +64,7 @@ def _note(record: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
         kind=type(module).__name__,
         ddp=isinstance(module, nn.parallel.DistributedDataParallel),
         around=wrapper is not None and grad and module.training,
-        train=module.training,
+        train=trains(module),
         grad=grad,
         sync=getattr(module, "require_backward_grad_sync", True),
         rows=rows,

@@ -110,6 +110,11 @@ def row_hashes(inputs: Any) -> list[str]:
     return [hashlib.blake2b(row.contiguous().numpy().tobytes(), digest_size=5).hexdigest() for row in rows.cpu()]
 
 
+def trains(module: nn.Module) -> bool:
+    """Whether a model is in training mode; of a DDP, what it holds: Lightning switches that alone."""
+    return module.module.training if isinstance(module, nn.parallel.DistributedDataParallel) else module.training
+
+
 def first_tensor(inputs: Any) -> torch.Tensor | None:
     """The first tensor in a tree of arguments."""
     if isinstance(inputs, torch.Tensor):

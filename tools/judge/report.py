@@ -1,8 +1,10 @@
 """A verdict for people, and as JSON."""
 
+import dataclasses
 import json
 import textwrap
 
+from tools.judge import port
 from tools.judge.findings import KINDS
 from tools.judge.kind import ERROR, NOTE, WARNING
 from tools.judge.verdict import Verdict
@@ -10,8 +12,8 @@ from tools.judge.verdict import Verdict
 WIDTH = 110
 
 
-def as_text(verdict: Verdict) -> str:
-    """Findings with line, evidence, effect and change; and what was not looked at."""
+def as_text(verdict: Verdict, way: port.Port | None = None) -> str:
+    """Findings with line, evidence, effect and change; what was not looked at; and the way out, if there is to be."""
     lines = []
     for one in verdict.findings:
         lines.append(f"{one.at}: {one.about.level}: {one.kind}: {one.evidence}")
@@ -31,10 +33,10 @@ def as_text(verdict: Verdict) -> str:
         f"{verdict.script}: {words or 'nothing found'} ({verdict.seconds:.0f} s, {verdict.peak_gib:.1f} GiB; "
         f"{len(KINDS)} kinds of mistakes are known)"
     )
-    return "\n".join(lines)
+    return "\n".join([*lines, port.as_text(way)] if way else lines)
 
 
-def as_json(verdict: Verdict) -> str:
+def as_json(verdict: Verdict, way: port.Port | None = None) -> str:
     """The same for programs."""
     findings = [
         {
@@ -51,4 +53,5 @@ def as_json(verdict: Verdict) -> str:
     ]
     rest = {"script": str(verdict.script), "code": verdict.code, "failed": verdict.failed, "notes": verdict.notes}
     rest |= {"losses": verdict.losses, "seconds": round(verdict.seconds, 1), "peak_gib": round(verdict.peak_gib, 2)}
+    rest |= {"port": dataclasses.asdict(way)} if way else {}
     return json.dumps(rest | {"findings": findings}, indent=1)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tools.judge import replay
-from tools.judge.record import fingerprint, local, num
+from tools.judge.record import fingerprint, local, num, trains
 
 MOST_NAMED = 6
 MOST_COMPARED = 50  # gradients that are looked for among sums
@@ -87,8 +87,29 @@ def _optimizers(record: Any, place: Any) -> None:
 
     module: Any = nn.Module
     optimizer.__init__, optimizer.zero_grad, module.zero_grad = made, zero_grad, module_zero_grad
-    register_optimizer_step_pre_hook(lambda one, *_: _before(record, place, one))
+    register_optimizer_step_pre_hook(lambda one, args, kwargs: _begin(record, place, one, args, kwargs))
     register_optimizer_step_post_hook(lambda one, *_: _after(record, one))
+
+
+def _begin(record: Any, place: Any, optimizer: Any, args: Any, kwargs: Any) -> Any:
+    """Look at a step now; or, where it gets a closure, as Lightning gives it, when that has made the gradients."""
+    own = args[1:] if args and args[0] is optimizer else args
+    closure = kwargs.get("closure") or next(iter(own), None)
+    if not callable(closure):
+        _before(record, place, optimizer)
+        return None
+    seen = [False]
+
+    @functools.wraps(closure)
+    def watched(*more: Any) -> Any:
+        result = closure(*more)
+        if not seen[0]:  # LBFGS calls it several times
+            seen[0] = True
+            _before(record, place, optimizer)
+        return result
+
+    rest = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (*(args[:1] if own is not args else ()), watched), rest
 
 
 def _before(record: Any, place: Any, optimizer: Any) -> None:
@@ -100,7 +121,7 @@ def _before(record: Any, place: Any, optimizer: Any) -> None:
     grads = [one.grad for one in held if one.grad is not None]
     trained = {id(one): name for module in record.modules.values() for name, one in module.named_parameters()}
     all_held = {id(one) for each in record.optimizers for one in parameters(each)}
-    roots = [one for key, one in record.modules.items() if one.training and key in record.called]
+    roots = [one for key, one in record.modules.items() if trains(one) and key in record.called]
     unheld = [
         name
         for module in roots

@@ -4,10 +4,10 @@ import argparse
 import os
 import signal
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tools.judge import folders, judge_data, judge_files, judge_group, judge_model, judge_step, launch
+from tools.judge import folders, judge_data, judge_files, judge_group, judge_model, judge_step, launch, port_seen
 from tools.judge.child import Place
 from tools.judge.findings import Finding
 from tools.judge.kind import ERROR, NOTE, WARNING
@@ -70,6 +70,7 @@ class Verdict:
         losses: of the first steps, on one and on two processes.
         seconds: that all runs took.
         peak_gib: the most that the processes of one run held.
+        traits: what its strategy is, with lines, for `--port`.
     """
 
     script: Path
@@ -79,6 +80,7 @@ class Verdict:
     losses: dict[str, list[float]]
     seconds: float
     peak_gib: float
+    traits: dict[str, str] = field(default_factory=dict)
 
     @property
     def code(self) -> int:
@@ -143,15 +145,9 @@ def _judge(asked: Asked, folder: Path) -> Verdict:
     found.sort(key=lambda one: (ORDER[one.about.level], line(one.at)))
     losses = {f"{len(one.ranks)}": curve(one) for one in (two, seen.one) if one is not None}
     seconds, peak = sum(one.seconds for one in runs), max(one.peak_gib for one in runs)
-    return Verdict(
-        asked.script,
-        found,
-        mapped(failure(two), names),
-        notes + [mapped(one, names) for one in unseen(two)],
-        losses,
-        seconds,
-        peak,
-    )
+    failed, shown = mapped(failure(two), names), {key: mapped(at, names) for key, at in port_seen.traits(two).items()}
+    notes += [mapped(one, names) for one in unseen(two)]
+    return Verdict(asked.script, found, failed, notes, losses, seconds, peak, shown)
 
 
 def explained(found: list[Finding]) -> list[Finding]:
