@@ -38,10 +38,15 @@ def write(folder: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
         facts: JSON values beside the tensors, such as step, position and seed.
         files: the result of `seal` for each file, by name.
     """
-    manifest = {"format": FORMAT, **facts, "files": files}
-    (folder / NAME).write_text(json.dumps(manifest | {"sha256": _digest_json(manifest)}, indent=1))
+    (folder / NAME).write_text(sealed(facts, files))
     sync(folder / NAME)
     sync(folder)
+
+
+def sealed(facts: dict[str, Any], files: dict[str, Any]) -> str:
+    """The manifest's text."""
+    manifest = {"format": FORMAT, **facts, "files": files}
+    return json.dumps(manifest | {"sha256": _digest_json(manifest)}, indent=1)
 
 
 def sync(path: Path) -> None:

@@ -139,13 +139,13 @@ class Session:
         self._stops = False
         self._no_better = ""  # why --patience ends the run
         self._doubts = world.process.doubts = world.process.doubts or doubts.Doubts(args.on_bad_state)
-        self._best = best.Best(vars(args), found.run_dir, plan.first_step)
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
         steps = plan.first_step, self._last_step
         self._profile = profile.Profile(args, *steps, world, found.run_dir)  # measure
         self._pace = pace.Pace(world.device, f"rank {world.rank} on {world.host}")  # measure
-        run_dir.claim(found.run_dir, world.process)
+        run_dir.claim(found.run_dir, world.process, found.keeper)
+        self._best = best.Best(vars(args), found.run_dir, plan.first_step)
         found = start.check_newest(found, plan.order)
         self._stop = stop.Stop(world, args.deadline, *steps)
         process_group.set_timeout(mesh, args.hang_timeout)  # protect

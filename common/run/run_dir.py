@@ -28,10 +28,15 @@ from common.run.process import Process, World
 SHARED_S = 10.0  # how long NFS may take to show another machine's file
 
 
-def claim(path: Path, process: Process) -> None:
+def claim(path: Path, process: Process, keeper: Any = None) -> None:
     """Create the run's folder and keep every other job out of it until this process ends (all ranks).
 
     What this process creates from here on is not writable by other users, whatever the umask was.
+
+    Args:
+        path: the folder.
+        process: this one.
+        keeper: claims the run in a store as well; then machines need not share the folder.
 
     Raises:
         UserError: another process uses it (named by host, number and job), other users can write to it, or a machine
@@ -79,6 +84,9 @@ def claim(path: Path, process: Process) -> None:
         return mine
 
     owner = ranks.from_rank0(lock)
+    if keeper:
+        keeper.claim(process)
+        return
     # Rank 0 does not open the file again: closing it would release the lock.
     visible = dist.get_rank() == 0 or _wait_for(path / "lock", owner)
     answers = ranks.gather((socket.gethostname(), visible))

@@ -1,6 +1,5 @@
 """Which checkpoints of a run stay: the newest undamaged ones, and the best."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,16 @@ BEST = "best"  # the file that names the best checkpoint, if a run keeps it
 class Retention:
     """Deletes the older checkpoints of one run after each commit."""
 
-    def __init__(self, keep: int, together: Callable[[Callable[[], Any]], list[Any]]) -> None:
+    def __init__(self, keep: int, together: Callable[[Callable[[], Any]], list[Any]], disk: Any) -> None:
         """Know of no checkpoint yet.
 
         Args:
             keep: undamaged checkpoints to keep.
             together: lets every rank do its part; returns all results, or raises a UserError on every rank.
+            disk: where they lie: `common.state.disk`, or a store.
         """
         self._keep = keep
+        self._disk = disk
         self._together = together
         self._whole: dict[str, list[tuple[Any, ...]]] = {}  # see `_look`
 
@@ -41,11 +42,10 @@ class Retention:
                 name = older.pop(0)
                 kept += name in whole or self._is_whole(final.with_name(name))
             if dist.get_rank() == 0:
-                manifest.replace(final.with_name("latest"), final.name)  # for people; `find` does not read it
+                self._disk.replace(final.with_name("latest"), final.name)  # for people; `find` does not read it
                 if best:
-                    manifest.replace(final.with_name(BEST), best)
-                for path in (*map(final.with_name, older), *final.parent.glob("step_*.tmp-*")):
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                    self._disk.replace(final.with_name(BEST), best)
+                self._disk.tidy(final, map(final.with_name, older))
         except (UserError, OSError) as error:
             ranks.print0(f"warning: {final} is saved, but an older checkpoint could not be deleted: {error}")
 
@@ -56,9 +56,9 @@ class Retention:
         each save, as long as no program has changed it; a bit that flips on the disk meanwhile is found when the
         checkpoint is loaded.
         """
-        self._whole[final.name] = manifest.stamps(final)
+        self._whole[final.name] = self._disk.stamps(final)
         found = checkpoint.committed(final.parents[1])
-        now = {path.name: manifest.stamps(path) for path in found if path.name in self._whole}
+        now = {path.name: self._disk.stamps(path) for path in found if path.name in self._whole}
         self._whole = {name: stamps for name, stamps in now.items() if stamps == self._whole[name]}
         best = checkpoint.folder(final.parents[1], best_step).name
         if best not in (path.name for path in found):
@@ -72,5 +72,5 @@ class Retention:
         """Read an older checkpoint, each rank a part of it (all ranks); remember that it is whole."""
         faults = self._together(lambda: manifest.verify(path, dist.get_rank(), dist.get_world_size())[1])
         if not any(faults):
-            self._whole[path.name] = manifest.stamps(path)
+            self._whole[path.name] = self._disk.stamps(path)
         return not any(faults)

@@ -4,14 +4,10 @@ Every part of a save is all or nothing over the ranks (`_together`): each rank d
 and if one rank failed, all drop the checkpoint.
 """
 
-import errno
 import gc
 import hashlib
-import os
-import shutil
 import socket
 import threading
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -22,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import BadStateError, UserError, manifest, ranks
+from common import BadStateError, UserError, ranks
 from common.run.process import Process
 from common.run.process_group import SAVING
-from common.state import checkpoint, replicas, retention, shards, start
+from common.state import checkpoint, disk, replicas, retention, shards, start
 from common.state.state_check import StateCheck
 
 Tensors = dict[str, torch.Tensor]
@@ -55,8 +51,9 @@ class Saver:
             keep: undamaged checkpoints to keep; older ones are deleted after each commit.
             in_background: copy the state and write it while the training continues; at most one save at a time.
         """
-        self._run_dir = found.run_dir
-        self._retention = retention.Retention(keep, self._together)
+        self._place = found.place or found.run_dir
+        self._disk: Any = found.keeper or disk
+        self._retention = retention.Retention(keep, self._together, self._disk)
         self._group = _new_group()
         self._facts = found.fingerprint | {
             "recipe": Path(process.recipe).resolve().parent.name,
@@ -155,10 +152,12 @@ class Saver:
         # A thread begins on GPU 0, and torch's writer asks for its stream: every rank would take memory there.
         torch.cuda.set_device(self._gpu)
         alone = False
-        final = checkpoint.folder(self._run_dir, facts["step"])
-        partial = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
+        final = checkpoint.folder(self._place, facts["step"])
+        partial = self._disk.partial(final)
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         try:
-            partial = Path(self._together(lambda: self._make(partial, tensors) if dist.get_rank() == 0 else None)[0])
+            named = self._together(lambda: self._disk.make(partial, needed) if dist.get_rank() == 0 else None)[0]
+            partial = type(partial)(named)
             writer = shards.ShardWriter(partial, dist.get_rank())
             # A tensor that several ranks hold is taken from the lowest: BatchNorm's running statistics differ between
             # ranks, and mixing them would match no rank.
@@ -167,7 +166,7 @@ class Saver:
             parts = self._together(lambda: self._seal(writer, tensors))
             files = {name: entry for part, _ in parts for name, entry in part.items()}
             self._check.judge([summary for _, summary in parts], facts["step"])
-            self._together(lambda: self._commit(partial, final, facts, files) if dist.get_rank() == 0 else None)
+            self._together(lambda: self._disk.commit(partial, final, facts, files) if dist.get_rank() == 0 else None)
             self._retention.tidy(final, best)
         except (Exception, dcp.CheckpointException) as error:  # CheckpointException derives from BaseException
             # These are raised on all ranks, others on one alone.
@@ -175,7 +174,7 @@ class Saver:
             failure = SaveError(f"no checkpoint of step {facts['step']}: {self._explain(error, alone)}")
             self._failure = error if isinstance(error, BadStateError) else failure
             if dist.get_rank() == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+                self._disk.drop(partial)
         if alone:  # now that the error no longer refers to the group
             self._leave()
 
@@ -199,7 +198,7 @@ class Saver:
         """
         entry = writer.seal()
         with ThreadPoolExecutor(1, "flush") as pool:
-            flushed = pool.submit(writer.flush)
+            flushed = pool.submit(self._disk.flush, writer)
             summary = self._check.summarize(tensors)
             flushed.result()
         return entry, summary
@@ -225,29 +224,8 @@ class Saver:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # it is not a disk; `watch` names the rank
             return LOST
         text = self._describe(error) if alone else str(error)
-        place = next(path for path in (self._run_dir, *self._run_dir.parents) if path.exists())
-        disk = os.statvfs(place)
         full = any(sign in text for sign in ("No space left", "Errno 28", "os error 28", "unexpected pos"))
-        room = f"{disk.f_bavail * disk.f_frsize / 1e6:,.1f} MB and {disk.f_favail:,} files are free in {place}"
-        return f"{'disk full: ' if full else ''}{text.strip().splitlines()[-1]} ({room})"
-
-    def _make(self, partial: Path, tensors: Tensors) -> str:
-        """Create the folder to write to, if the disk has enough space (rank 0)."""
-        partial.mkdir(parents=True)
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        free = shutil.disk_usage(partial).free
-        if free < needed:
-            raise OSError(errno.ENOSPC, f"it needs {needed / 1e6:,.1f} MB, the disk has {free / 1e6:,.1f} MB free")
-        return str(partial)
-
-    def _commit(self, partial: Path, final: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
-        """Write the manifest and rename the folder (rank 0)."""
-        manifest.write(partial, facts, files)
-        # It must be damaged, as is a link to itself: otherwise this run would have resumed from it.
-        if os.path.lexists(final):
-            final.rename(final.with_name(f"{partial.name}-damaged"))
-        partial.rename(final)
-        manifest.sync(final.parent)
+        return f"{'disk full: ' if full else ''}{text.strip().splitlines()[-1]} ({self._disk.room(self._place)})"
 
 
 def _new_stager() -> Any:

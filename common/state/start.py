@@ -11,8 +11,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from common import UserError, keymap, manifest, places, ranks
+from common import UserError, keymap, manifest, ranks
 from common.state import checkpoint
+from common.store import keeper as keeping
+from common.store import paths
 from common.workloads import fitting, pretrained
 
 
@@ -26,6 +28,8 @@ class Found:
         path: the checkpoint to load; None for a new run.
         progress: its manifest, with "step" and "samples"; empty for a new run.
         newest: the newest committed step of the run's own folder at that time, damaged or not; -1 for none.
+        place: where the run's checkpoints lie, if not in `run_dir`: in a store.
+        keeper: what writes them there.
     """
 
     run_dir: Path
@@ -33,6 +37,8 @@ class Found:
     path: Path | None
     progress: dict[str, Any]
     newest: int = -1
+    place: Any = None
+    keeper: Any = None
 
 
 def find(out: str, name: str, resume: str, model: nn.Module | None = None, **fingerprint: Any) -> Found:
@@ -55,15 +61,15 @@ def find(out: str, name: str, resume: str, model: nn.Module | None = None, **fin
         UserError: the folder cannot be used, all checkpoints are damaged or cannot be read, `resume` names no
             checkpoint, the checkpoint is of another model, or the fingerprint differs between ranks.
     """
-    run_dir = Path(ranks.from_rank0(lambda: str(places.choose(out, name))))
+    run_dir, place, keeper = keeping.find(out, name)
     ranks.check_same(data=fingerprint, version=ranks.versions())  # now with those of the data's packages
-    newest = checkpoint.newest(run_dir)
+    newest = checkpoint.newest(place)
     if newest >= 0:
-        path, progress = checkpoint.choose(run_dir, own=True)
+        path, progress = checkpoint.choose(place, own=True)
     elif resume:
-        path, progress = checkpoint.choose(places.local("--resume", resume), "--resume ")
+        path, progress = checkpoint.choose(paths.at("--resume", resume), "--resume ")
     else:
-        return Found(run_dir, fingerprint, None, {})
+        return Found(run_dir, fingerprint, None, {}, place=place, keeper=keeper)
     ranks.print0(f"resuming from step {progress['step']} of {path}")
     for key, value in fingerprint.items():
         if progress.get(key, value) != value:
@@ -72,7 +78,7 @@ def find(out: str, name: str, resume: str, model: nn.Module | None = None, **fin
             )
     if model is not None:
         checkpoint.check_fits(path, model)
-    return Found(run_dir, fingerprint, path, progress, newest)
+    return Found(run_dir, fingerprint, path, progress, newest, place, keeper)
 
 
 def check_newest(found: Found, order: Any = None) -> Found:
@@ -84,7 +90,7 @@ def check_newest(found: Found, order: Any = None) -> Found:
     Raises:
         UserError: another job has saved there since `find`: this one would overwrite what that one has recorded.
     """
-    newest = checkpoint.newest(found.run_dir)
+    newest = checkpoint.newest(found.place or found.run_dir)
     if newest != found.newest:
         raise UserError(
             f"--name {found.run_dir.name}: another job has saved step {newest} in {found.run_dir} while this one was "
