@@ -96,7 +96,7 @@ def test_after_a_cut_at_each_request_the_old_or_the_new_one_is_there(s3: Server,
         def cut(environ: dict[str, Any]) -> tuple[int, str] | None:
             if "/lock" in environ["PATH_INFO"] or environ["REQUEST_METHOD"] == "GET":
                 return None  # so that the number of the others does not depend on a thread
-            with lock:
+            with lock:  # noqa: B023
                 return (403, "AccessDenied") if next(count) >= number else None  # noqa: B023
 
         with run(tmp_path / "work") as job:

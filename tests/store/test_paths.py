@@ -58,6 +58,7 @@ def test_words_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.words(error) == "OSError: signed with $AWS_SECRET_ACCESS_KEY: https://host/a?..."
 
 
+@pytest.mark.usefixtures("group")
 def test_rank_reads_the_rows_that_it_needs(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {"a": torch.arange(4000.0).view(1000, 4), "b": torch.arange(6, dtype=torch.int16), "c": torch.tensor(5.0)}
     save_file(whole, tmp_path / "x.safetensors")
@@ -94,5 +95,5 @@ def test_rank_reads_the_rows_that_it_needs(s3: Server, tmp_path: Path, monkeypat
     assert sum(end - begin for begin, end in read) == 20 * 4 * 4
     assert max(end - begin for begin, end in read) <= 100
     found = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
-    dcp.load(found, storage_reader=one.reader(), no_dist=True)
+    dcp.load(found, storage_reader=one.reader())
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
