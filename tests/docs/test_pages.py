@@ -17,6 +17,7 @@ from common.workloads import gpt, moe, text
 from tools.copy.__main__ import parser as copier
 from tools.evaluate import flags as evaluate
 from tools.exercise.__main__ import parser as exerciser
+from tools.judge.__main__ import make_parser as judge
 from tools.lesson.__main__ import main as lesson_flags
 from tools.plan.__main__ import parser as planner
 from tools.profile.__main__ import main as profile
@@ -52,7 +53,12 @@ OTHER_FLAGS = {
     "since",
     "local-rank",
     "local_rank",
-    *(word[2:] for made in (planner, copier, exerciser) for one in made()._actions for word in one.option_strings),
+    *(
+        word[2:]
+        for made in (planner, copier, exerciser, judge)
+        for one in made()._actions
+        for word in one.option_strings
+    ),
     *(name.replace("_", "-") for name in inspect.signature(profile).parameters),
     *(name.replace("_", "-") for name in inspect.signature(lesson_flags).parameters),
     *(field.name for field in dataclasses.fields(evaluate.Args)),

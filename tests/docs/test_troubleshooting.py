@@ -13,6 +13,7 @@ import os
 import re
 import resource
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from launch import rendezvous
-from tests.harness import mutants, runner
+from tests.harness import judged, mutants, runner
 from tests.launch.test_launch import TORCHRUN, launch, shell
 from tests.launch.test_rendezvous import explained, make
 
@@ -578,6 +579,18 @@ def _(folder: Path, text: Path) -> Said:
     one, two = (request.indices.tolist() for request in sampler.training_requests(plan, 0))
     assert sorted(one) == sorted(two)
     assert one != two
+    return "", ""
+
+
+@provokes("No error, and the training is not what it should be", slow=True)
+def _(folder: Path, text: Path) -> Said:
+    one = next(one for one in judged.MISTAKES if one.kind == "zero_grad is missing")
+    (folder / "train.py").write_text(one.text())
+    words = [sys.executable, "-m", "tools.judge", "--once", "train.py"]
+    env = os.environ | {"PYTHONPATH": str(runner.ROOT)}
+    how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": runner.HANG_S}
+    done = subprocess.run(words, check=False, **how)
+    assert f"train.py:{one.number()}: error: zero_grad is missing" in done.stdout, done.stdout + done.stderr
     return "", ""
 
 

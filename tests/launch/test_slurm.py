@@ -431,6 +431,7 @@ def test_doctor_finds(
     done = call(*command, cwd=tmp_path, **variables)
     assert done.returncode == 2, done.stdout + done.stderr
     checks = dict.fromkeys(re.findall("^(?:breaks|cripples): ([a-z-]+) on ", done.stdout, re.MULTILINE))
+    checks.pop("cpu", None)  # right where a control group allows this machine less than two processors
     assert len(checks) == len(found), done.stdout
     assert all(re.fullmatch(want, check) for want, check in zip(found, checks, strict=True)), done.stdout
     assert "so it has not begun" in done.stdout

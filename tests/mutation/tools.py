@@ -1,4 +1,4 @@
-"""Faults of tools/plan: of the formulas of memory and time, of what they are compared with, and of the advice."""
+"""Faults of tools/plan (formulas of memory and time, what they are compared with, the advice) and of tools/judge."""
 
 from tests.mutation.fault import Fault
 
@@ -12,6 +12,12 @@ AGAIN = f"{MEMORY}::test_counts_are_those_of_the_code"
 def of(module: str, name: str, old: str, new: str, *tests: str) -> Fault:
     """A fault of a module of tools/plan."""
     return Fault(f"plan/{module}: {name}", f"tools/plan/{module}.py", old, new, tests)
+
+
+def judge(module: str, name: str, old: str, new: str, test: str) -> Fault:
+    """A fault of a module of tools/judge: it has lost a condition."""
+    tests = (f"tests/tools/test_judge.py::test_{test}",)
+    return Fault(f"judge/{module}: {name}", f"tools/judge/{module}.py", old, new, tests)
 
 
 FAULTS = (
@@ -164,4 +170,50 @@ FAULTS = (
         "for one in [case]:",
         f"{ADVICE}::test_nothing_that_fits_is_faster",
     ),
+    judge(
+        "judge_data",
+        "no two epochs have one order",
+        'if last and last.begin["order"] == begin["order"]',
+        'if last and last.begin["order"] == begin["at"]',
+        "one_of_each",
+    ),
+    judge(
+        "judge_model",
+        "a sum of gradients is a mean",
+        "if sent and len(summed) > 1:",
+        "if sent and len(summed) > 999:",
+        "one_of_each",
+    ),
+    judge(
+        "judge_group",
+        "ranks that wait are never seen",
+        "if not (run.hang or broken) or",
+        "if run.hang or not broken or",
+        "one_of_each",
+    ),
+    judge(
+        "judge_step",
+        "gradients of earlier steps may stay",
+        "if len(stale) > 1 and",
+        "if len(stale) > 999 and",
+        "own_processes",
+    ),
+    judge(
+        "spawn",
+        "a rank does the part of the first",
+        "[self] * (count[0] == mine)",
+        "[self] * (count[0] == 0)",
+        "own_processes",
+    ),
+    judge(
+        "guard",
+        "a script may write anywhere",
+        'if event == "open" and writes(args):',
+        'if event == "open" and not args:',
+        "nothing_outside",
+    ),
+    judge(
+        "guard", "a script may reach other machines", "and not is_near(args[1]):", "and not args:", "nothing_outside"
+    ),
+    judge("page", "the table does not say what a kind does", "{kind.does} |", "{kind.level} |", "page_has_the_table"),
 )

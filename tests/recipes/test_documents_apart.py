@@ -67,11 +67,11 @@ def plain(table: Path, once: Once) -> Callable[..., Curve]:
 def ways() -> Iterator[Any]:
     """Every layout counts the answers, and one of each recipe all tokens: that is known where samples are read.
 
-    A plain `pytest` counts answers on two ranks: in whole models, in slices of sequences, and in stages.
+    A plain `pytest` counts answers on two ranks: in whole models, and in slices of sequences.
     """
     for layout in (layout for recipe in GPT for layout in runner.layouts(recipe)):
         first = layout == runner.layout(layout.recipe, 2)
-        marks = () if first and layout.recipe in ("ddp_gpt", "context_gpt", "pipeline_gpt") else pytest.mark.rest
+        marks = () if first and layout.recipe in ("ddp_gpt", "context_gpt") else pytest.mark.rest
         yield pytest.param(layout, "answers", id=f"{layout}-answers", marks=marks)
         if first:
             yield pytest.param(layout, "all", id=f"{layout}-all", marks=pytest.mark.rest)

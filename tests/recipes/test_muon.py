@@ -58,7 +58,7 @@ def plain(small_text: Path, epochs: dict[str, Path], once: Once) -> Callable[...
 
 
 def ways() -> Iterator[Any]:
-    """Every layout that splits the matrices in another way; a plain `pytest` has two, and `test_state_moves`.
+    """Every layout that splits the matrices in another way; a plain `pytest` has two, and a way of `test_state_moves`.
 
     Which blocks a rank of a pipeline holds is the same in two schedules each; one of them stands for both.
     """
@@ -85,23 +85,29 @@ def test_another_training_than_with_adamw(plain: Callable, epochs: dict[str, Pat
     assert plain(()).losses[2] != pytest.approx(adamw.losses[2], rel=1e-6)
 
 
-# From recipe to recipe, two steps each; in the end to the first one again.
-WAY = [
-    runner.Layout("ddp_gpt", 2, (), 2),
-    runner.Layout("fsdp_gpt", 3, (), 3),
-    runner.Layout("tensor_gpt", 4, ("--tp", "2"), 2),
-    runner.Layout("pipeline_gpt", 2, ("--pp", "2", "--schedule", "1F1B"), 1),
-    runner.Layout("context_gpt", 2, ("--cp", "2", "--cp-kind", "ring"), 1),
-    runner.Layout("fsdp_gpt", 4, ("--dp-replicate", "2"), 4),
-    runner.Layout("ddp_gpt", 2, (), 2),
-]
+# From recipe to recipe, two steps each; in the end to the first one again. A plain `pytest` has the second way.
+DDP = runner.Layout("ddp_gpt", 2, (), 2)
+STAGES = runner.Layout("pipeline_gpt", 2, ("--pp", "2", "--schedule", "1F1B"), 1)
+WAYS = {
+    "all": [
+        DDP,
+        runner.Layout("fsdp_gpt", 3, (), 3),
+        runner.Layout("tensor_gpt", 4, ("--tp", "2"), 2),
+        STAGES,
+        runner.Layout("context_gpt", 2, ("--cp", "2", "--cp-kind", "ring"), 1),
+        runner.Layout("fsdp_gpt", 4, ("--dp-replicate", "2"), 4),
+        DDP,
+    ],
+    "two ranks": [DDP, runner.Layout("tensor_gpt", 2, ("--tp", "2"), 1), STAGES, DDP],
+}
 
 
-def test_state_moves(plain: Callable, small_text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [pytest.param("all", marks=pytest.mark.rest), "two ranks"])
+def test_state_moves(name: str, plain: Callable, small_text: Path, tmp_path: Path) -> None:
     """Momentum that were lost, or of another matrix, would show in the next step."""
     wanted = plain(DEEP, small_text)
     way = []
-    for i, layout in enumerate(WAY):
+    for i, layout in enumerate(WAYS[name]):
         sizes = (*runner.SMALL["gpt"], "--num-layers", "5", "--lr", str(2 * RATES["gpt"]), "--dtype", "float64", *MUON)
         where = ("--data", str(small_text), "--out", str(tmp_path / str(i)), "--name", "run")
         before = ("--resume", str(tmp_path / str(i - 1) / "run")) if i else ()
@@ -110,7 +116,7 @@ def test_state_moves(plain: Callable, small_text: Path, tmp_path: Path) -> None:
         way.append(segments.Segment(recipe, layout, (*FLAGS, *sizes, *how), tmp_path / str(i) / "notes"))
     result = segments.run(way)
     assert result.ok, str(result)
-    for i, layout in enumerate(WAY):
+    for i, layout in enumerate(WAYS[name]):
         for tag, values in (("train/loss", wanted.losses), ("train/grad_norm", wanted.norms)):
             curve = runner.records(tmp_path / str(i) / "run", tag)
             assert list(curve) == [2 * i + 1, 2 * i + 2]

@@ -1,0 +1,214 @@
+"""tools.judge: each planted mistake is named by its line, and right scripts are judged without an alarm."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tools.judge import __main__ as command
+from tools.judge import findings, page
+
+from tests.harness import judged, pages, planted, runner, shapes
+from tools import about
+
+ONE_EACH = ("set_epoch is missing", "sum of gradients", "not all ranks come")  # of the data, of numbers, of a hang
+PAGE = (about.ROOT / "docs" / "judge.md").read_text()
+KNOWN = {one.kind for one in judged.MISTAKES}
+# Said of a script in one process, such as dp_resnet/bare.py below.
+UNPLANTED = {"no torch.distributed"}
+
+
+def judge(folder: str, names: list[str]) -> None:
+    """Judge all scripts of a folder, one after the other, in one process whose forks are the ranks."""
+    from tools.judge import report, verdict
+
+    os.chdir(folder)
+    for name in names:
+        one = report.as_json(verdict.judge(verdict.Asked(Path(name), timeout_s=runner.HANG_S)))
+        print("verdict: " + json.dumps(json.loads(one)), flush=True)
+
+
+def verdicts(folder: Path, scripts: dict[str, str]) -> dict[str, dict]:
+    """What the judge says of each script."""
+    for name, text in scripts.items():
+        (folder / name).write_text(text)
+    result = runner.spawn(judge, [(str(folder), list(scripts))], timeout_s=2 * runner.HANG_S)
+    assert result.ok, str(result)
+    found = [json.loads(line) for line in re.findall(r"^verdict: (.*)", result.outputs[0], re.MULTILINE)]
+    assert len(found) == len(scripts)
+    return dict(zip(scripts, found, strict=True))
+
+
+def of(verdict: dict) -> set[tuple[str, int]]:
+    """Kind and line of each finding."""
+    return {(one["kind"], int(one["at"].rpartition(":")[2])) for one in verdict["findings"]}
+
+
+def test_mistakes_apply() -> None:
+    """Each is a program, and its line is found in it; the scripts without are the twins."""
+    for one in judged.MISTAKES:
+        compile(one.text(), one.id, "exec")
+        assert one.number() > 1
+    assert findings.KINDS.keys() - KNOWN == UNPLANTED
+    assert findings.KINDS.keys() >= KNOWN
+
+
+def test_one_of_each(tmp_path: Path) -> None:
+    """A mistake of the data, one of the numbers, a hang; and beside them a script without a mistake."""
+    chosen = [next(one for one in judged.MISTAKES if one.kind == kind) for kind in ONE_EACH]
+    scripts = {f"{i}.py": one.text() for i, one in enumerate(chosen)} | {"right.py": judged.SCRIPTS["images"]}
+    found = verdicts(tmp_path, scripts)
+    for i, one in enumerate(chosen):
+        assert (one.kind, one.number()) in of(found[f"{i}.py"]), (one.id, found[f"{i}.py"])
+    assert (found["right.py"]["code"], found["right.py"]["findings"]) == (0, [])
+    assert {path.name for path in tmp_path.iterdir()} == scripts.keys()  # what they save stays away
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("script", judged.SCRIPTS)
+def test_mistake_is_named(script: str, tmp_path: Path) -> None:
+    """All mistakes of one script by their lines, and no error or warning that is not there."""
+    own = [one for one in judged.MISTAKES if one.script == script]
+    found = verdicts(
+        tmp_path, {f"{i}.py": one.text() for i, one in enumerate(own)} | {"right.py": judged.SCRIPTS[script]}
+    )
+    missed = [one.id for i, one in enumerate(own) if (one.kind, one.number()) not in of(found[f"{i}.py"])]
+    assert not missed
+    assert found["right.py"]["code"] == 0, found["right.py"]
+
+
+WRITES = """
+import os, socket, subprocess
+for number, action in enumerate((
+    lambda: open("{outside}/new", "w"),
+    lambda: os.remove("{outside}/old"),
+    lambda: socket.create_connection(("192.0.2.1", 9), timeout=1),
+    lambda: subprocess.run(["touch", "{outside}/new"]),
+)):
+    try:
+        action()
+    except PermissionError as error:
+        assert "the judge" in str(error)
+        continue
+    raise SystemExit(f"action {{number}} was allowed")
+open("inside", "w").write("this stays in the judge's folder")
+raise ValueError("all refused")
+"""
+
+
+def test_nothing_outside(tmp_path: Path) -> None:
+    """No file, no connection, no program; and a script that fails is said to, with its line."""
+    outside, own = tmp_path / "outside", tmp_path / "own"
+    outside.mkdir()
+    own.mkdir()
+    (outside / "old").write_text("")
+    text = WRITES.format(outside=outside)
+    found = verdicts(own, {"writes.py": text})["writes.py"]
+    line = text.splitlines().index('raise ValueError("all refused")') + 1
+    assert found["code"] == 2
+    assert found["failed"].startswith(f"writes.py:{line}: ValueError: all refused")
+    assert [path.name for path in own.iterdir()] == ["writes.py"]
+    assert [path.name for path in outside.iterdir()] == ["old"]
+
+
+def test_script_that_refuses_its_flags(tmp_path: Path) -> None:
+    """The user reads what the script said."""
+    text = "import argparse as a\np = a.ArgumentParser()\np.add_argument('--size', required=True)\np.parse_args()\n"
+    found = verdicts(tmp_path, {"asks.py": text})["asks.py"]
+    assert (found["code"], found["findings"]) == (2, [])
+    assert found["failed"].endswith("the following arguments are required: --size")
+
+
+@pytest.mark.parametrize("words", [["--steps", "0", "x.py"], ["no_such.py"], []])
+def test_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        command.parse(words)
+    assert error.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.rest
+def test_as_people_call_it(tmp_path: Path) -> None:
+    """The command: a page that names the line, and the exit code."""
+    one = next(one for one in judged.MISTAKES if one.kind == "set_epoch is missing")
+    (tmp_path / "train.py").write_text(one.text())
+    env = os.environ | {"PYTHONPATH": str(about.ROOT)}
+    words = [sys.executable, "-m", "tools.judge", "train.py"]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=runner.HANG_S, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert f"train.py:{one.number()}: error: set_epoch is missing: " in done.stdout
+
+
+TWINS = [path.parent.name for path in sorted(about.ROOT.glob("recipes/*/bare.py"))]
+FIRST_TWIN = "dp_resnet"
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=[pytest.mark.rest] if name != FIRST_TWIN else []) for name in TWINS]
+)
+def test_twin_without_alarm(recipe: str) -> None:
+    """A bare.py of this repository."""
+    flags = ["--once", "--steps", "2"] if recipe == FIRST_TWIN else ["--timeout", str(runner.HANG_S)]
+    words = [sys.executable, "-m", "tools.judge", "--json", "--no-gpu", *flags, f"recipes/{recipe}/bare.py"]
+    done = subprocess.run(words, cwd=about.ROOT, capture_output=True, text=True, timeout=3 * runner.HANG_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kinds = [one["kind"] for one in json.loads(done.stdout)["findings"]]
+    assert kinds == (["no torch.distributed"] if recipe == "dp_resnet" else [])
+
+
+def test_page_has_the_table() -> None:
+    """docs/judge.md says of each kind what the code says."""
+    assert pages.parts(PAGE)["kinds"].strip() == page.table()
+
+
+def test_example_of_the_page(tmp_path: Path) -> None:
+    """All but the losses, and the last line, which has seconds."""
+    script, verdict = (pages.parts(PAGE)[name].strip().strip("`").partition("\n")[2] for name in ("script", "verdict"))
+    (tmp_path / "train.py").write_text(script)
+    words = [sys.executable, "-m", "tools.judge", "--timeout", str(runner.HANG_S), "train.py"]
+    environ = os.environ | {"PYTHONPATH": str(runner.ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    shown, said = (
+        [line for line in text.strip().splitlines() if not line.startswith(("loss on ", "train.py: "))]
+        for text in (verdict, done.stdout)
+    )
+    assert said == shown
+    assert "train.py: 4 errors, 1 warning, 2 notes (" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"], "it writes nothing there"
+
+
+def test_rules_apply() -> None:
+    """Each of the random mistakes is possible in a script, which then names a kind and has a line for it."""
+    found = planted.everything()
+    assert {one.kinds for one in found} == {one.kinds for one in planted.RULES}
+    assert all(one.lines for one in found)
+    assert {kind for one in found for kind in one.kinds} <= findings.KINDS.keys()
+    assert planted.choose(3, 1) == planted.choose(3, 1) != planted.choose(3, 2)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("first", range(0, len(shapes.ALL), 10))
+def test_public_shapes_without_alarm(first: int, tmp_path: Path) -> None:
+    """Scripts as public projects have them."""
+    scripts = {f"{i}.py": text for i, text in enumerate(shapes.ALL.values())}
+    found = verdicts(tmp_path, dict([*scripts.items()][first : first + 10]))
+    alarms = {name: one for name, one in found.items() if one["code"]}
+    assert not alarms
+
+
+def test_own_processes(tmp_path: Path) -> None:
+    """A script that starts its own: a mistake in what they do is named."""
+    text = re.sub(r"^( *)optimizer\.zero_grad\(\)\n", r"\1pass\n", shapes.ALL["processes by hand"], flags=re.MULTILINE)
+    found = verdicts(tmp_path, {"own.py": text})["own.py"]
+    line = next(i for i, one in enumerate(text.splitlines(), 1) if "optimizer.step()" in one)
+    assert ("zero_grad is missing", line) in of(found)
+    assert {kind for kind, _ in of(found)} == {
+        "zero_grad is missing",
+        "GPU without a question",
+    }  # each rank has its part
