@@ -13,6 +13,7 @@ from typing import NoReturn
 import pytest
 from common import UserError, places, trust
 from common.state import start
+from common.store.place import STORES
 from common.workloads import documents, splits
 from torch import nn
 
@@ -239,9 +240,8 @@ def uses(name: str) -> dict[str, Callable[[], object]]:
 def test_url_is_no_path(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path would be made of it: a folder "s3:" on this machine. Each flag that names a path refuses it."""
     monkeypatch.chdir(tmp_path)
-    stores = url.partition("://")[0] in ("s3", "gs", "hf")  # of which tests/store has what --resume does with them
     for flag, use in uses(url).items():
-        if stores and flag == "--resume":
+        if STORES.match(url) and flag in ("--resume", "--init"):  # tests/store has what they do with a store
             continue
         with pytest.raises(UserError, match=f"^{flag} {url} is a URL, and only files of this machine are read and"):
             use()

@@ -1,1 +1,1 @@
-"""Runs in an object store: s3://, gs:// and what else fsspec knows, without rename and with the same promises."""
+"""Where a run's checkpoints lie: in a folder, or as objects in a store; and how one is committed there."""

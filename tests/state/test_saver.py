@@ -17,7 +17,8 @@ import torch.distributed.checkpoint as dcp
 from common import BadStateError, UserError, manifest, ranks
 from common.run import process_group
 from common.run.process import Process
-from common.state import checkpoint, disk, retention, saver, shards, start, state_check
+from common.state import checkpoint, retention, saver, shards, start, state_check
+from common.store import disk
 from torch.distributed.checkpoint import staging
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -53,7 +54,7 @@ def save_own_and_common(run_dir: str) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "part"))
     for step, in_background in ((1, False), (2, True)):
         check = state_check.StateCheck(torch.nn.Module(), compare=True)
-        found = start.Found(Path(run_dir), {}, None, {}, newest=0)
+        found = start.Found(disk.Disk(Path(run_dir)), {}, None, {}, newest=0)
         saving = saver.Saver(found, mesh, check, Process(recipe=str(RECIPE)), 9, in_background)
         saving.save(step, state, samples=step, last=False)
         saving.drain()
@@ -84,7 +85,7 @@ def save_replicas(run_dir: str, compare: bool) -> None:
     statistic = {"running_mean": torch.full((9,), float(dist.get_rank()))}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     check = state_check.StateCheck(torch.nn.Module(), compare=compare)
-    found = start.Found(Path(run_dir), {}, None, {}, newest=0)
+    found = start.Found(disk.Disk(Path(run_dir)), {}, None, {}, newest=0)
     saver.Saver(found, mesh, check, Process(recipe=str(RECIPE)), 9, False).save(1, REPLICA | statistic, 1, True)
     dist.destroy_process_group()
 

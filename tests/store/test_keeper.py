@@ -13,8 +13,9 @@ import torch
 from common import UserError, manifest
 from common.run.process import Process
 from common.state import checkpoint, saver, start, state_check
-from common.store import keeper as keeping
-from common.store import paths, uploads
+from common.store import disk
+from common.store.objects import keeper as keeping
+from common.store.objects import paths, uploads
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.harness import states
@@ -29,12 +30,19 @@ def run(folder: Path, keep: int = 9, claims: bool = True, name: str = "run") -> 
     """A job that saves in the run, whose working folder is `folder`."""
     process = Process(recipe=str(states.RECIPE))
     keeper = keeping.Keeper(paths.parse("--out", OUT) / name, folder)
-    if claims:
-        keeper.claim(process)
+    try:
+        if claims:
+            keeper.claim(process)
+    except UserError:
+        for file in process.locks:
+            file.close()
+        raise
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     check = state_check.StateCheck(torch.nn.Module(), compare=True)
-    found = start.Found(folder, {"seed": 3}, None, {}, 0, keeper.place, keeper)
-    with process.background:
+    found = start.Found(keeper, {"seed": 3}, None, {}, 0)
+    with process.background, contextlib.ExitStack() as locks:
+        for file in process.locks:
+            locks.callback(file.close)
         yield saver.Saver(found, mesh, check, process, keep, False)
 
 
@@ -135,6 +143,31 @@ def test_unfinished_uploads_in_parts_are_found_and_removed(s3: Server, tmp_path:
     s3.client().abort_multipart_upload(Bucket=BUCKET, Key=other["Key"], UploadId=other["UploadId"])
 
 
+def test_all_pages_of_unfinished_uploads_are_read() -> None:
+    """A page has 1,000; moto gives all at once, so the pages are made here."""
+    asked: list[dict[str, str]] = []
+    dropped = []
+
+    class Pages:
+        def split_path(self, _: str) -> tuple[str, str, None]:
+            return BUCKET, "runs/run/checkpoints/", None
+
+        def call_s3(self, name: str, **more: Any) -> dict[str, Any]:
+            if name == "abort_multipart_upload":
+                dropped.append(more["UploadId"])
+                if more["UploadId"] == "1":
+                    raise FileNotFoundError  # somebody else did
+                return {}
+            asked.append(more)
+            number = len(asked)
+            one = {"Key": f"runs/run/checkpoints/{number}", "UploadId": str(number)}
+            return {"Uploads": [one], "IsTruncated": number < 3, "NextKeyMarker": one["Key"], "NextUploadIdMarker": "x"}
+
+    uploads.abort_unfinished("s3://bucket/runs/run/checkpoints", Pages())
+    assert dropped == ["1", "2", "3"]
+    assert [one.get("KeyMarker") for one in asked] == [None, "runs/run/checkpoints/1", "runs/run/checkpoints/2"]
+
+
 def test_large_files_travel_in_parts(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "PART_BYTES", 5 * 2**20)  # the least that S3 takes
     monkeypatch.setenv("STORE_RETRY_S", "5")
@@ -165,11 +198,86 @@ def test_store_that_stays_away_fails_the_save_with_words(s3: Server, tmp_path: P
         s3.refuse("PUT", "checkpoints", 10**6)
         with pytest.raises(
             saver.SaveError, match=r"written for \d+ s: .*SlowDown.*newest checkpoint there is of step 1"
-        ):
+        ) as error:
             save(job, 2)
         s3.faults.clear()
         save(job, 3)
     assert newest() == 3
+    # The last one was kept on this machine instead, and the error says where and how to continue from it.
+    spare = tmp_path / "checkpoints" / "step_00000002"
+    assert f"It was saved to {spare} instead: continue with --resume {spare} and another --name" in str(error.value)
+    wanted = states.make_state(2)
+    states.check_equal(states.loaded(checkpoint.choose(spare)[0], wanted), wanted)
+
+
+def test_last_save_that_fails_here_as_well_says_both(
+    s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    with run(tmp_path) as job:
+        s3.refuse("PUT", "checkpoints", 10**6)
+        monkeypatch.setattr(disk.Disk, "make", full)
+        with pytest.raises(saver.SaveError, match=r"(?s)SlowDown.*not saved to .*step_00000001 either: .*disk full"):
+            save(job, 1)
+
+
+def test_job_that_lost_its_run_ends_at_the_next_save(
+    s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at its last one, hours later; and it keeps no copy here, as another job goes on from what is there."""
+    monkeypatch.setattr(keeping.Keeper, "_show_life", lambda _: None)
+    with run(tmp_path / "one") as first:
+        save(first, 1)
+        with run(tmp_path / "two") as second:
+            save(second, 2)
+            with pytest.raises(saver.SaveError, match=r"^the next checkpoint was not saved: .* was taken over by"):
+                first.save(3, states.make_state(3), 30, last=False)
+    assert steps(s3) == [1, 2]
+    assert not (tmp_path / "one" / "checkpoints").exists()
+
+
+def test_job_that_loses_its_run_while_it_commits_takes_its_manifest_back(
+    s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood still between its last look at the lease and its manifest, for longer than the lease."""
+    monkeypatch.setattr(keeping.Keeper, "_show_life", lambda _: None)
+    real = keeping.Keeper._look_at
+    with run(tmp_path / "one") as first, contextlib.ExitStack() as others:
+        save(first, 1)
+        seconds: list[saver.Saver] = []
+
+        def stand_still(keeper: keeping.Keeper, *args: Any) -> None:
+            real(keeper, *args)
+            if not seconds:
+                seconds.append(others.enter_context(run(tmp_path / "two")))
+
+        monkeypatch.setattr(keeping.Keeper, "_look_at", stand_still)
+        with pytest.raises(saver.SaveError, match="was taken over by process"):
+            save(first, 3)
+        assert steps(s3) == [1]
+        save(seconds[0], 3)
+    assert steps(s3) == [1, 3]
+    assert newest() == 3
+
+
+def test_object_that_vanishes_before_the_commit_is_noticed(
+    s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = keeping.Keeper._look_at
+
+    def vanish(keeper: keeping.Keeper, final: Any, files: dict[str, Any]) -> None:
+        for key in s3.objects("runs/run/checkpoints/step_00000002/"):
+            s3.client().delete_object(Bucket=BUCKET, Key=key)
+        real(keeper, final, files)
+
+    with run(tmp_path) as job:
+        save(job, 1)
+        monkeypatch.setattr(keeping.Keeper, "_look_at", vanish)
+        with pytest.raises(saver.SaveError, match=r"step_00000002/shard\S+ was written, and has no bytes now"):
+            save(job, 2)
+    assert newest() == 1
 
 
 def test_expired_credentials_are_no_reason_to_wait(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +365,7 @@ def test_step_that_another_job_has_saved_is_not_replaced(s3: Server, tmp_path: P
     with run(tmp_path) as job:
         save(job, 1)
         before = s3.objects()
-        job._disk._known.clear()
+        job._place._known.clear()
         with pytest.raises(saver.SaveError, match=r"another job has saved .*step_00000001 meanwhile"):
             save(job, 1)
         assert s3.objects() == before

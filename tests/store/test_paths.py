@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from common import UserError
-from common.store import client, keeper, paths, reader
+from common.store import place
+from common.store.objects import client, keeper, paths, reader
 from safetensors.torch import save_file
 
 from tests.store.server import BUCKET, Server
@@ -28,7 +29,7 @@ def test_url_is_a_path_in_all_that_checkpoints_need() -> None:
 @pytest.mark.parametrize("url", ["s3://user:password@host/x", "s3://bucket/x?X-Amz-Signature=password"])
 def test_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(UserError, match=r"^--out s3://\.\.\.: a URL with a user, a password or a query") as refusal:
-        paths.at("--out", url)
+        place.at("--out", url)
     assert "password@" not in str(refusal.value)
     assert "Signature" not in str(refusal.value)
 
@@ -36,7 +37,7 @@ def test_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
 @pytest.mark.parametrize("url", ["s3://", "s3://bucket/../x"])
 def test_url_without_a_folder_is_refused(url: str) -> None:
     with pytest.raises(UserError, match="name a bucket and a folder in it"):
-        paths.at("--out", url)
+        place.at("--out", url)
 
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +50,7 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UserError, match="--out gs://bucket/x needs the package gcsfs: pip install gcsfs"):
-        paths.at("--out", "gs://bucket/x")
+        place.at("--out", "gs://bucket/x")
 
 
 def test_words_hold_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

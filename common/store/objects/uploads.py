@@ -1,11 +1,12 @@
 """Write objects: large ones in parts that travel beside each other, small ones under a condition."""
 
 import base64
+import contextlib
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
-from common.store.client import ask
+from common.store.objects.client import ask
 
 PART_BYTES = 2**24  # of the first parts, larger ones follow: S3 takes 10,000, and 5 TB
 PARTS = 4  # on their way at once: what an upload holds in memory, beside the one that is being filled
@@ -111,8 +112,8 @@ def read_tagged(url: str, files: Any) -> tuple[str, str]:
         return "", ""
 
 
-def put(url: str, files: Any, text: str, tag: str | None = None) -> None:
-    """Write a small object in one request.
+def put(url: str, files: Any, text: str, tag: str | None = None) -> str:
+    """Write a small object in one request; returns the tag that it has now.
 
     Args:
         url: of the object.
@@ -129,13 +130,13 @@ def put(url: str, files: Any, text: str, tag: str | None = None) -> None:
             raise FileExistsError(url)
         mode = "create" if tag == "" else "overwrite"
         ask(url, "written", lambda: files.pipe_file(url, text.encode(), mode=mode))
-        return
+        return text
     bucket, key, _ = files.split_path(url)
     condition = {} if tag is None else {"IfMatch": tag} if tag else {"IfNoneMatch": "*"}
 
-    def send() -> None:
+    def send() -> str:
         try:
-            files.call_s3("put_object", Bucket=bucket, Key=key, Body=text.encode(), **condition)
+            return str(files.call_s3("put_object", Bucket=bucket, Key=key, Body=text.encode(), **condition)["ETag"])
         except Exception as error:
             code = getattr(error.__cause__, "response", {}).get("Error", {}).get("Code", "")
             if code in ("PreconditionFailed", "412", "ConditionalRequestConflict"):
@@ -143,8 +144,35 @@ def put(url: str, files: Any, text: str, tag: str | None = None) -> None:
             raise
 
     try:
-        ask(url, "written", send)
+        return ask(url, "written", send)
     except FileExistsError:
         # A try whose answer was lost may have written it.
-        if read_tagged(url, files)[0] != text:
+        found, now = read_tagged(url, files)
+        if found != text:
             raise
+        return now
+
+
+def abort_unfinished(folder: Any, files: Any) -> None:
+    """Let S3 drop the parts of uploads below a folder that were never finished: nobody sees them, somebody pays.
+
+    Raises:
+        OSError: they cannot be listed or dropped.
+    """
+    if not hasattr(files, "call_s3"):
+        return
+    bucket, prefix, _ = files.split_path(f"{folder}/")
+    markers: dict[str, str] = {}
+
+    def call(name: str, **more: str) -> Any:
+        return ask(folder, "freed of unfinished uploads", lambda: files.call_s3(name, Bucket=bucket, **more))
+
+    while True:  # 1,000 a page
+        found = call("list_multipart_uploads", Prefix=prefix, **markers)
+        for one in found.get("Uploads", []):
+            if one["Key"].startswith(prefix):
+                with contextlib.suppress(FileNotFoundError):
+                    call("abort_multipart_upload", Key=one["Key"], UploadId=one["UploadId"])
+        if not found.get("IsTruncated"):
+            return
+        markers = {"KeyMarker": found["NextKeyMarker"], "UploadIdMarker": found["NextUploadIdMarker"]}

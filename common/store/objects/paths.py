@@ -11,10 +11,10 @@ from pathlib import PurePosixPath
 from types import SimpleNamespace
 from typing import Any, Self
 
-from common import UserError, manifest, places
-from common.store import uploads
-from common.store.client import PACKAGES, ask, filesystem
-from common.store.reader import RangeReader
+from common import UserError, manifest
+from common.store.objects import uploads
+from common.store.objects.client import PACKAGES, ask, filesystem
+from common.store.objects.reader import RangeReader
 
 RANGE_BYTES = 2**24  # that one request reads
 
@@ -144,21 +144,6 @@ class Ranges(io.RawIOBase):
         buffer[: len(part)] = part
         self._at += len(part)
         return len(part)
-
-
-def at(flag: str, value: str) -> Any:
-    """What a flag names: a path of this machine, or a folder in a store.
-
-    Raises:
-        UserError: as `parse` and `places.local`.
-    """
-    return parse(flag, value) if is_url(value) else places.local(flag, value)
-
-
-def is_url(value: str) -> bool:
-    """Whether it names a store of a known kind."""
-    scheme, colon, _ = value.partition("://")
-    return bool(colon) and scheme in PACKAGES
 
 
 def parse(flag: str, value: str) -> StorePath:
