@@ -3,13 +3,13 @@
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from common.store import place
 
 from tests.conftest import write_text
 from tests.harness import runner
@@ -53,6 +53,21 @@ def run(s3: Server, recipe: str, size: int, data: Path, folder: Path, *flags: st
     argv = [path, *FLAGS, *how, "--name", "run", *flags]
     env = {**s3.env, "STORE_RETRY_S": "20", "STORE_LEASE_S": "4"}
     return runner.spawn(train, size * [(path, argv, str(folder), env, without)])
+
+
+def tool(s3: Server, folder: Path, name: str, *args: str) -> str:
+    """What a tool prints."""
+    result = subprocess.run(
+        [sys.executable, "-m", f"tools.{name}", *args],
+        cwd=runner.ROOT,
+        env={**os.environ, **s3.env, "HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=runner.HANG_S,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def curve(text: str, tag: str = "train/loss") -> dict[int, float]:
@@ -101,22 +116,43 @@ def test_other_ranks_and_other_machines(recipe: str, s3: Server, data: Path, tmp
     assert not [*tmp_path.glob("*/s3:*")], "no folder is called so"
 
 
-def test_same_ranks_bitwise_and_another_run_begins_there(s3: Server, data: Path, tmp_path: Path) -> None:
-    """A resume on as many ranks has the same bits; --resume of another run, and --init, read from there."""
+def test_same_ranks_bitwise(s3: Server, data: Path, tmp_path: Path) -> None:
+    """Two ranks stop and resume: the same bits as a run in a folder, however often it stops."""
     local = run(s3, "ddp_gpt", 2, data, tmp_path / "a", "--out", str(tmp_path / "runs"))
-    wanted = curve((tmp_path / "runs" / "run" / "metrics.jsonl").read_text())
-    parts = [run(s3, "ddp_gpt", 2, data, tmp_path / "a", "--out", OUT, "--stop-after", "4")]
-    there = f"{OUT}/run/checkpoints/step_00000004"
-    here = ("--out", str(tmp_path / "others"))
-    parts.append(run(s3, "ddp_gpt", 2, data, tmp_path / "b", *here, "--resume", there))
-    parts.append(run(s3, "ddp_gpt", 2, data, tmp_path / "c", "--out", str(tmp_path / "inits"), "--init", f"{OUT}/run"))
-    parts.append(run(s3, "ddp_gpt", 2, data, tmp_path / "a", "--out", OUT))
+    parts = [run(s3, "ddp_gpt", 2, data, tmp_path / "a", "--out", OUT, *more) for more in (("--stop-after", "4"), ())]
     check(s3, [local, *parts])
+    wanted = curve((tmp_path / "runs" / "run" / "metrics.jsonl").read_text())
+    assert list(wanted) == [*range(1, STEPS + 1)]
     assert curve(kept(s3, "metrics.jsonl")) == wanted
+
+
+def test_other_runs_and_tools_read_from_there(s3: Server, data: Path, tmp_path: Path) -> None:
+    """--resume, --init and the tools read from a store what they read from a folder."""
+    folder = tmp_path / "runs" / "run"
+    there = f"{OUT}/run/checkpoints/step_00000004"
+    local = run(s3, "ddp_gpt", 2, data, tmp_path / "a", "--out", str(folder.parent))
+    whole = run(s3, "ddp_gpt", 2, data, tmp_path / "a", "--out", OUT)
+    resumed = run(s3, "ddp_gpt", 2, data, tmp_path / "b", "--out", str(tmp_path / "others"), "--resume", there)
+    begun = [
+        run(s3, "ddp_gpt", 1, data, tmp_path / "c", "--out", str(tmp_path / name), "--init", init)
+        for name, init in (("from_store", f"{OUT}/run"), ("from_folder", str(folder)))
+    ]
+    check(s3, [local, whole, resumed, *begun])
+    wanted = curve((folder / "metrics.jsonl").read_text())
     assert curve((tmp_path / "others" / "run" / "metrics.jsonl").read_text()) == {s: wanted[s] for s in (5, 6)}
-    begun = curve((tmp_path / "inits" / "run" / "metrics.jsonl").read_text())
-    assert begun[1] < wanted[1] - 1e-6, "it began with weights that have learnt"
-    assert place.at("--resume", there).exists()
+    curves = [curve((tmp_path / f"from_{one}" / "run" / "metrics.jsonl").read_text()) for one in ("store", "folder")]
+    assert curves[0] == curves[1] != wanted
+
+    wanted_lines, found_lines = (tool(s3, tmp_path, "evaluate", run) for run in (str(folder), f"{OUT}/run"))
+    assert "val/loss" in found_lines
+    assert found_lines.replace(f"{OUT}/run", str(folder)) == wanted_lines
+    assert f"step 4 of {there}: " in tool(s3, tmp_path, "evaluate", f"{OUT}/run", "--checkpoint", "4")
+    assert "optimizer.blocks.0" in tool(s3, tmp_path, "checkpoint", "inspect", there)
+    listed = tool(s3, tmp_path, "checkpoint", "verify", f"{OUT}/run").splitlines()
+    assert listed == [f"OK      {OUT}/run/checkpoints/step_0000000{step}" for step in (6, 4)]
+    tool(s3, tmp_path, "checkpoint", "export", f"{OUT}/run", "--out", str(tmp_path / "there.safetensors"))
+    tool(s3, tmp_path, "checkpoint", "export", str(folder), "--out", str(tmp_path / "here.safetensors"))
+    assert (tmp_path / "there.safetensors").read_bytes() == (tmp_path / "here.safetensors").read_bytes()
 
 
 def test_two_jobs_of_one_name(s3: Server, data: Path, tmp_path: Path) -> None:
