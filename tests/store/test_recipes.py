@@ -124,6 +124,7 @@ def test_same_ranks_bitwise(s3: Server, data: Path, tmp_path: Path) -> None:
     wanted = curve((tmp_path / "runs" / "run" / "metrics.jsonl").read_text())
     assert list(wanted) == [*range(1, STEPS + 1)]
     assert curve(kept(s3, "metrics.jsonl")) == wanted
+    assert "runs/run/logs/rank_00001.log" in s3.objects(), "each rank copies its own"
 
 
 def test_other_runs_and_tools_read_from_there(s3: Server, data: Path, tmp_path: Path) -> None:
