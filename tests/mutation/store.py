@@ -88,7 +88,7 @@ FAULTS = (
         "a folder without a manifest is a checkpoint",
         "if one.name == manifest.NAME and one.parent.parent == self)",
         "if one.parent.parent == self)",
-        f"{KEEPER}::test_after_a_cut_at_each_request_the_old_or_the_new_one_is_there",
+        f"{KEEPER}::test_what_no_manifest_names_is_no_checkpoint",
     ),
     of(
         "objects/reader",

@@ -133,6 +133,16 @@ def test_after_a_cut_at_each_request_the_old_or_the_new_one_is_there(s3: Server,
     assert s3.uploads() == []
 
 
+def test_what_no_manifest_names_is_no_checkpoint(s3: Server, tmp_path: Path) -> None:
+    with run(tmp_path) as job:
+        save(job, 1)
+    for name in ("step_00000002/shard-1-x.safetensors", "step_00000001/shard-1-x.safetensors", "step_00000003"):
+        s3.client().put_object(Bucket=BUCKET, Key=f"runs/run/checkpoints/{name}", Body=b"half")
+    found = paths.parse("--resume", f"{OUT}/run")
+    assert [path.name for path in checkpoint.committed(found)] == ["step_00000001"]
+    assert newest() == 1
+
+
 def test_unfinished_uploads_in_parts_are_found_and_removed(s3: Server, tmp_path: Path) -> None:
     left = s3.client().create_multipart_upload(Bucket=BUCKET, Key="runs/run/checkpoints/step_00000001/shard-1-x.bin")
     other = s3.client().create_multipart_upload(Bucket=BUCKET, Key="runs/other/checkpoints/step_00000001/shard")
