@@ -416,6 +416,7 @@ def filled(path: Path) -> set[str]:
 def test_page_has_the_parts_of_its_command(page: Path) -> None:
     """Else a command measures for minutes, and fails when it writes."""
     in_tests = {"checkpoints": "tests/layouts_table.py", "gpu-counts": "tests/cuda_table.py", "tests": "tests/timed.py"}
+    in_tests["troubleshooting"] = "tests/symptoms_table.py"
     several = {"performance": ("duel", "memory", "stop_scale"), "survival": ("survival", "saves", "restart")}
     several["large_batch"] = ("large_batch", "variance")
     chapter = page.parent == COURSE and page.name != "index.md"

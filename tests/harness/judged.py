@@ -252,12 +252,97 @@ for step in range(6):
 dist.destroy_process_group()
 """
 
+ROLLOUTS = """
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+class Pole:
+    def __init__(self, seed):
+        self.draw = np.random.default_rng(seed)
+
+    def reset(self):
+        self.state = self.draw.uniform(-0.05, 0.05, 4)
+        return self.state
+
+    def step(self, action):
+        self.state = 0.9 * self.state + (0.1 if action else -0.1)
+        return self.state, float(1 - abs(self.state[0]))
+
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+agent = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2))
+learner = DDP(agent)
+optimizer = torch.optim.Adam(learner.parameters(), lr=1e-3)
+torch.manual_seed(100 + rank)
+poles = [Pole(4 * rank + i) for i in range(4)]
+observations = np.stack([pole.reset() for pole in poles])
+for update in range(6):
+    seen, taken, rewards = [], [], []
+    for _ in range(5):
+        with torch.no_grad():
+            logits = agent(torch.tensor(observations, dtype=torch.float32))
+        actions = torch.distributions.Categorical(logits=logits).sample()
+        seen.append(observations)
+        taken.append(actions)
+        moves = [pole.step(action) for pole, action in zip(poles, actions)]
+        observations = np.stack([state for state, _ in moves])
+        rewards.append(torch.tensor([reward for _, reward in moves], dtype=torch.float32))
+    states = torch.tensor(np.concatenate(seen), dtype=torch.float32)
+    chosen = torch.log_softmax(learner(states), 1).gather(1, torch.cat(taken)[:, None])[:, 0]
+    loss = -(chosen * torch.cat(rewards)).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+LOCAL = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = nn.Linear(6, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+torch.manual_seed(1 + rank)
+
+
+def average():
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.data)
+        parameter.data /= world
+
+
+for step in range(8):
+    x = torch.randn(8, 6)
+    loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % 3 == 2:
+        average()
+average()
+if rank == 0:
+    torch.save(model.state_dict(), "local.pt")
+dist.destroy_process_group()
+"""
+
 SCRIPTS = {
     "images": IMAGES,
     "tokens": TOKENS,
     "by hand": BY_HAND,
     "sharded": SHARDED,
     "gan": GAN,
+    "rollouts": ROLLOUTS,
+    "local": LOCAL,
     "taught": taught.SCRIPT,
 }
 
@@ -299,7 +384,57 @@ LOAD = 'torch.load("last.pt", map_location="cpu", weights_only=True)'
 NO_SYNC = "        with contextlib.nullcontext() if last else model.no_sync():\n"
 LOSS = 'F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") * world / count'
 DDP_SAMPLER = "    sampler = DistributedSampler(train, world, rank)\n"
+SAVED = 'average()\nif rank == 0:\n    torch.save(model.state_dict(), "local.pt")\n'
 MISTAKES = (
+    Mistake(
+        "buffers not synchronised",
+        "images",
+        ((DDP_LINE, "    model = DDP(net, broadcast_buffers=False)\n"),),
+        "broadcast_buffers=False",
+    ),
+    Mistake(
+        "buffers not synchronised",
+        "by hand",
+        (("nn.Tanh()", "nn.BatchNorm1d(8)"),),
+        "dist.all_reduce(parameter.grad)",
+        "gradients by hand",
+    ),
+    Mistake(
+        "samples depend on each other",
+        "tokens",
+        (("self.norm(self.embed(tokens) + ", "self.norm(self.embed(tokens) - self.embed(tokens).mean(0) + "),),
+        "return self.head",
+    ),
+    Mistake(
+        "host wait in each step",
+        "images",
+        (("            scaler.update()\n", "            scaler.update()\n            last = loss.item()\n"),),
+        "last = loss.item()",
+    ),
+    Mistake(
+        "host wait in each step",
+        "gan",
+        (("    of_g.step()\n", "    of_g.step()\n    torch.cuda.synchronize()\n"),),
+        "synchronize()",
+        "for all of the GPU",
+    ),
+    Mistake("environments with one seed", "rollouts", (("Pole(4 * rank + i)", "Pole(i)"),), "logits = agent"),
+    Mistake(
+        "environments with one seed",
+        "rollouts",
+        (("Pole(4 * rank + i)", "Pole(i)"), ("manual_seed(100 + rank)", "manual_seed(100)")),
+        "logits = agent",
+        "and one seed of actions",
+    ),
+    Mistake(
+        "saved before the last average", "local", ((SAVED, SAVED.partition("\n")[2] + "average()\n"),), "torch.save"
+    ),
+    Mistake(
+        "checkpoint lacks the random numbers",
+        "images",
+        (("self.head = nn.Linear(4 * 16, 3)", "self.head = nn.Sequential(nn.Dropout(0.1), nn.Linear(4 * 16, 3))"),),
+        'torch.save(state, "last.part")',
+    ),
     Mistake(
         "never wrapped",
         "images",

@@ -44,7 +44,7 @@ RULES = (
     rule(
         "never wrapped",
         "optimizer = |configure_optimizers",
-        (r"^( *)model = DDP\((\w+).*\)\n", r"\1model = \2\n"),
+        (r"^( *)model = DDP\((\w+(?:\(\))?).*\)\n", r"\1model = \2\n"),
         without=r"\.module|no_sync",
     ),
     rule(
@@ -107,7 +107,7 @@ RULES = (
         INIT,
         (r'init_process_group\((?:backend="nccl".*|"nccl"|"gloo")\)$', 'init_process_group("gloo", rank=0, world_size=2)'),
     ),
-    rule("same samples on all ranks", ANY, (r"manual_seed\((\d+) \+ .*\)", r"manual_seed(\1)"), without="Sampler\\(|make_data\\(2|estimate_loss"),
+    rule("same samples on all ranks|environments with one seed", ANY, (r"manual_seed\((\d+) \+ .*\)", r"manual_seed(\1)"), without="Sampler\\(|make_data\\(2|estimate_loss"),
     rule("same samples on all ranks", ANY, (r"range\(self\.rank, 96, self\.world\)", "range(96)")),
     rule("not all ranks come", ANY, (r"^with model\.join\(\):", "if True:")),
     rule("not all ranks come", "all_reduce", (SENDS, r"\1dist.get_rank() == 0 and dist.all_reduce(\2\3)")),

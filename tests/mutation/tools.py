@@ -187,8 +187,8 @@ FAULTS = (
     judge(
         "judge_group",
         "ranks that wait are never seen",
-        "if not (run.hang or broken) or",
-        "if run.hang or not broken or",
+        "or not (run.hang or broken or aborted) or",
+        "or run.hang or not (broken or aborted) or",
         "one_of_each",
     ),
     judge(
@@ -197,6 +197,41 @@ FAULTS = (
         "if len(stale) > 1 and",
         "if len(stale) > 999 and",
         "own_processes",
+    ),
+    judge(
+        "replay",
+        "a batch of all samples is that of one rank",
+        "return torch.cat([a, b]) if both else a",
+        "return a",
+        "mistake_is_named[tokens]",
+    ),
+    judge(
+        "judge_model",
+        "running statistics always come together",
+        'ours[-1]["statistics"] == theirs[-1]["statistics"]',
+        'ours[0]["statistics"] == theirs[0]["statistics"]',
+        "mistake_is_named[by hand]",
+    ),
+    judge(
+        "judge_model",
+        "replicas that meet drift apart",
+        "meet = True in differ and not all(differ[differ.index(True) :])",
+        "meet = False",
+        "mistake_is_named[local]",
+    ),
+    judge(
+        "judge_data",
+        "environments of other ranks are not compared",
+        "if rollouts[0] and ours == theirs and",
+        "if rollouts[0] and ours != theirs and",
+        "mistake_is_named[rollouts]",
+    ),
+    judge(
+        "judge_files",
+        "what comes after a save is not read",
+        'if one["n"] > last["n"]]',
+        'if one["n"] < last["n"]]',
+        "mistake_is_named[local]",
     ),
     judge(
         "spawn",
@@ -215,5 +250,7 @@ FAULTS = (
     judge(
         "guard", "a script may reach other machines", "and not is_near(args[1]):", "and not args:", "nothing_outside"
     ),
-    judge("page", "the table does not say what a kind does", "{kind.does} |", "{kind.level} |", "page_has_the_table"),
+    judge(
+        "page", "the table does not say what a kind does", "{kind.does} |", "{kind.level} |", "pages_have_the_tables"
+    ),
 )

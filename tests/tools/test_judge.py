@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tools.judge import __main__ as command
-from tools.judge import findings, page
+from tools.judge import findings, page, symptoms
 
 from tests.harness import judged, pages, planted, runner, shapes
 from tools import about
@@ -122,7 +122,7 @@ def test_script_that_refuses_its_flags(tmp_path: Path) -> None:
     assert found["failed"].endswith("the following arguments are required: --size")
 
 
-@pytest.mark.parametrize("words", [["--steps", "0", "x.py"], ["no_such.py"], []])
+@pytest.mark.parametrize("words", [["--steps", "0", "x.py"], ["no_such.py"], [], ["--html", "none/x.html", __file__]])
 def test_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         command.parse(words)
@@ -145,32 +145,55 @@ def test_as_people_call_it(tmp_path: Path) -> None:
 
 
 TWINS = [path.parent.name for path in sorted(about.ROOT.glob("recipes/*/bare.py"))]
-FIRST_TWIN = "dp_resnet"
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(name, marks=[pytest.mark.rest] if name != FIRST_TWIN else []) for name in TWINS]
-)
+@pytest.mark.rest
+@pytest.mark.parametrize("recipe", TWINS)
 def test_twin_without_alarm(recipe: str) -> None:
     """A bare.py of this repository."""
-    flags = ["--once", "--steps", "2"] if recipe == FIRST_TWIN else ["--timeout", str(runner.HANG_S)]
-    words = [sys.executable, "-m", "tools.judge", "--json", "--no-gpu", *flags, f"recipes/{recipe}/bare.py"]
+    words = [sys.executable, "-m", "tools.judge", "--json", "--no-gpu", "--timeout", str(runner.HANG_S)]
+    words.append(f"recipes/{recipe}/bare.py")
     done = subprocess.run(words, cwd=about.ROOT, capture_output=True, text=True, timeout=3 * runner.HANG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     kinds = [one["kind"] for one in json.loads(done.stdout)["findings"]]
     assert kinds == (["no torch.distributed"] if recipe == "dp_resnet" else [])
 
 
-def test_page_has_the_table() -> None:
-    """docs/judge.md says of each kind what the code says."""
+RECIPES = [path.parent.name for path in sorted(about.ROOT.glob("recipes/*/train.py"))]
+FLAGS = {"diloco_gpt": ["--inner-steps", "2"]}  # so that its replicas meet within these steps
+NOT_JUDGED = {
+    "dp_resnet": "error: nn.DataParallel needs 1 process, not 2: NPROC_PER_NODE=1, or recipes/ddp_resnet",
+    "cellfree_mimo": "no optimizer made a step",
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_without_alarm(recipe: str) -> None:
+    """A train.py of this repository; and for two of them, why there is nothing to judge."""
+    words = [sys.executable, "-m", "tools.judge", "--json", "--no-gpu", "--once", "--timeout", str(runner.HANG_S)]
+    words += [f"recipes/{recipe}/train.py", "--max-steps", "8", *FLAGS.get(recipe, [])]
+    done = subprocess.run(words, cwd=about.ROOT, capture_output=True, text=True, timeout=3 * runner.HANG_S, check=False)
+    found = json.loads(done.stdout)
+    assert found["failed"].endswith(NOT_JUDGED.get(recipe, "")), found
+    assert [done.returncode, bool(found["failed"])] == ([2, True] if recipe in NOT_JUDGED else [0, False]), found
+    assert not any(one["level"] != "note" for one in found["findings"])
+
+
+def test_pages_have_the_tables() -> None:
+    """docs/judge.md says of each kind what the code says; docs/troubleshooting.md names each once."""
     assert pages.parts(PAGE)["kinds"].strip() == page.table()
+    troubles = (about.ROOT / "docs" / "troubleshooting.md").read_text()
+    assert pages.parts(troubles)["symptoms"].strip() == page.symptoms()
+    named = [kind for kinds in symptoms.SYMPTOMS.values() for kind in kinds]
+    assert sorted(named) == sorted(findings.KINDS)
 
 
 def test_example_of_the_page(tmp_path: Path) -> None:
     """All but the losses, and the last line, which has seconds."""
     script, verdict = (pages.parts(PAGE)[name].strip().strip("`").partition("\n")[2] for name in ("script", "verdict"))
     (tmp_path / "train.py").write_text(script)
-    words = [sys.executable, "-m", "tools.judge", "--timeout", str(runner.HANG_S), "train.py"]
+    words = [sys.executable, "-m", "tools.judge", "--timeout", str(runner.HANG_S), "--html", "page.html", "train.py"]
     environ = os.environ | {"PYTHONPATH": str(runner.ROOT)}
     done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -180,7 +203,11 @@ def test_example_of_the_page(tmp_path: Path) -> None:
     )
     assert said == shown
     assert "train.py: 4 errors, 1 warning, 2 notes (" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"], "it writes nothing there"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "train.py"], "the script writes nothing"
+    html = (tmp_path / "page.html").read_text()
+    assert html.count("<polyline") == 2
+    assert html.count("<h2>") == 7 + 1  # the findings, and how it was judged
+    assert '<span class="named">  18          optimizer.step()</span>' in html
 
 
 def test_rules_apply() -> None:

@@ -14,6 +14,7 @@ def make_parser() -> argparse.ArgumentParser:
     """This tool's flags, the script, and the script's flags."""
     parser = argparse.ArgumentParser(prog="python -m tools.judge", description=ABOUT, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as a page for a browser as well")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps after which epochs are cut short")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that one run of the script may take")
     parser.add_argument("--memory", type=float, default=8.0, help="GiB that all processes of one run may hold")
@@ -34,6 +35,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("which script? python -m tools.judge path/to/train.py")
     if not args.script.is_file():
         parser.error(f"{args.script} is not a file")
+    if args.html is not None and not args.html.absolute().parent.is_dir():
+        parser.error(f"--html {args.html}: the folder {args.html.parent} is not there")
     if min(args.steps, args.timeout, args.memory) <= 0:
         parser.error("--steps, --timeout and --memory must be more than 0")
     return args
@@ -42,10 +45,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Judge the script, print the verdict, and return the exit code."""
     args = parse(argv)
-    from tools.judge import report, verdict  # these need torch
+    from tools.judge import report, show, verdict  # these need torch
 
     result = verdict.judge(verdict.Asked.of(args))
     print(report.as_json(result) if args.json else report.as_text(result))
+    if args.html is not None:
+        args.html.write_text(show.page(result), encoding="utf-8")
+        print(f"wrote {args.html}", file=sys.stderr)
     return result.code
 
 

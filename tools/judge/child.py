@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tools.judge import data, device, files, group, guard, model, scales, spawn, step
+from tools.judge import data, device, files, group, guard, model, scales, spawn, step, waits
 from tools.judge.record import Recorder
 
 OURS = ("common", "tools", "tests", "benchmarks", "recipes", "launch")
@@ -104,7 +104,7 @@ def serve(place: Place, argv: list[str], pipe: Any) -> None:
 
     record = Recorder(place.log(), place.roots, place.steps, enough)
     guard.install(place.folder, place.own)
-    for seams in (device, spawn, group, model, step, scales, data, files):
+    for seams in (device, spawn, group, model, step, scales, data, files, waits):
         seams.install(record, place)
     sys.argv = [str(place.script), *argv]
     sys.path[0:1] = [str(place.script.parent)]

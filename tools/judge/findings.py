@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from tools.judge import kinds_around, kinds_training
+from tools.judge import kinds_around, kinds_files, kinds_training
 from tools.judge.kind import Kind
 
-KINDS = kinds_training.KINDS | kinds_around.KINDS
+KINDS = kinds_training.KINDS | kinds_around.KINDS | kinds_files.KINDS
 
 
 @dataclass(frozen=True)

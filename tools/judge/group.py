@@ -93,6 +93,8 @@ def _collective(record: Any, name: str, real: Callable[..., Any]) -> Callable[..
 
     @functools.wraps(real)
     def patched(*args: Any, **kwargs: Any) -> Any:
+        if getattr(record.busy, "alone", False):
+            raise RuntimeError(f"{name} in forward, and rank 0 computes it alone here")
         if getattr(record.busy, "on", False) or not record.where():
             return _run(name, real, args, kwargs)
         tensor = first_tensor([*args, *kwargs.values()])
@@ -110,6 +112,7 @@ def _collective(record: Any, name: str, real: Callable[..., Any]) -> Callable[..
             grads=grads,
             op=_op(args, kwargs),
             weights=_is_weight(record, tensor),
+            statistics=_is_statistic(record, tensor),
         )
         record.busy.on = True
         try:
@@ -160,6 +163,17 @@ def _is_weight(record: Any, tensor: Any) -> bool:
         for group in optimizer.param_groups
         for one in group["params"]
     )
+
+
+def _is_statistic(record: Any, tensor: Any) -> bool:
+    """Whether a tensor is a buffer of a model, or as long as a flat copy of all of one kind of number."""
+    if tensor is None:
+        return False
+    for module in record.modules.values():
+        held = [one for one in module.buffers() if one.dtype == tensor.dtype]
+        if any(one.data_ptr() == tensor.data_ptr() for one in held) or tensor.numel() == sum(map(torch.numel, held)):
+            return bool(held)
+    return False
 
 
 def _grad_names(record: Any, tensor: Any) -> int:
@@ -215,6 +229,7 @@ def _wrappers(record: Any, place: Any) -> None:
             sync=kinds.count("SyncBatchNorm"),
             optimizers=len(record.optimizers),
             unused=bool(kwargs.get("find_unused_parameters")),
+            statistics=bool(kwargs.get("broadcast_buffers", True)),
         )
         record.busy.on = True
         try:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from tools.judge.findings import Finding
-from tools.judge.launch import Run
+from tools.judge.launch import Event, Run
 from tools.judge.seen import Epoch, Seen, epochs, first_line, forwards, is_distributed, is_split, paired
 
 FEW = 8  # samples of a rank that batch statistics are taken over
@@ -22,6 +22,7 @@ def judge(seen: Seen) -> Iterator[Finding]:
         yield from parts(run)
         yield from random_numbers(run)
         yield from statistics(run)
+        yield from environments(run)
 
 
 def set_epoch(run: Run) -> Iterator[Finding]:
@@ -141,3 +142,20 @@ def statistics(run: Run) -> Iterator[Finding]:
     most = max((one["samples"] for one in forwards(run.ranks[0]) if one["ddp"] and one["batch_norm"]), default=0)
     if 0 < most <= FEW:
         yield Finding("batch statistics per rank", first_line(run, "wrap"), f"over {most} samples of one rank")
+
+
+def environments(run: Run) -> Iterator[Finding]:
+    """Rollouts that begin with the same observations on both ranks."""
+    rollouts = [first_rollout(events) for events in run.ranks[:2]]
+    ours, theirs = ({*one["rows"]} if one else set() for one in rollouts)
+    if rollouts[0] and ours == theirs and len(ours) > 1 and not run.of("loader"):
+        text = f"the first {len(rollouts[0]['rows'])} observations of rank 0 and 1 are the same"
+        yield Finding("environments with one seed", rollouts[0]["at"], text)
+
+
+def first_rollout(events: list[Event]) -> Event | None:
+    """The first forward pass without a gradient, if the samples of the first training pass come from such passes."""
+    first = next(iter(forwards(events)), None)
+    before = [one for one in events if first and one["n"] < first["n"] and one["e"] == "forward" and not one["grad"]]
+    seen = {row for one in before for row in one["rows"]}
+    return before[0] if first and before and {*first["rows"]} <= seen else None

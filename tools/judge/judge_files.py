@@ -4,8 +4,9 @@ import os
 from collections.abc import Iterator
 
 from tools.judge.findings import Finding
+from tools.judge.judge_model import weights
 from tools.judge.launch import Event, Run
-from tools.judge.seen import Seen, epochs, first_line, is_distributed
+from tools.judge.seen import Seen, epochs, first_line, forwards, is_distributed
 
 
 def judge(seen: Seen) -> Iterator[Finding]:
@@ -16,6 +17,7 @@ def judge(seen: Seen) -> Iterator[Finding]:
         yield from by_all(run)
     if saves:
         yield from contents(run, saves)
+        yield from early(run, saves)
     loads = [*run.of("load"), *(seen.again.of("load") if seen.again else [])]
     yield from pickles(loads)
     yield from places(run if run.of("load") else seen.again or run)
@@ -45,9 +47,23 @@ def contents(run: Run, saves: list[Event]) -> Iterator[Finding]:
             yield Finding("checkpoint lacks the schedule", at, f"it holds {keys}")
         if run.of("scaler") and not any(one["scaler"] for one in saves):
             yield Finding("checkpoint lacks the scaler", at, f"it holds {keys}")
+        drawn = [one for one in forwards(run.ranks[0]) if one["dropout"]] or run.of("augment")
+        if drawn and not any(one["random"] for one in saves):
+            yield Finding("checkpoint lacks the random numbers", at, f"drawn in {len(drawn)} batches; it holds {keys}")
     wrapped = [one for one in saves if one["prefix"]]
     if wrapped:
         yield Finding("names of the wrapper", wrapped[0]["at"], 'names begin with "module."')
+
+
+def early(run: Run, saves: list[Event]) -> Iterator[Finding]:
+    """Weights that ranks bring together after they were saved."""
+    last = saves[-1]
+    after = [one for one in run.ranks[0] if one["n"] > last["n"]]
+    averaged = [one for one in after if one["e"] == "collective" and one["weights"]]
+    differ = any(len({*one}) > 1 for one in weights(run))
+    if len(run.ranks) > 1 and averaged and differ and not any(one["e"] == "step" for one in after):
+        text = f"the ranks' weights differ, and {averaged[0]['name']} brings them together at {averaged[0]['at']}"
+        yield Finding("saved before the last average", last["at"], text)
 
 
 def pickles(loads: list[Event]) -> Iterator[Finding]:

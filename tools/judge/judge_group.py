@@ -68,7 +68,8 @@ def waits(run: Run) -> Iterator[Finding]:
     """Collectives that not all ranks call."""
     ours, theirs = calls(run, 0), calls(run, 1)
     broken = [one for one in run.errors if is_of_group(one)]
-    if not (run.hang or broken) or len(broken) < len(run.errors):
+    aborted = [any(word in run.tails[rank] for word in GLOO) for rank in run.codes]  # gloo may end a process
+    if not all(aborted) or not (run.hang or broken or aborted) or len(broken) < len(run.errors):
         return
     if not ours and not theirs and not run.of("step"):
         return  # it has refused to start, or what it waits for is no collective

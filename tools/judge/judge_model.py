@@ -14,6 +14,8 @@ def judge(seen: Seen) -> Iterator[Finding]:
         return
     found = [*bypassed(run), *sends(run), *by_hand(run)]
     yield from found
+    yield from statistics(run)
+    yield from replayed(run)
     explained = {one.kind for one in found} & {"around the wrapper", "nothing is sent"}
     yield from apart(run, bool(explained))
     if "DataParallel" in wraps(run):
@@ -22,33 +24,58 @@ def judge(seen: Seen) -> Iterator[Finding]:
         )
 
 
-def weights(run: Run, number: int) -> list[str]:
-    """Fingerprints of the first optimizer's weights on each rank, at its n-th step; -1: the last of both."""
+def weights(run: Run) -> list[tuple[str, ...]]:
+    """Fingerprints of the first optimizer's weights at each of its steps: one of each rank."""
     found = [[one["weights"] for one in run.of("step", rank) if one["id"] == 0] for rank in range(len(run.ranks))]
-    most = min(map(len, found))
-    return [one[:most][number] for one in found] if most else []
+    return [*zip(*found, strict=False)]
 
 
 def apart(run: Run, explained: bool) -> Iterator[Finding]:
     """Weights that differ, and nothing that would bring them together."""
-    first, last = weights(run, 0), weights(run, -1)
-    if not last or any(one["split"] for one in run.of("step")):
+    found = weights(run)
+    if not found or any(one["split"] for one in run.of("step")):
         return
+    differ = [len({*one}) > 1 for one in found]
+    meet = True in differ and not all(differ[differ.index(True) :])  # as in training with steps of one's own
     at = optimizer_line(run)
     talks = any(one["grads"] or one["weights"] for one in run.of("collective"))
     count = len(run.of("step"))
     if not wraps(run) & {"DDP", "fully_shard"} and not talks:
         ours, theirs = (forwards(events) for events in run.ranks[:2])
         same = all(a["rows"] == b["rows"] for a, b in zip(ours, theirs, strict=False))
-        if len({*last}) > 1 or same:
+        if differ[-1] or same:
             text = f"no gradient was sent in {count} steps" + (
                 "" if same else "; the weights of the ranks differ after them"
             )
             yield Finding("never wrapped", at, text)
-    elif len({*first}) > 1 and "DDP" not in wraps(run):
+    elif differ[0] and "DDP" not in wraps(run):
         yield Finding("different initial weights", at, "the weights of rank 0 and 1 differ before the first step")
-    elif len({*last}) > 1 and not explained:
+    elif differ[-1] and not meet and not explained:
         yield Finding("replicas differ", first_line(run, "step"), f"the weights of rank 0 and 1 differ by step {count}")
+
+
+def statistics(run: Run) -> Iterator[Finding]:
+    """Running means and variances of each rank's own samples."""
+    ours, theirs = ([one for one in forwards(events) if one["batch_norm"]] for events in run.ranks[:2])
+    if not ours or not theirs or ours[-1]["statistics"] == theirs[-1]["statistics"]:
+        return
+    if any(one.get("statistics") for kind in ("wrap", "collective") for one in run.of(kind)):
+        return
+    sent = [one for one in run.of("collective") if one["grads"] or one["weights"]]
+    at = first_line(run, "wrap") or (sent[-1]["at"] if sent else "")
+    if at:
+        text = f"running_mean and running_var of rank 0 and 1 differ by step {len(run.of('step'))}"
+        yield Finding("buffers not synchronised", at, text)
+
+
+def replayed(run: Run) -> Iterator[Finding]:
+    """A forward pass that mixes the samples of a batch; that BatchNorm does so is known."""
+    for one in run.of("replayed"):
+        if one.get("op") and "batch_norm" not in one["op"]:
+            text = (
+                f"{one['op']} of two batches is not that of one batch of all samples: {one['size']:.0%} of the largest"
+            )
+            yield Finding("samples depend on each other", one["at"], text)
 
 
 def bypassed(run: Run) -> Iterator[Finding]:

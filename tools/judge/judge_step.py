@@ -8,6 +8,7 @@ from tools.judge.judge_model import micro_batches
 from tools.judge.launch import Event, Run
 from tools.judge.seen import Seen, optimizer_line, steps, wraps
 
+FEWEST, SHARE = 3, 0.9  # steps in which a line waits, and of how many it must be
 POINTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss")
 
 
@@ -21,6 +22,7 @@ def judge(seen: Seen) -> Iterator[Finding]:
     yield from made_again(run)
     yield from clips(run)
     yield from losses(run)
+    yield from waits(run)
     yield from schedules(run)
 
 
@@ -72,6 +74,15 @@ def no_backward(run: Run) -> Iterator[Finding]:
         idle = [one for one in here if not one["backwards"]]
         if len(idle) > 1:
             yield Finding("no backward", at, f"before {len(idle)} of {len(here)} steps")
+
+
+def waits(run: Run) -> Iterator[Finding]:
+    """Lines that read a number of the GPU in each step."""
+    between = [{one["at"] for one in since if one["e"] == "wait"} for _, since in steps(run.ranks[0])]
+    for one in {one["at"]: one for one in run.of("wait")}.values() if run.of("device") else ():
+        count = sum(one["at"] in lines for lines in between)
+        if count >= max(FEWEST, SHARE * (len(between) - 1)):  # one that stands after the step is not before the first
+            yield Finding("host wait in each step", one["at"], f"{one['what']} in {count} of {len(between)} steps")
 
 
 def made_again(run: Run) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Kinds of mistakes in data, the group, devices and files."""
+"""Kinds of mistakes in data, the group and devices."""
 
 from tools.judge.kind import DDP, ERROR, NOTE, TRAIN, WARNING, Kind
 
@@ -57,6 +57,12 @@ KINDS = {
         "BatchNorm takes mean and variance over the few samples of one rank.",
         "Wrap: SyncBatchNorm.convert_sync_batchnorm(model), before DDP; or use GroupNorm.",
         TRAIN,
+    ),
+    "environments with one seed": Kind(
+        WARNING,
+        "The environments of all ranks begin in the same states: less variety than it seems.",
+        "Seed each environment by its number among those of all ranks, such as seed + rank * environments + i.",
+        "recipes/syncbn_ppo/bare.py",
     ),
     # --- the group
     "not all ranks come": Kind(
@@ -120,62 +126,16 @@ KINDS = {
         'device = torch.device("cuda" if torch.cuda.is_available() else "cpu", ...)',
         DDP,
     ),
+    "host wait in each step": Kind(
+        NOTE,
+        "The processor waits until the GPU has done all it was given, before it can give more.",
+        "Add losses up on the GPU (total += loss.detach()), and read the sum when a line is printed.",
+        TRAIN,
+    ),
     "loaded onto GPU 0": Kind(
         WARNING,
         "Each rank loads the tensors to where they were saved from: all onto GPU 0.",
         'torch.load(path, map_location="cpu", weights_only=True)',
         DDP,
-    ),
-    # --- files
-    "saved by all ranks": Kind(
-        ERROR,
-        "All ranks write one file at the same time: it may be torn.",
-        "Let rank 0 write, into a file beside it, and rename that.",
-        DDP,
-    ),
-    "checkpoint lacks the optimizer": Kind(
-        WARNING,
-        "A resume begins without momentum and averages: the loss has a bump there.",
-        "Save optimizer.state_dict() as well, and load it.",
-        DDP,
-    ),
-    "checkpoint lacks the schedule": Kind(
-        WARNING, "A resume begins the schedule again.", "Save scheduler.state_dict() as well, and load it.", TRAIN
-    ),
-    "checkpoint lacks the scaler": Kind(
-        NOTE,
-        "A resume begins with another loss scale and skips some steps.",
-        "Save scaler.state_dict() as well, and load it.",
-        TRAIN,
-    ),
-    "names of the wrapper": Kind(
-        NOTE,
-        'The names begin with "module.": a plain model of the same kind refuses the file.',
-        "Save model.module.state_dict().",
-        DDP,
-    ),
-    "pickle is trusted": Kind(
-        WARNING,
-        "weights_only=False runs whatever program the file contains.",
-        "torch.load(path, weights_only=True), and save tensors and plain values only.",
-        DDP,
-    ),
-    "resume repeats an epoch": Kind(
-        WARNING,
-        "The continued run reads an epoch again that was done.",
-        "Save epoch + 1, the number of the next one.",
-        DDP,
-    ),
-    "resume without optimizer state": Kind(
-        WARNING,
-        "The continued run begins without momentum and averages.",
-        "Load what the optimizer had: optimizer.load_state_dict(...).",
-        DDP,
-    ),
-    "resume at another rate": Kind(
-        WARNING,
-        "The continued run trains at another rate than the one it continues.",
-        "Load the schedule's state.",
-        TRAIN,
     ),
 }

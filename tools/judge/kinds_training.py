@@ -28,6 +28,19 @@ KINDS = {
         "Broadcast rank 0's parameters and buffers once, or seed all ranks alike before the model is made.",
         BY_HAND,
     ),
+    "buffers not synchronised": Kind(
+        WARNING,
+        "BatchNorm's running statistics are each rank's own: what is saved has seen the samples of one rank.",
+        "Leave DDP's broadcast_buffers on, use SyncBatchNorm, or broadcast the buffers before evaluation and saves.",
+        BY_HAND,
+    ),
+    "samples depend on each other": Kind(
+        NOTE,
+        "A sample's result depends on the others in its batch, which are its rank's: two processes with half of the "
+        "batch each train something else than one.",
+        "Take such statistics over all ranks (all_gather or all_reduce), or for each sample.",
+        "recipes/syncbn_ppo/train.py",
+    ),
     "nothing is sent": Kind(
         ERROR,
         "All micro-batches of the step run under no_sync, also the last one. Without a gradient, replicas drift apart.",

@@ -1,5 +1,6 @@
 """Start a script on some ranks, watch it within its limits, and read what each rank has written down."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -26,7 +27,8 @@ class Run:
 
     Attributes:
         ranks: the events of each rank, in order.
-        ended: how each rank ended: "end", "enough", or "" if it was killed.
+        ended: how each rank ended: "end", "enough", "died", or "" if it was killed.
+        codes: by rank, exit codes other than 0 of those that ended without an exception; -N for signal N.
         hang: why it was ended, if the ranks waited: the line of each rank.
         limit: the limit that it met: "time", "memory" or "".
         tails: the last lines that each rank printed.
@@ -36,6 +38,7 @@ class Run:
 
     ranks: list[list[Event]]
     ended: list[str]
+    codes: dict[int, int] = field(default_factory=dict)
     hang: list[str] = field(default_factory=list)
     limit: str = ""
     tails: list[str] = field(default_factory=list)
@@ -95,11 +98,13 @@ def _watch(
     last, quiet_since, others_until = -1.0, time.monotonic(), float("inf")
     while time.monotonic() < end:
         for rank, pipe in enumerate(pipes):
+            code = processes[rank].exitcode  # before the look into its pipe, which another rank may hold open
             if not run.ended[rank] and pipe.poll(0):
-                try:
+                with contextlib.suppress(EOFError):
                     run.ended[rank] = pipe.recv()
-                except EOFError:
-                    run.ended[rank] = "died"
+            if not run.ended[rank] and code is not None:
+                run.ended[rank] = "died" if code else "end"
+                run.codes |= {rank: code} if code else {}
         if all(run.ended):
             return
         now = time.monotonic()
@@ -113,7 +118,7 @@ def _watch(
         if used > last + 0.05:
             last, quiet_since = used, now
         if now > others_until or now - quiet_since > IDLE_S:
-            if "enough" not in run.ended:
+            if "enough" not in run.ended and not run.codes:  # after which a launcher ends the others
                 run.hang = stacks(places, processes, run.ended)
             return
         time.sleep(POLL_S)

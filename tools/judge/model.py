@@ -7,24 +7,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tools.judge import replay
 from tools.judge.record import fingerprint, num, row_hashes, samples
 
 
 def install(record: Any, place: Any) -> None:
     """Patch them."""
-    _calls(record)
+    _calls(record, place)
     _losses(record)
 
 
-def _calls(record: Any) -> None:
+def _calls(record: Any, place: Any) -> None:
     module: Any = nn.Module
     real = module.__call__
-    inside = [False]
     holds: dict[int, bool] = {}
 
     @functools.wraps(real)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if inside[0]:
+        if record.inside:
             return real(self, *args, **kwargs)
         if id(self) not in holds:
             holds[id(self)] = next(self.parameters(), None) is not None
@@ -33,14 +33,22 @@ def _calls(record: Any) -> None:
             return real(self, *args, **kwargs)
         record.called.add(id(self))
         _note(record, self, args, kwargs)
-        inside[0] = True
+        record.inside = True
         try:
+            if not record.kept and self.training and torch.is_grad_enabled() and not is_meta(self):
+                record.kept = True
+                replay.keep(record, place, self, args, kwargs)
             return real(self, *args, **kwargs)
         finally:
-            inside[0] = False
+            record.inside = False
             record.log("forwarded")
 
     module.__call__ = call
+
+
+def is_meta(module: nn.Module) -> bool:
+    """Whether a model has shapes and no numbers: a script may ask it what it will need."""
+    return any(one.is_meta for one in module.parameters())
 
 
 def _note(record: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -64,6 +72,7 @@ def _note(record: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
         batch_norm=bool(local),
         dropout=any(isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0 and one.training for one in parts),
         random=fingerprint([torch.get_rng_state()]),
+        statistics=fingerprint(one for norm in local for one in norm.buffers() if one.is_floating_point()),
     )
 
 

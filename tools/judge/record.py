@@ -48,6 +48,10 @@ class Recorder:
     local: set[str] = field(default_factory=set)  # fingerprints of gradients after the last backward pass
     summed: bool = False  # a sum is what the optimizer gets
     sums: set[str] = field(default_factory=set)  # and of what became of them in a sum over the ranks
+    shown: set[float] = field(default_factory=set)  # losses since the last step
+    replays: Any = None  # what is to be computed once more: see tools.judge.replay
+    kept: bool = False  # whether that has been looked for
+    inside: bool = False  # a module's forward
 
     def log(self, event: str, at: str = "", **fields: Any) -> None:
         """Append an event, at the user's line unless another is given."""

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tools.judge import replay
 from tools.judge.record import fingerprint, local, num
 
 MOST_NAMED = 6
@@ -37,12 +38,13 @@ def compare(record: Any) -> None:
 
 def install(record: Any, place: Any) -> None:
     """Patch them."""
-    _optimizers(record)
+    _optimizers(record, place)
+    _hooks(record)
     _backward(record)
     _clip(record)
 
 
-def _optimizers(record: Any) -> None:
+def _optimizers(record: Any, place: Any) -> None:
     optimizer: Any = Optimizer
     init, zero, module_zero = optimizer.__init__, optimizer.zero_grad, nn.Module.zero_grad
 
@@ -85,13 +87,14 @@ def _optimizers(record: Any) -> None:
 
     module: Any = nn.Module
     optimizer.__init__, optimizer.zero_grad, module.zero_grad = made, zero_grad, module_zero_grad
-    register_optimizer_step_pre_hook(lambda one, *_: _before(record, one))
+    register_optimizer_step_pre_hook(lambda one, *_: _before(record, place, one))
     register_optimizer_step_post_hook(lambda one, *_: _after(record, one))
 
 
-def _before(record: Any, optimizer: Any) -> None:
+def _before(record: Any, place: Any, optimizer: Any) -> None:
     if record.saving():
         return
+    replay.compare(record, place)
     held = parameters(optimizer)
     compare(record)
     grads = [one.grad for one in held if one.grad is not None]
@@ -134,11 +137,28 @@ def _after(record: Any, optimizer: Any) -> None:
         return
     optimizer.clean, optimizer.backwards, optimizer.had = False, 0, False
     record.done += optimizer.judged == record.optimizers[-1].judged or optimizer.judged == 0
-    record.sums, record.local, record.summed, record.called = set(), set(), False, set()
+    record.sums, record.local, record.summed, record.called, record.shown = set(), set(), False, set(), set()
     record.log("stepped", id=optimizer.judged)
     if record.done >= HARD * record.steps:
         record.log("enough")
         record.stop()
+
+
+def _hooks(record: Any) -> None:
+    """A hook may send a gradient within the backward pass: note what this rank's own is."""
+    tensor: Any = torch.Tensor
+    real = tensor.register_post_accumulate_grad_hook
+
+    @functools.wraps(real)
+    def register(self: torch.Tensor, hook: Any) -> Any:
+        def called(parameter: torch.Tensor) -> Any:
+            if record.done < COMPARED and parameter.grad is not None:
+                record.local.add(fingerprint([parameter.grad]))
+            return hook(parameter)
+
+        return real(self, called if record.direct() else hook)
+
+    tensor.register_post_accumulate_grad_hook = register
 
 
 def _backward(record: Any) -> None:
@@ -151,6 +171,7 @@ def _backward(record: Any) -> None:
                 one.clean = not has_gradient(one)
         scaled = getattr(record, "scaled", None)
         value = scaled[1] if scaled and scaled[0] is loss else num(loss)
+        record.shown |= {value} - {None}
         record.log("backward", value=value, scaled=bool(scaled and scaled[0] is loss))
 
     def after() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,11 +15,13 @@ from tools.judge.launch import Run
 from tools.judge.seen import Seen
 
 JUDGES = (judge_group, judge_model, judge_step, judge_data, judge_files)
+LAST_LINES = 8  # of what a script printed before it ended
 ORDER = {ERROR: 0, WARNING: 1, NOTE: 2}
 # A finding of the first kind says what causes those of the others.
 EXPLAINS = {
     "uneven batches": ("not all ranks come",),
-    "never wrapped": ("replicas differ", "different initial weights", "rate not scaled"),
+    "never wrapped": ("replicas differ", "different initial weights", "rate not scaled", "buffers not synchronised"),
+    "environments with one seed": ("same samples on all ranks", "same dropout"),
     "zero_grad before the step": ("zero_grad is missing",),
     "optimizer of other parameters": (
         "parameters without optimizer",
@@ -140,7 +143,15 @@ def _judge(asked: Asked, folder: Path) -> Verdict:
     found.sort(key=lambda one: (ORDER[one.about.level], line(one.at)))
     losses = {f"{len(one.ranks)}": curve(one) for one in (two, seen.one) if one is not None}
     seconds, peak = sum(one.seconds for one in runs), max(one.peak_gib for one in runs)
-    return Verdict(asked.script, found, mapped(failure(two), names), notes + unseen(two), losses, seconds, peak)
+    return Verdict(
+        asked.script,
+        found,
+        mapped(failure(two), names),
+        notes + [mapped(one, names) for one in unseen(two)],
+        losses,
+        seconds,
+        peak,
+    )
 
 
 def explained(found: list[Finding]) -> list[Finding]:
@@ -173,22 +184,28 @@ def curve(run: Run) -> list[float]:
 
 def failure(run: Run) -> str:
     """Why there is no verdict on a training, or ""."""
+    if run.codes:
+        code = next(iter(run.codes.values()))
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"a process ended with {how}; it printed:{said(run)}"
     if run.errors:
         first = min(run.errors, key=judge_group.is_of_group)
         if first["error"] == "SystemExit":
-            said = next((tail.splitlines()[-1] for tail in run.tails if tail), "it printed nothing")
-            return f"it ended with exit code {first['code']}: {said}"
+            return f"it ended with exit code {first['code']}; it printed:{said(run)}"
         return (
             f"{first['at']}: {first['error']}: {first['text'].strip().splitlines()[0] if first['text'].strip() else ''}"
         )
     if run.limit:
         return f"it met its limit of {run.limit}" if not run.of("step") else ""
-    if "died" in run.ended:
-        return "a process ended without an error of Python's: " + run.tails[run.ended.index("died")][-300:]
     if not run.of("step"):
-        said = next((tail.splitlines()[-1] for tail in run.tails if tail), "")
-        return "no optimizer made a step" if not run.hang else f"it hangs before its first step; it printed: {said}"
+        return "no optimizer made a step" if not run.hang else f"it hangs before its first step; it printed:{said(run)}"
     return ""
+
+
+def said(run: Run) -> str:
+    """The last lines of the first rank that has printed any, each on a line of its own."""
+    lines = next((one for tail in run.tails if (one := [line for line in tail.splitlines() if line.strip()])), [])
+    return "".join(f"\n    {line}" for line in lines[-LAST_LINES:]) or " nothing"
 
 
 def unseen(run: Run) -> list[str]:
@@ -199,4 +216,11 @@ def unseen(run: Run) -> list[str]:
         (not run.of("save"), "checkpoints: torch.save was not called"),
         (not run.of("load"), "a resume: torch.load was not called"),
     ]
-    return [f"not looked at: {text}" for is_so, text in checks if is_so]
+    lines = [f"not looked at: {text}" for is_so, text in checks if is_so]
+    for one in run.of("replayed"):
+        if one["why"]:
+            lines.append(f"not looked at: one batch of both ranks' samples on one process: {one['why']}")
+        else:
+            found = f"other results, first of {one['op']} at {one['at']}" if one.get("op") else "the same results"
+            lines.append(f"one batch of both ranks' samples on one process: {found}")
+    return lines
