@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.conftest import write_text
-from tests.harness import runner
+from tests.harness import runner, states
 from tests.harness.once import Once
 from tests.store.server import BUCKET, Server
 
@@ -153,7 +154,7 @@ def test_other_runs_and_tools_read_from_there(s3: Server, data: Path, tmp_path: 
     assert listed == [f"OK      {OUT}/run/checkpoints/step_0000000{step}" for step in (6, 4)]
     tool(s3, tmp_path, "checkpoint", "export", f"{OUT}/run", "--out", str(tmp_path / "there.safetensors"))
     tool(s3, tmp_path, "checkpoint", "export", str(folder), "--out", str(tmp_path / "here.safetensors"))
-    assert (tmp_path / "there.safetensors").read_bytes() == (tmp_path / "here.safetensors").read_bytes()
+    states.check_equal(*(load_file(tmp_path / f"{where}.safetensors") for where in ("there", "here")))
 
 
 def test_two_jobs_of_one_name(s3: Server, data: Path, tmp_path: Path) -> None:
