@@ -26,6 +26,7 @@ from common import keymap, manifest
 from common.run import process_group, run_dir
 from common.run.process import Process
 from common.state import checkpoint, saver, start, state_check
+from common.store import disk
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT
 from torch import nn
@@ -81,7 +82,7 @@ def measure(folder: str) -> None:
         path = place / f"run{in_background}"
         run_dir.claim(path, world.process)
         dist.barrier()
-        found = start.Found(path, {}, None, {}, newest=0)
+        found = start.Found(disk.Disk(path), {}, None, {}, newest=0)
         savers.append(saver.Saver(found, mesh, check, world.process, 2, in_background))
     plain, background = savers
 

@@ -31,17 +31,19 @@ MOST_STEPS = 2**31  # of a training, as of --max-steps; and samples of a step
 
 
 def write(folder: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
-    """Write the manifest and flush it and the folder's entries to the disk.
+    """Write the manifest, see `text`; whoever needs it after a power cut calls `sync` with it and with its folder."""
+    (folder / NAME).write_text(text(facts, files))
+
+
+def text(facts: dict[str, Any], files: dict[str, Any]) -> str:
+    """What a manifest says.
 
     Args:
-        folder: the checkpoint, with all its files.
         facts: JSON values beside the tensors, such as step, position and seed.
         files: the result of `seal` for each file, by name.
     """
     manifest = {"format": FORMAT, **facts, "files": files}
-    (folder / NAME).write_text(json.dumps(manifest | {"sha256": _digest_json(manifest)}, indent=1))
-    sync(folder / NAME)
-    sync(folder)
+    return json.dumps(manifest | {"sha256": _digest_json(manifest)}, indent=1)
 
 
 def sync(path: Path) -> None:

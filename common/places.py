@@ -20,7 +20,7 @@ def local(flag: str, value: str) -> Path:
     if re.match(r"[A-Za-z][\w+.-]+:/", value):
         raise UserError(
             f"{flag} {value} is a URL, and only files of this machine are read and written: mount it, as with s3fs, "
-            "gcsfuse or rclone, or copy it, and give the path"
+            "gcsfuse or rclone, or copy it, and give the path (--out, --resume and --init also take s3://bucket/folder)"
         )
     try:
         path = Path(value).expanduser()

@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from common import BadStateError, bounds, devices, keymap, marks, precision, ranks, seed
 from common.measure import pace, profile, verdict  # measure
 from common.protect import health, watch  # protect
-from common.run import cli, log, process_group, run_dir, stop
+from common.run import cli, log, process_group, stop
 from common.run.process import Process, Rewind, World
 from common.state import average, best, doubts, saver, start, state_check
 from common.train import flops, guard, metrics, sampler, sync_batchnorm
@@ -139,18 +139,18 @@ class Session:
         self._stops = False
         self._no_better = ""  # why --patience ends the run
         self._doubts = world.process.doubts = world.process.doubts or doubts.Doubts(args.on_bad_state)
-        self._best = best.Best(vars(args), found.run_dir, plan.first_step)
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
         steps = plan.first_step, self._last_step
-        self._profile = profile.Profile(args, *steps, world, found.run_dir)  # measure
+        self._profile = profile.Profile(args, *steps, world, found.place.run_dir)  # measure
         self._pace = pace.Pace(world.device, f"rank {world.rank} on {world.host}")  # measure
-        run_dir.claim(found.run_dir, world.process)
+        found.place.claim(world.process)
+        self._best = best.Best(vars(args), found.place.run_dir, plan.first_step)
         found = start.check_newest(found, plan.order)
         self._stop = stop.Stop(world, args.deadline, *steps)
         process_group.set_timeout(mesh, args.hang_timeout)  # protect
         self._watch = world.process.watch  # protect
-        self._watch.begin(found.run_dir, plan.first_step, args.hang_timeout)  # protect
+        self._watch.begin(found.place.run_dir, plan.first_step, args.hang_timeout)  # protect
         dtype = precision.compute_dtype(args.dtype, world.device)
         if optimizer:
             rates.name_unheld(model, optimizer)
@@ -160,7 +160,7 @@ class Session:
         self._average = average.Average(model, vars(args).get("ema", 0.0), found.path)
         self._check = state_check.StateCheck(model, compare=args.check_every > 0)
         self._saver = saver.Saver(found, mesh, self._check, world.process, args.keep, args.async_save)
-        self._log = log.Run(found.run_dir, args, world, plan, dtype, sample or flops.Sample(), computes_on)
+        self._log = log.Run(found.place.run_dir, args, world, plan, dtype, sample or flops.Sample(), computes_on)
         if optimizer:
             rates.show(optimizer, vars(args).get("warmup_steps", 0), plan.max_steps)
         self._saved_s = 0.0

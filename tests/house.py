@@ -31,7 +31,9 @@ PROGRAMS = {".py", ".sh", ".yaml", ".env", ""}  # ends of the files that such a 
 RECIPE = 300  # lines of code of a train.py
 TWIN = 120  # of the bare.py beside it
 MODULE = 200  # of a module of common/
-COMMON = 4050  # of common/ without its workloads
+COMMON = 4050  # of common/ without its workloads and common/store
+STORE = 750  # of common/store
+APART = ("workloads", "store")  # floors with a budget of their own, or none
 MAIN = 30  # of a recipe's main
 CALLS = 18  # out of it: of modules of common/, and of what they have made
 LOCALS = 20  # its variables
@@ -193,13 +195,14 @@ Figures = dict[str, dict[str, int | None]]
 def figures(root: Path = ROOT) -> Figures:
     """All figures of a checkout, by group; None where it has no such thing."""
     sizes = sizes_of(root)
-    workloads = sum(size for name, size in sizes.items() if name.startswith("common.workloads"))
+    workloads, store = (_of(sizes, floor) for floor in APART)
     found: Figures = {}
     has_floors = floors.has_floors(root)
     found["common/"] = {
         "files": len(sizes),
-        "lines of code without workloads": sum(sizes.values()) - workloads,
+        "lines of code without workloads and store": sum(sizes.values()) - workloads - store,
         "lines of code of workloads": workloads,
+        "lines of code of store": store,
         f"modules of more than {MODULE} lines of code": sum(size > MODULE for size in sizes.values()),
         "arrows": len(floors.arrows(root)),
         "circles": len(floors.circles(floors.arrows(root))),
@@ -234,6 +237,11 @@ def figures(root: Path = ROOT) -> Figures:
     return found
 
 
+def _of(sizes: dict[str, int], floor: str) -> int:
+    """Lines of code of a floor."""
+    return sum(size for name, size in sizes.items() if name.startswith(f"common.{floor}"))
+
+
 def sizes_of(root: Path = ROOT) -> dict[str, int]:
     """Lines of code of each module of common/."""
     return {name: len(code(path.read_text())) for name, path in floors.modules(root).items()}
@@ -250,8 +258,9 @@ def lights(root: Path = ROOT) -> list[str]:
     sizes = sizes_of(root)
     for name, size in sizes.items():
         look(f"{name}, lines of code", size, MODULE)
-    own = [size for name, size in sizes.items() if not name.startswith("common.workloads")]
-    look("common/ without workloads, lines of code", sum(own), COMMON)
+    own = sum(sizes.values()) - sum(_of(sizes, floor) for floor in APART)
+    look("common/store, lines of code", _of(sizes, "store"), STORE)
+    look("common/ without workloads and store, lines of code", own, COMMON)
     paths = recipes(root)
     for name, path in paths.items():
         look(f"{name}, lines of code", len(code(path.read_text())), RECIPE)

@@ -19,6 +19,7 @@ from common.protect import watch
 from common.run import log, process_group, run_dir, stop
 from common.run.process import Process, Rewind
 from common.state import checkpoint, replicas, start, state_check
+from common.store import disk
 from common.train import guard, sampler
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,7 +65,7 @@ def begin(
         progress={"step": first_step, "samples": 8 * first_step} if first_step else {},
     )
     saved = [*map(checkpoint.step_of, checkpoint.committed(Path(folder)))]
-    found = start.Found(Path(folder), {"seed": 3}, None, {}, max(saved, default=-1))
+    found = start.Found(disk.Disk(Path(folder)), {"seed": 3}, None, {}, max(saved, default=-1))
     run = session.Session(args, world, mesh, found=found, plan=plan, model=model, optimizer=optimizer)
     return run, model, optimizer
 

@@ -19,6 +19,7 @@ from common import UserError, printable
 
 USAGE_ERROR = 2  # as in common/run/exits.py, which needs torch
 Source = Annotated[Path, tyro.conf.Positional]
+Kept = Annotated[str, tyro.conf.Positional]  # a path, or the URL of an object store, of which a Path takes a slash
 
 
 def run(commands: Mapping[str, Callable[..., None]], module: str, about: str | None) -> None:

@@ -31,11 +31,28 @@ SHARED_S = 10.0  # how long NFS may take to show another machine's file
 def claim(path: Path, process: Process) -> None:
     """Create the run's folder and keep every other job out of it until this process ends (all ranks).
 
+    Raises:
+        UserError: as `take`, or a machine does not see it.
+    """
+    owner = take(path, process)
+    # Rank 0 does not open the file again: closing it would release the lock.
+    visible = dist.get_rank() == 0 or _wait_for(path / "lock", owner)
+    answers = ranks.gather((socket.gethostname(), visible))
+    missing = sorted({host for host, visible in answers if not visible})
+    if missing:
+        raise UserError(
+            f"--out {path.parent}: {', '.join(missing)} cannot see the files that {answers[0][0]} writes there: "
+            "use a folder on a file system that all machines share"
+        )
+
+
+def take(path: Path, process: Process) -> str:
+    """As `claim`, but other machines need not share the folder; returns who has it now (all ranks).
+
     What this process creates from here on is not writable by other users, whatever the umask was.
 
     Raises:
-        UserError: another process uses it (named by host, number and job), other users can write to it, or a machine
-            does not see it.
+        UserError: another process uses it (named by host, number and job), or other users can write to it.
     """
     umask = os.umask(0o077)
     closed = stat.S_IWOTH | (0 if os.environ.get("TRUST_OPEN_FOLDERS") in ("1", "group") else stat.S_IWGRP)
@@ -78,16 +95,7 @@ def claim(path: Path, process: Process) -> None:
             return os.pread(file.fileno(), 4096, 0).decode()  # it resumes; the others compare what is there
         return mine
 
-    owner = ranks.from_rank0(lock)
-    # Rank 0 does not open the file again: closing it would release the lock.
-    visible = dist.get_rank() == 0 or _wait_for(path / "lock", owner)
-    answers = ranks.gather((socket.gethostname(), visible))
-    missing = sorted({host for host, visible in answers if not visible})
-    if missing:
-        raise UserError(
-            f"--out {path.parent}: {', '.join(missing)} cannot see the files that {answers[0][0]} writes there: "
-            "use a folder on a file system that all machines share"
-        )
+    return ranks.from_rank0(lock)
 
 
 def _wait_for(file: Path, content: str) -> bool:

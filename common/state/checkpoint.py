@@ -75,7 +75,7 @@ def choose(where: Path, flag: str = "", own: bool = False) -> tuple[Path, dict[s
     """
     faults: list[str] = []
     found = ranks.from_rank0(lambda: [str(one) for one in candidates(where, flag)], f"{flag}{where}")
-    for path in map(Path, found):
+    for path in map(type(where), found):
         ranks.from_rank0(functools.partial(trust.refuse_replaceable, path, own), path)
         facts, fault = _verify(path)
         if not fault:
@@ -107,17 +107,20 @@ def tensors_in(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         UserError: the files are not what torch.distributed.checkpoint writes, though their digests are right.
     """
-    import torch.distributed.checkpoint as dcp  # here, because it takes as long as all other imports of a refused flag
-
-    if odd := [file.name for file in path.glob("*.safetensors") if not file.is_file()]:  # torch would wait for a pipe
-        raise UserError(f"{path} holds {odd[0]}, which is not a regular file: remove it")
     try:
-        found: Any = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata  # tensors alone
+        found: Any = _reader(path).read_metadata().state_dict_metadata  # tensors alone
     except OSError:
         raise
     except Exception as error:
         raise UserError(f"checkpoint {path} holds a file that is not a checkpoint's: {error!r}") from error
     return {name: torch.empty(one.size, dtype=one.properties.dtype, device="meta") for name, one in found.items()}
+
+
+def _reader(path: Any) -> Any:
+    """What reads a checkpoint's files for torch.distributed.checkpoint; that of a store brings its own."""
+    import torch.distributed.checkpoint as dcp  # here, because it takes as long as all other imports of a refused flag
+
+    return path.reader() if hasattr(path, "reader") else dcp.HuggingFaceStorageReader(str(path))
 
 
 def check_fits(path: Path, model: nn.Module) -> None:
@@ -159,7 +162,7 @@ def load(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     asked = {name: one for name, one in saved.items() if name in tensors}
     _refuse_differences(path, "this model or optimizer", tensors, asked)
     try:
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(path)))
+        dcp.load(tensors, storage_reader=_reader(path))
     except dcp.CheckpointException as error:  # a BaseException, which `except Exception` and @record miss
         reasons = [reason for reason, _ in error.failures.values()]
         if any(isinstance(reason, OSError) for reason in reasons):  # perhaps for a moment only

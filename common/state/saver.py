@@ -4,14 +4,10 @@ Every part of a save is all or nothing over the ranks (`_together`): each rank d
 and if one rank failed, all drop the checkpoint.
 """
 
-import errno
 import gc
 import hashlib
-import os
-import shutil
 import socket
 import threading
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -22,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from common import BadStateError, UserError, manifest, ranks
+from common import BadStateError, UserError, ranks
 from common.run.process import Process
 from common.run.process_group import SAVING
 from common.state import checkpoint, replicas, retention, shards, start
@@ -47,7 +43,7 @@ class Saver:
         """Create a process group for saving: background saves must not mix with training collectives (all ranks).
 
         Args:
-            found: the run's folder, its fingerprint, and whether it has a checkpoint already. A first one has to
+            found: the run's place, its fingerprint, and whether it has a checkpoint already. A first one has to
                 succeed: perhaps none ever can.
             mesh: the ranks and their axes.
             check: looks at what is written before it is committed.
@@ -55,7 +51,7 @@ class Saver:
             keep: undamaged checkpoints to keep; older ones are deleted after each commit.
             in_background: copy the state and write it while the training continues; at most one save at a time.
         """
-        self._run_dir = found.run_dir
+        self._place = found.place
         self._retention = retention.Retention(keep, self._together)
         self._group = _new_group()
         self._facts = found.fingerprint | {
@@ -103,7 +99,29 @@ class Saver:
             self._pending.start()
             return
         self._write(tensors, facts, best)
-        self._settle(last)
+        try:
+            self._settle(last)
+        except SaveError as error:
+            if not last or not self._place.spare or "was taken over" in str(error):
+                raise
+            self._write_here(tensors, facts, error)
+
+    def _write_here(self, tensors: Tensors, facts: dict[str, Any], error: SaveError) -> None:
+        """Write the last checkpoint to this machine's disk, after its own place did not take it (all ranks).
+
+        Raises:
+            SaveError: the same, and where it lies, or why it does not lie here either.
+        """
+        place, self._place = self._place, self._place.spare
+        path = checkpoint.folder(self._place.path, facts["step"])
+        try:
+            self._write(tensors, facts, -1)
+            self._settle(last=True)
+        except SaveError as here:
+            raise SaveError(f"{error}. It was not saved to {path} either: {here}") from None
+        finally:
+            self._place = place
+        raise SaveError(f"{error}. It was saved to {path} instead: continue with --resume {path} and another --name")
 
     def wait(self, most_s: float | None = None) -> None:
         """Wait for a save in progress, whatever comes of it; `watch` notices one that never ends."""
@@ -124,12 +142,13 @@ class Saver:
 
     def _settle(self, last: bool) -> None:
         """Let all ranks know what has failed, and raise or warn; make a new group if one has left that of the save."""
-        outcomes = ranks.gather((str(self._failure or ""), getattr(self._failure, "step", None), self._group is None))
+        state = self._group is None, self._place.lost
+        outcomes = ranks.gather((str(self._failure or ""), getattr(self._failure, "step", None), *state))
         self._failure = None
-        if any(left for *_, left in outcomes):
+        if any(left for *_, left, _ in outcomes):
             self._leave()
             self._group = _new_group()
-        for text, step, _ in outcomes:
+        for text, step, *_ in outcomes:
             if step is not None:
                 raise BadStateError(text, step)
         failures = sorted(filter(None, (text for text, *_ in outcomes)), key=lambda text: LOST in text)
@@ -137,8 +156,10 @@ class Saver:
             self._has_one = True
             return
         failure = failures[0]  # the cause before its effects
-        if last or not self._has_one:
-            raise SaveError(f"the {'last' if last else 'first'} checkpoint was not saved: {failure}")
+        lost = any(lost for *_, lost in outcomes)
+        if last or lost or not self._has_one:
+            which = "last" if last else "next" if lost else "first"
+            raise SaveError(f"the {which} checkpoint was not saved: {failure}")
         ranks.print0(f"warning: {failure}; training continues")
 
     def _leave(self) -> None:
@@ -155,10 +176,11 @@ class Saver:
         # A thread begins on GPU 0, and torch's writer asks for its stream: every rank would take memory there.
         torch.cuda.set_device(self._gpu)
         alone = False
-        final = checkpoint.folder(self._run_dir, facts["step"])
-        partial = final.with_name(f"{final.name}.tmp-{uuid.uuid4().hex[:8]}")
+        partial = final = checkpoint.folder(self._place.path, facts["step"])
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         try:
-            partial = Path(self._together(lambda: self._make(partial, tensors) if dist.get_rank() == 0 else None)[0])
+            made = self._together(lambda: self._place.make(final, needed) if dist.get_rank() == 0 else None)
+            partial = self._place.partial(made[0])
             writer = shards.ShardWriter(partial, dist.get_rank())
             # A tensor that several ranks hold is taken from the lowest: BatchNorm's running statistics differ between
             # ranks, and mixing them would match no rank.
@@ -167,15 +189,15 @@ class Saver:
             parts = self._together(lambda: self._seal(writer, tensors))
             files = {name: entry for part, _ in parts for name, entry in part.items()}
             self._check.judge([summary for _, summary in parts], facts["step"])
-            self._together(lambda: self._commit(partial, final, facts, files) if dist.get_rank() == 0 else None)
-            self._retention.tidy(final, best)
+            self._together(lambda: self._place.commit(partial, final, facts, files) if dist.get_rank() == 0 else None)
+            self._retention.tidy(self._place, final, best)
         except (Exception, dcp.CheckpointException) as error:  # CheckpointException derives from BaseException
             # These are raised on all ranks, others on one alone.
             alone = not isinstance(error, SaveError | dcp.CheckpointException | BadStateError)
             failure = SaveError(f"no checkpoint of step {facts['step']}: {self._explain(error, alone)}")
             self._failure = error if isinstance(error, BadStateError) else failure
-            if dist.get_rank() == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+            if dist.get_rank() == 0 and partial != final:
+                self._place.drop(partial)
         if alone:  # now that the error no longer refers to the group
             self._leave()
 
@@ -199,7 +221,7 @@ class Saver:
         """
         entry = writer.seal()
         with ThreadPoolExecutor(1, "flush") as pool:
-            flushed = pool.submit(writer.flush)
+            flushed = pool.submit(writer.flush, self._place.flush)
             summary = self._check.summarize(tensors)
             flushed.result()
         return entry, summary
@@ -225,29 +247,8 @@ class Saver:
         if isinstance(error, dist.DistError) or "gloo" in str(error):  # it is not a disk; `watch` names the rank
             return LOST
         text = self._describe(error) if alone else str(error)
-        place = next(path for path in (self._run_dir, *self._run_dir.parents) if path.exists())
-        disk = os.statvfs(place)
         full = any(sign in text for sign in ("No space left", "Errno 28", "os error 28", "unexpected pos"))
-        room = f"{disk.f_bavail * disk.f_frsize / 1e6:,.1f} MB and {disk.f_favail:,} files are free in {place}"
-        return f"{'disk full: ' if full else ''}{text.strip().splitlines()[-1]} ({room})"
-
-    def _make(self, partial: Path, tensors: Tensors) -> str:
-        """Create the folder to write to, if the disk has enough space (rank 0)."""
-        partial.mkdir(parents=True)
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        free = shutil.disk_usage(partial).free
-        if free < needed:
-            raise OSError(errno.ENOSPC, f"it needs {needed / 1e6:,.1f} MB, the disk has {free / 1e6:,.1f} MB free")
-        return str(partial)
-
-    def _commit(self, partial: Path, final: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
-        """Write the manifest and rename the folder (rank 0)."""
-        manifest.write(partial, facts, files)
-        # It must be damaged, as is a link to itself: otherwise this run would have resumed from it.
-        if os.path.lexists(final):
-            final.rename(final.with_name(f"{partial.name}-damaged"))
-        partial.rename(final)
-        manifest.sync(final.parent)
+        return f"{'disk full: ' if full else ''}{text.strip().splitlines()[-1]} ({self._place.room()})"
 
 
 def _new_stager() -> Any:

@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from common import UserError, keymap, manifest, places, ranks
+from common import UserError, keymap, manifest, ranks
 from common.state import checkpoint
+from common.store import place
 from common.workloads import fitting, pretrained
 
 
@@ -21,14 +22,14 @@ class Found:
     """The checkpoint that a run starts from, if any.
 
     Attributes:
-        run_dir: the run's own folder.
+        place: the run's own: a `Disk` or, in an object store, a `Keeper`; see `common.store.place`.
         fingerprint: the facts of this run that give a position in the data its meaning, such as the seed.
         path: the checkpoint to load; None for a new run.
         progress: its manifest, with "step" and "samples"; empty for a new run.
         newest: the newest committed step of the run's own folder at that time, damaged or not; -1 for none.
     """
 
-    run_dir: Path
+    place: Any
     fingerprint: dict[str, Any]
     path: Path | None
     progress: dict[str, Any]
@@ -55,15 +56,15 @@ def find(out: str, name: str, resume: str, model: nn.Module | None = None, **fin
         UserError: the folder cannot be used, all checkpoints are damaged or cannot be read, `resume` names no
             checkpoint, the checkpoint is of another model, or the fingerprint differs between ranks.
     """
-    run_dir = Path(ranks.from_rank0(lambda: str(places.choose(out, name))))
+    run = place.choose(out, name)
     ranks.check_same(data=fingerprint, version=ranks.versions())  # now with those of the data's packages
-    newest = checkpoint.newest(run_dir)
+    newest = checkpoint.newest(run.path)
     if newest >= 0:
-        path, progress = checkpoint.choose(run_dir, own=True)
+        path, progress = checkpoint.choose(run.path, own=True)
     elif resume:
-        path, progress = checkpoint.choose(places.local("--resume", resume), "--resume ")
+        path, progress = checkpoint.choose(place.at("--resume", resume), "--resume ")
     else:
-        return Found(run_dir, fingerprint, None, {})
+        return Found(run, fingerprint, None, {})
     ranks.print0(f"resuming from step {progress['step']} of {path}")
     for key, value in fingerprint.items():
         if progress.get(key, value) != value:
@@ -72,7 +73,7 @@ def find(out: str, name: str, resume: str, model: nn.Module | None = None, **fin
             )
     if model is not None:
         checkpoint.check_fits(path, model)
-    return Found(run_dir, fingerprint, path, progress, newest)
+    return Found(run, fingerprint, path, progress, newest)
 
 
 def check_newest(found: Found, order: Any = None) -> Found:
@@ -84,11 +85,11 @@ def check_newest(found: Found, order: Any = None) -> Found:
     Raises:
         UserError: another job has saved there since `find`: this one would overwrite what that one has recorded.
     """
-    newest = checkpoint.newest(found.run_dir)
+    newest = checkpoint.newest(found.place.path)
     if newest != found.newest:
         raise UserError(
-            f"--name {found.run_dir.name}: another job has saved step {newest} in {found.run_dir} while this one was "
-            "starting: start this one again, and it resumes from there"
+            f"--name {found.place.path.name}: another job has saved step {newest} in {found.place.path} while this one "
+            "was starting: start this one again, and it resumes from there"
         )
     return dataclasses.replace(found, fingerprint=found.fingerprint | order.facts()) if order else found
 
@@ -173,14 +174,15 @@ def _open(
     init: str, model: nn.Module, stack: contextlib.ExitStack
 ) -> tuple[dict[str, fitting.Size], Callable[[keymap.Tensors], None]]:
     """The sizes of the weights by the model's names, and a function that fills tensors by name (all ranks)."""
-    if pretrained.is_one_file(init):
+    stored = place.STORES.match(init)
+    if not stored and pretrained.is_one_file(init):
         weights = pretrained.read(init)
         sizes = {name: fitting.size_of(one) for name, one in weights.items()}
         return sizes, functools.partial(fitting.fill, weights)
-    path = pretrained.folder_of(init, stack)
-    if (path / manifest.NAME).exists() or (path / "checkpoints").exists():
+    path = place.at("--init", init) if stored else pretrained.folder_of(init, stack)
+    if stored or (path / manifest.NAME).exists() or (path / "checkpoints").exists():
         path, _ = checkpoint.choose(path, "--init ")
-    names = pretrained.names_in(init, path, model)
+    names = {} if stored else pretrained.names_in(init, path, model)
     theirs = {ours: name for name, ours in names.items()}
 
     def load(tensors: keymap.Tensors) -> None:

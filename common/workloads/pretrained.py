@@ -129,8 +129,10 @@ def folder_of(init: str, stack: contextlib.ExitStack) -> Path:
     """
     path = Path(init).expanduser()
     for file in path.glob("*.safetensors") if path.is_dir() else [path]:
-        if file.is_file():  # opening a pipe would wait
+        if file.is_file():
             _refuse_pointer(init, file)
+        elif file != path:  # who opens a pipe waits
+            raise UserError(f"--init {init} holds {file.name}, which is not a regular file: remove it")
     if path.is_dir() and (path / ".metadata").is_file():
         raise UserError(
             f"--init {init} is a checkpoint of torch.distributed.checkpoint, whose .metadata is a pickle, and to read "

@@ -452,7 +452,7 @@ def main(process: Process) -> None:
         if run.evaluates(step):
             run.log_validation(step, evaluate(every[:step]))
             if world.rank == 0:
-                write_cdf(found.run_dir, every[:step].cpu())
+                write_cdf(found.place.run_dir, every[:step].cpu())
         run.save(step)
     run.finish()
 

@@ -382,7 +382,7 @@ def test_map_names_every_module() -> None:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
     named, floor = [], ""
     for first, *cells in rows[2:]:  # after the head and the line below it
-        if names := re.findall(r"\*\*`(\w+)/`\*\*|\*\*(ground|roof)\*\*", first):
+        if names := re.findall(r"\*\*`([\w/]+)/`\*\*|\*\*(ground|roof)\*\*", first):
             floor = "" if names[0][1] else names[0][0] + "/"
         else:
             named += [f"{floor}{name}" for name in re.findall(r"`(\w+)`", first)]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from common.run.process import Process
 from common.state import checkpoint, saver, start, state_check
+from common.store import disk
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -63,7 +64,7 @@ def loaded(path: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 def make_saver(run_dir: Path, keep: int = 9, in_background: bool = False, has_one: bool = True) -> saver.Saver:
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
     check = state_check.StateCheck(torch.nn.Module(), compare=True)
-    found = start.Found(run_dir, {"seed": 3}, None, {}, newest=0 if has_one else -1)
+    found = start.Found(disk.Disk(run_dir), {"seed": 3}, None, {}, newest=0 if has_one else -1)
     return saver.Saver(found, mesh, check, Process(recipe=str(RECIPE)), keep, in_background)
 
 

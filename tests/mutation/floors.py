@@ -824,7 +824,7 @@ FAULTS = (
     of(
         "state/retention",
         "damaged checkpoints count as kept",
-        "kept += name in whole or self._is_whole(final.with_name(name))",
+        "kept += name in whole or self._is_whole(place, final.with_name(name))",
         "kept += 1",
         "tests/state/test_saver.py::test_damaged_ones_do_not_count_as_kept",
     ),

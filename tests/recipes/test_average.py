@@ -144,7 +144,7 @@ def test_evaluated_and_exported(recipe: str, small_data: Data, tmp_path: Path) -
 
     from tools.checkpoint import files
 
-    files.export(tmp_path / "run", tmp_path / "average.safetensors", ema=True)
+    files.export(str(tmp_path / "run"), tmp_path / "average.safetensors", ema=True)
     exported, last = load_file(tmp_path / "average.safetensors"), saved(tmp_path, STEPS)
     wanted = {name: one for name, one in last.items() if not name.startswith(keymap.NO_WEIGHTS)} | averages(last)
     assert exported.keys() == wanted.keys()

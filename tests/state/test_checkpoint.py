@@ -17,6 +17,7 @@ import torch.distributed as dist
 import xxhash
 from common import UserError, manifest
 from common.state import checkpoint, start
+from common.store import disk
 
 from tests.harness import runner, states
 from tests.harness.damage import flip_bit, rewrite_manifest
@@ -286,7 +287,7 @@ def test_copy_under_another_number_is_not_the_newest(tmp_path: Path, capsys: pyt
 
 
 def test_find_takes_the_newest_whole_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert states.find(tmp_path, "", seed=3) == start.Found(tmp_path, {"seed": 3}, None, {})
+    assert states.find(tmp_path, "", seed=3) == start.Found(disk.Disk(tmp_path), {"seed": 3}, None, {})
     for step in (9, 100, 20):
         save(tmp_path, step)
     assert find_step(tmp_path) == 100

@@ -18,6 +18,7 @@ from common import BadStateError, UserError, manifest, ranks
 from common.run import process_group
 from common.run.process import Process
 from common.state import checkpoint, retention, saver, shards, start, state_check
+from common.store import disk
 from torch.distributed.checkpoint import staging
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -53,7 +54,7 @@ def save_own_and_common(run_dir: str) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "part"))
     for step, in_background in ((1, False), (2, True)):
         check = state_check.StateCheck(torch.nn.Module(), compare=True)
-        found = start.Found(Path(run_dir), {}, None, {}, newest=0)
+        found = start.Found(disk.Disk(Path(run_dir)), {}, None, {}, newest=0)
         saving = saver.Saver(found, mesh, check, Process(recipe=str(RECIPE)), 9, in_background)
         saving.save(step, state, samples=step, last=False)
         saving.drain()
@@ -84,7 +85,7 @@ def save_replicas(run_dir: str, compare: bool) -> None:
     statistic = {"running_mean": torch.full((9,), float(dist.get_rank()))}
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     check = state_check.StateCheck(torch.nn.Module(), compare=compare)
-    found = start.Found(Path(run_dir), {}, None, {}, newest=0)
+    found = start.Found(disk.Disk(Path(run_dir)), {}, None, {}, newest=0)
     saver.Saver(found, mesh, check, Process(recipe=str(RECIPE)), 9, False).save(1, REPLICA | statistic, 1, True)
     dist.destroy_process_group()
 
@@ -350,7 +351,7 @@ def test_disk_without_room_is_found_before_anything_is_written(tmp_path: Path, m
     state = {"weight": torch.zeros(500_000)}
     wanted = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(dcp, "save", lambda *_, **__: pytest.fail("it was written to"))
-    monkeypatch.setattr(saver.shutil, "disk_usage", lambda _: wanted._replace(free=1_999_999))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: wanted._replace(free=1_999_999))
     with pytest.raises(saver.SaveError, match=r"it needs 2\.0 MB, the disk has 2\.0 MB free") as refusal:
         make_saver(tmp_path).save(7, state, 70, last=True)
     assert str(refusal.value).startswith("the last checkpoint was not saved: no checkpoint of step 7: ")
@@ -525,7 +526,7 @@ def test_what_fails_after_the_commit_is_no_failure(what: str, tmp_path: Path, mo
         raise OSError(28, "No space left on device")
 
     save(tmp_path, 5)
-    where = {"latest": (Path, "replace"), "old one": (saver.shutil, "rmtree"), "list": (saver.checkpoint, "committed")}
+    where = {"latest": (Path, "replace"), "old one": (disk.shutil, "rmtree"), "list": (saver.checkpoint, "committed")}
     with monkeypatch.context() as patch:
         patch.setattr(*where[what], fail)
         save(tmp_path, 6, keep=1)

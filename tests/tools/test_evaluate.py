@@ -198,4 +198,4 @@ def test_split_that_make_data_ignores(make_data: Any, message: str) -> None:
     """Otherwise the validation split would be evaluated under another name."""
     recipe = types.SimpleNamespace(make_data=make_data, __file__="mine.py")
     with pytest.raises(UserError, match=message):
-        evaluation.read_data(Args(Path("run"), split="test"), recipe, Flags())
+        evaluation.read_data(Args("run", split="test"), recipe, Flags())

@@ -3,28 +3,28 @@
 from pathlib import Path
 
 from tools import command
-from tools.command import Source
+from tools.command import Kept, Source
 
 
-def inspect(path: Source) -> None:
-    """Show what a checkpoint holds; PATH is a checkpoint, or a run's folder for its newest undamaged checkpoint."""
+def inspect(path: Kept) -> None:
+    """Show what a checkpoint holds; PATH is one, or a run for its newest undamaged one, here or on s3://."""
     from tools.checkpoint import files
 
     files.inspect(path)
 
 
-def verify(path: Source) -> None:
-    """Compare a checkpoint, or all checkpoints of a run, with the manifest; exits with 1 if one is damaged."""
+def verify(path: Kept) -> None:
+    """Compare a checkpoint, or all of a run, here or on s3://, with the manifest; exits with 1 if one is damaged."""
     from tools.checkpoint import files
 
     files.verify(path)
 
 
-def export(path: Source, out: Path, ema: bool = False) -> None:
+def export(path: Kept, out: Path, ema: bool = False) -> None:
     """Write the model's weights as one safetensors file, whatever strategy and number of ranks saved them.
 
     Args:
-        path: a checkpoint, or a run's folder for its newest undamaged checkpoint.
+        path: a checkpoint, or a run's folder for its newest undamaged checkpoint, here or on s3://.
         out: the file to write; it must not exist yet.
         ema: write the average of the weights that a training with --ema keeps.
     """

@@ -9,19 +9,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from common import UserError, keymap, manifest, printable
 from common.state import checkpoint
+from common.store import place
 
 Tensors = dict[str, torch.Tensor]
 
 
-def inspect(path: Path) -> None:
+def inspect(path: str) -> None:
     """Show what a checkpoint holds."""
-    folder, facts = checkpoint.choose(path)
+    folder, facts = checkpoint.choose(place.at("PATH", path))
     files = facts.pop("files")
     print(f"{folder}: {len(files)} file(s), {sum(entry['bytes'] for entry in files.values()) / 1e6:,.1f} MB, undamaged")
     for key, value in facts.items():
@@ -33,18 +33,18 @@ def inspect(path: Path) -> None:
         print(printable(f"    {name:60} {str(entry.dtype).removeprefix('torch.'):9} {tuple(entry.shape)}"))
 
 
-def verify(path: Path) -> None:
+def verify(path: str) -> None:
     """Compare checkpoints with their manifests, and exit with 1 if one is damaged."""
-    faults = {folder: manifest.verify(folder)[1] for folder in checkpoint.candidates(path)}
+    faults = {folder: manifest.verify(folder)[1] for folder in checkpoint.candidates(place.at("PATH", path))}
     for folder, fault in faults.items():
         print(f"{'DAMAGED' if fault else 'OK     '} {folder}  {fault}".rstrip())
     sys.exit(any(faults.values()))
 
 
-def export(path: Path, out: Path, ema: bool = False) -> None:
+def export(path: str, out: Path, ema: bool = False) -> None:
     """Write the model's weights, or their average, as one safetensors file."""
     with beside(out) as partial:
-        folder, step, tensors = weights(path, ema)
+        folder, step, tensors = weights(place.at("PATH", path), ema)
         write(tensors, partial, step)
     print(f"{out}: {len(tensors)} tensors of step {step} of {folder}")
 
@@ -81,7 +81,7 @@ def weights(path: Path, ema: bool) -> tuple[Path, int, Tensors]:
     saved = {name: one for name, one in checkpoint.tensors_in(folder).items() if not name.startswith(keymap.NO_WEIGHTS)}
     named = averages_in(folder, saved) if ema else {name: name for name in saved}
     tensors = {named[name]: torch.empty_like(one, device="cpu") for name, one in saved.items()}
-    dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    checkpoint.load(folder, tensors)
     return folder, facts["step"], {name: tensors[named[name]] for name in saved}
 
 
@@ -125,3 +125,5 @@ def write_start(run_dir: Path, tensors: Tensors, source: str) -> None:
     write(tensors, file, 0)
     manifest.sync(file)
     manifest.write(folder, {"step": 0, "samples": 0, "source": source}, {file.name: manifest.seal(file)})
+    manifest.sync(folder / manifest.NAME)
+    manifest.sync(folder)

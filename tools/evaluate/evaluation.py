@@ -3,8 +3,10 @@
 It calls make_data, make_model and forward of the recipe's section 2, and nothing else of the recipe.
 """
 
+import contextlib
 import dataclasses
 import math
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from common import UserError, devices, keymap, manifest, precision, ranks
 from common.run import cli, process_group, run_dir
 from common.state import checkpoint, retention
+from common.store import place
 from common.train import data, initial, metrics, sampler
 from common.workloads import splits
 from tools import about
@@ -27,21 +30,22 @@ CLOSE = 1e-3  # of a metric in bfloat16, added up over other batches
 Rows = list[dict[str, float]]
 
 
-def load_recipe(args: Args, name: object) -> Any:
+def load_recipe(args: Args, files: Path, name: object) -> Any:
     """Import a train.py as a module.
 
     Never the copy in the run's folder unless the user names it: a run may be somebody else's, and its code would run.
 
     Args:
         args: the flags.
+        files: the run's folder, or a copy of its small files.
         name: the recipe that config.json names.
 
     Raises:
         UserError: there is no such file, or it lacks a part of section 2.
     """
-    copy = args.run / "train.py"
+    copy = files / "train.py"
     if not args.recipe and (not isinstance(name, str) or name != Path(name).name):
-        raise UserError(f"{args.run / 'config.json'} names the recipe {name!r:.80}, which is not a folder of recipes/")
+        raise UserError(f"{files / 'config.json'} names the recipe {name!r:.80}, which is not a folder of recipes/")
     path = Path(args.recipe).expanduser() if args.recipe else RECIPES / str(name) / "train.py"
     if not path.is_file():
         raise UserError(
@@ -56,18 +60,18 @@ def load_recipe(args: Args, name: object) -> Any:
     return module
 
 
-def choose(args: Args) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint to evaluate, verified, and its manifest.
+def choose(args: Args, kept: Any) -> tuple[Any, dict[str, Any]]:
+    """The checkpoint to evaluate, verified, and its manifest; `kept` is the run's folder, here or in a store.
 
     Raises:
         UserError: there is none, it is damaged, or --checkpoint names none.
     """
     if not args.checkpoint:
-        return checkpoint.choose(args.run)
-    steps = [checkpoint.step_of(path) for path in checkpoint.committed(args.run)]
+        return checkpoint.choose(kept)
+    steps = [checkpoint.step_of(path) for path in checkpoint.committed(kept)]
     name = args.checkpoint
     if name == "best":
-        pointer = args.run / "checkpoints" / retention.BEST
+        pointer = kept / "checkpoints" / retention.BEST
         if not pointer.is_file():
             raise UserError(
                 f"--checkpoint best: {args.run} has no best checkpoint: that needs --keep-best METRIC and an evaluation"
@@ -76,7 +80,7 @@ def choose(args: Args) -> tuple[Path, dict[str, Any]]:
     if not name.isdecimal() or int(name) not in steps:
         kept = ", ".join(map(str, sorted(steps))) or "none"
         raise UserError(f'--checkpoint {args.checkpoint}: use "best" or one of the steps that {args.run} has: {kept}')
-    return checkpoint.choose(checkpoint.folder(args.run, int(name)))
+    return checkpoint.choose(checkpoint.folder(kept, int(name)))
 
 
 def read_data(args: Args, recipe: Any, flags: Any) -> tuple[data.BatchReader, data.BatchReader]:
@@ -143,17 +147,34 @@ def evaluate(recipe: Any, flags: Any, model: torch.nn.Module, batches: data.Load
     return sums
 
 
+def small_files(kept: Any, stack: contextlib.ExitStack) -> Path:
+    """The folder with a run's config.json, train.py and records: its own, or a copy of what a store has."""
+    if isinstance(kept, Path):
+        return kept
+    copy = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    for name in ("config.json", "train.py", "metrics.jsonl"):
+        if (kept / name).is_file():
+            (copy / name).write_bytes(manifest.read_bytes(kept / name))
+    return copy
+
+
 def run(args: Args, rows: Rows | None) -> None:
     """Evaluate, print the metrics as the training does, and fill `rows`."""
-    config = args.run / "config.json"
+    kept = place.at("RUN", args.run)
+    with contextlib.ExitStack() as stack:
+        _run(args, kept, small_files(kept, stack), rows)
+
+
+def _run(args: Args, kept: Any, files: Path, rows: Rows | None) -> None:
+    config = files / "config.json"
     try:
         facts = manifest.read_json(config)
         name = facts["recipe"]
         world_size = int(facts["world_size"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{args.run} is not a run's folder: {config} cannot be read ({error!r})") from error
-    folder, progress = choose(args)
-    recipe = load_recipe(args, name)
+    folder, progress = choose(args, kept)
+    recipe = load_recipe(args, files, name)
     flags = cli.parse(recipe.Args, ["--config", str(config), *(["--data", args.data] if args.data else [])])
     devices.configure(vars(flags).get("matmul_precision", "highest"), False)
     world = process_group.start("auto", flags.dtype)
@@ -190,7 +211,7 @@ def run(args: Args, rows: Rows | None) -> None:
     for metric, value in found.items():
         print(f"{'test' if args.split == 'test' else 'val'}/{metric} {value:.12g}")
     if args.split == "validation" and not args.data and args.ema == bool(getattr(flags, "ema", 0)):
-        compare(found, run_dir.records(args.run), progress["step"], world_size)
+        compare(found, run_dir.records(files), progress["step"], world_size)
     process_group.finish(world.process)
 
 
@@ -218,7 +239,6 @@ def write(rows: Rows, path: Path) -> None:
 
 def evaluate_run(args: Args) -> None:
     """Evaluate, and write the rows where --out asks for them."""
-    args = dataclasses.replace(args, run=args.run.expanduser())
     if not args.out:
         run(args, None)
         return

@@ -1,7 +1,6 @@
 """The flags of `python -m tools.evaluate`."""
 
 import dataclasses
-from pathlib import Path
 from typing import Literal
 
 import tyro
@@ -11,7 +10,7 @@ import tyro
 class Args:
     """Evaluate a run's checkpoint on one device, a GPU if there is one, in one process without a strategy."""
 
-    run: tyro.conf.Positional[Path]  # the run's folder
+    run: tyro.conf.Positional[str]  # the run's folder, here or on s3://
     checkpoint: str = ""  # a step, or "best" for the one that --keep-best has kept; "" for the newest undamaged one
     ema: bool = False  # evaluate the average of the weights that a training with --ema keeps
     data: str = ""  # another data set, as for the recipe's --data; "" for the run's own

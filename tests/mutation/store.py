@@ -1,0 +1,114 @@
+"""Faults of common/store/: of how a checkpoint is committed in an object store, by one job at a time."""
+
+from tests.mutation.fault import Fault
+
+KEEPER = "tests/store/test_keeper.py"
+PATHS = "tests/store/test_paths.py"
+
+
+def of(module: str, name: str, old: str, new: str, *tests: str) -> Fault:
+    """A fault of a module of common/store/."""
+    return Fault(f"store/{module}: {name}", f"common/store/{module}.py", old, new, tests)
+
+
+FAULTS = (
+    of(
+        "objects/keeper",
+        "the files of a checkpoint are not looked at before its manifest is written",
+        "        self._look_at(final, files)\n",
+        "",
+        f"{KEEPER}::test_object_that_vanishes_before_the_commit_is_noticed",
+    ),
+    of(
+        "objects/keeper",
+        "a file is there whatever its size is",
+        'if found.get(name) != entry["bytes"]:',
+        "if False:",
+        f"{KEEPER}::test_object_that_vanishes_before_the_commit_is_noticed",
+    ),
+    of(
+        "objects/keeper",
+        "the manifest is written before its files are looked at",
+        "        self._look_at(final, files)\n        url = str(final / manifest.NAME)\n",
+        "        url = str(final / manifest.NAME)\n        uploads.put(url, self._files, manifest.text(facts, files))\n"
+        "        self._look_at(final, files)\n",
+        f"{KEEPER}::test_object_that_vanishes_before_the_commit_is_noticed",
+    ),
+    of(
+        "objects/keeper",
+        "a job that has lost its run saves on",
+        "            if self.lost:\n                raise OSError",
+        "            if False:\n                raise OSError",
+        f"{KEEPER}::test_silent_job_loses_its_run_and_cannot_save",
+    ),
+    of(
+        "objects/keeper",
+        "the lease is not looked at after the commit",
+        "            self._hold()  # who stood still",
+        "            pass  # who stood still",
+        f"{KEEPER}::test_job_that_loses_its_run_while_it_commits_takes_its_manifest_back",
+    ),
+    of(
+        "objects/keeper",
+        "a second job does not wait for a sign of life",
+        '            if not owner or folder == self._about["folder"] or time.monotonic() > end:\n',
+        "            if True:\n",
+        f"{KEEPER}::test_second_job_is_refused_while_the_first_lives",
+    ),
+    of(
+        "objects/keeper",
+        "a step of another job is replaced",
+        "        if tag and str(final) not in self._known:\n",
+        "        if False:\n",
+        f"{KEEPER}::test_step_that_another_job_has_saved_is_not_replaced",
+    ),
+    of(
+        "objects/keeper",
+        "what killed saves have left stays",
+        "        self._remove(one for one in everything if one not in kept and one.parent != folder)\n",
+        "",
+        f"{KEEPER}::test_after_a_cut_at_each_request_the_old_or_the_new_one_is_there",
+    ),
+    of(
+        "objects/uploads",
+        "writes have no condition",
+        'condition = {} if tag is None else {"IfMatch"',
+        'condition = {} if tag != "never" else {"IfMatch"',
+        f"{KEEPER}::test_conditional_put",
+    ),
+    of(
+        "objects/uploads",
+        "only the first page of unfinished uploads is read",
+        'if not found.get("IsTruncated"):',
+        "if True:",
+        f"{KEEPER}::test_all_pages_of_unfinished_uploads_are_read",
+    ),
+    of(
+        "objects/paths",
+        "a folder without a manifest is a checkpoint",
+        "if one.name == manifest.NAME and one.parent.parent == self)",
+        "if one.parent.parent == self)",
+        f"{KEEPER}::test_what_no_manifest_names_is_no_checkpoint",
+    ),
+    of(
+        "objects/reader",
+        "each piece of a tensor is its first",
+        "begin = first + (item.storage_offsets[0] + row) * row_bytes",
+        "begin = first + item.storage_offsets[0] * row_bytes",
+        f"{PATHS}::test_rank_reads_the_rows_that_it_needs",
+    ),
+    of(
+        "objects/client",
+        "an error shows secrets",
+        'text = text.replace(value, f"${name}")',
+        "pass",
+        f"{PATHS}::test_words_hold_no_secret",
+    ),
+    of(
+        "place",
+        "a typo is a folder",
+        'STORES = re.compile("(s3|gs|az|hf)://")',
+        'STORES = re.compile("(s3|gs|az|hf):/")',
+        "tests/store/test_place.py::test_other_urls_are_refused",
+    ),
+)

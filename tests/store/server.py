@@ -1,0 +1,116 @@
+"""An S3 server of this machine, with faults on order: moto's, behind a WSGI layer that refuses, cuts or waits.
+
+Nothing but the loopback interface is used, and it keeps its objects in memory.
+"""
+
+import contextlib
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import boto3
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+BUCKET = "bucket"
+
+
+class _Quiet(WSGIRequestHandler):
+    def log(self, *_: Any) -> None:  # type: ignore[override]
+        pass
+
+
+@dataclass
+class Server:
+    """A running server.
+
+    Attributes:
+        url: of its endpoint.
+        requests: of each request: method and path, with the query.
+        faults: functions that look at a request's environment and answer None, or a status and a code of S3's; they may
+            also raise, which cuts the connection, or wait.
+    """
+
+    url: str = ""
+    requests: list[str] = field(default_factory=list)
+    faults: list[Callable[[dict[str, Any]], tuple[int, str] | None]] = field(default_factory=list)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What the environment of a process needs to use it."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": "test-access-key-id",
+            "AWS_SECRET_ACCESS_KEY": "test-secret-that-nobody-may-print",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+    def client(self) -> Any:
+        """boto3's, to look at what is there."""
+        return boto3.client(
+            "s3",
+            endpoint_url=self.url,
+            aws_access_key_id="test-access-key-id",
+            aws_secret_access_key="test-secret-that-nobody-may-print",
+            region_name="us-east-1",
+        )
+
+    def objects(self, prefix: str = "") -> list[str]:
+        """Of all objects below a prefix."""
+        pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
+        return sorted(one["Key"] for page in pages for one in page.get("Contents", []))
+
+    def uploads(self) -> list[str]:
+        """Keys of unfinished uploads in parts."""
+        return [one["Key"] for one in self.client().list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])]
+
+    def refuse(self, method: str, pattern: str, times: int, status: int = 503, code: str = "SlowDown") -> list[str]:
+        """Refuse the next requests of a kind; returns a list that fills with those that were."""
+        hit: list[str] = []
+        lock = threading.Lock()
+
+        def fault(environ: dict[str, Any]) -> tuple[int, str] | None:
+            line = f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}"
+            with lock:
+                if len(hit) >= times or environ["REQUEST_METHOD"] != method or not re.search(pattern, line):
+                    return None
+                hit.append(line)
+            return status, code
+
+        self.faults.append(fault)
+        return hit
+
+
+def _faulty(server: Server, app: Any) -> Any:
+    def serve(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+        server.requests.append(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}?{environ['QUERY_STRING']}")
+        for fault in [*server.faults]:
+            if answer := fault(environ):
+                status, code = answer
+                length = int(environ.get("CONTENT_LENGTH") or 0)
+                environ["wsgi.input"].read(length)
+                body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as ordered: {code}</Message></Error>"
+                start(f"{status} {code}", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+                return [body.encode()]
+        return app(environ, start)
+
+    return serve
+
+
+@contextlib.contextmanager
+def run() -> Iterator[Server]:
+    """Start a server with an empty bucket, and end it."""
+    server = Server()
+    app = _faulty(server, DomainDispatcherApplication(create_backend_app))
+    http = make_server("127.0.0.1", 0, app, threaded=True, request_handler=_Quiet)
+    server.url = f"http://127.0.0.1:{http.server_port}"
+    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread.start()
+    try:
+        server.client().create_bucket(Bucket=BUCKET)
+        yield server
+    finally:
+        http.shutdown()
+        thread.join()

@@ -1,0 +1,135 @@
+"""Kills at random moments of an upload, and requests that are refused or cut at random: nothing is lost or half."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from common import manifest
+from common.run.process import Process
+from common.state import checkpoint, saver, start, state_check
+from common.store.objects import keeper as keeping
+from common.store.objects import paths, uploads
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.harness import runner, states
+from tests.store.server import BUCKET, Server
+from tests.store.test_keeper import OUT, run, steps
+
+STEPS = 6
+PART = 5 * 2**20  # the least that S3 takes: each save has two of them
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    """6 MB whose numbers tell the step."""
+    return {"a": torch.full((3 * 2**19,), float(step)), "b": torch.arange(7.0) + step}
+
+
+def save_on(folder: str, env: dict[str, str], url: str) -> None:
+    """A job that resumes, and saves each step up to the last one."""
+    os.environ |= env
+    uploads.PART_BYTES = PART
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    process = Process(recipe=str(states.RECIPE))
+    keeper = keeping.Keeper(paths.parse("--out", url) / "run", Path(folder))
+    keeper.claim(process)
+    step = checkpoint.newest(keeper.path)
+    if step >= 0:
+        path, facts = checkpoint.choose(keeper.path)
+        assert facts["step"] == step, "none is damaged"
+        found = {name: torch.zeros_like(one) for name, one in state(0).items()}
+        checkpoint.load(path, found)
+        states.check_equal(found, state(step))
+    found_start = start.Found(keeper, {"seed": 3}, None, {}, step)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    check = state_check.StateCheck(torch.nn.Module(), compare=True)
+    with process.background:
+        one = saver.Saver(found_start, mesh, check, process, 2, False)
+        for number in range(max(step, 0) + 1, STEPS + 1):
+            one.save(number, state(number), 10 * number, last=number == STEPS)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("kills", [3, 60])
+def test_killed_at_random_moments(kills: int, s3: Server, tmp_path: Path) -> None:
+    """The same command continues from the newest step whose manifest is there, and the end is as if nothing was."""
+    chance = random.Random(kills)
+    env = {**s3.env, "STORE_RETRY_S": "20", "STORE_LEASE_S": "2"}
+    newest = 0
+    for number in range(kills):
+        if newest == STEPS:  # begin anew
+            for key in s3.objects():
+                s3.client().delete_object(Bucket=BUCKET, Key=key)
+            newest = 0
+        wanted = chance.randrange(1, 16)  # requests that write, until the kill
+
+        def kill(pids: list[int], wanted: int = wanted) -> None:
+            begun = len(s3.requests)
+
+            def written() -> int:
+                return sum(line.startswith(("PUT", "POST")) for line in s3.requests[begun:])
+
+            while written() < wanted:
+                time.sleep(0.002)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[0], signal.SIGKILL)
+
+        result = runner.spawn(save_on, [(str(tmp_path / "work"), env, OUT)], meddle=kill)
+        assert result.ok or result.codes == [-signal.SIGKILL], str(result)
+        found = steps(s3)
+        assert max(found, default=0) >= newest, f"kill {number}"
+        newest = max(found, default=0)
+        if newest:
+            path, facts = checkpoint.choose(paths.parse("--resume", f"{OUT}/run"))
+            assert facts["step"] == newest, f"kill {number}: every manifest that is there is of a whole checkpoint"
+            states.check_equal(states.loaded(path, state(newest)), state(newest))
+    result = runner.spawn(save_on, [(str(tmp_path / "work"), env, OUT)])
+    assert result.ok, str(result)
+    named = [
+        f"{key.rpartition('/')[0]}/{name}"
+        for key in s3.objects()
+        if key.endswith(manifest.NAME)
+        for name in json.loads(s3.client().get_object(Bucket=BUCKET, Key=key)["Body"].read())["files"]
+    ]
+    assert sorted(key for key in s3.objects() if key.endswith(".safetensors")) == sorted(named), "nothing is left over"
+    assert s3.uploads() == []
+    assert max(steps(s3)) == STEPS
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("saves", [2, 20])
+def test_random_refusals_and_cuts(saves: int, s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request in five is refused as busy, or its connection is cut: before it arrives, or before the answer."""
+    monkeypatch.setattr(uploads, "PART_BYTES", PART)
+    monkeypatch.setenv("STORE_RETRY_S", "60")
+    monkeypatch.setenv("STORE_LEASE_S", "60")
+    chance = random.Random(1)
+    hits: list[str] = []
+
+    def fault(environ: dict[str, Any]) -> tuple[int, str] | None:
+        draw = chance.random()
+        if draw > 0.2:
+            return None
+        hits.append(environ["REQUEST_METHOD"])
+        if draw < 0.1:
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+            raise ConnectionResetError("as ordered")
+        return (503, "SlowDown") if draw < 0.15 else (500, "InternalError")
+
+    with run(tmp_path, keep=2) as job:
+        s3.faults.append(fault)
+        for step in range(1, saves + 1):
+            job.save(step, state(step), 10 * step, last=True)
+        s3.faults.clear()
+    assert len(hits) > 2 * saves
+    assert steps(s3) == [saves - 1, saves]
+    for step in (saves - 1, saves):
+        path = paths.parse("--resume", f"{OUT}/run/checkpoints/step_{step:08d}")
+        states.check_equal(states.loaded(checkpoint.choose(path)[0], state(step)), state(step))
