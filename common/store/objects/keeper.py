@@ -81,6 +81,8 @@ class Keeper:
         if self._rank == 0:
             threading.Thread(target=self._show_life, name="store", daemon=True).start()
         ranks.print0(f"checkpoints go to {self.path}; log and records are written in {self.run_dir} and copied there")
+        if (store := self.path.parts[0]) in ("gs:", "az:", "hf:"):
+            ranks.print0(f"note: nobody has tried {store}// yet: resume once before you trust it (docs/checkpoints.md)")
 
     def _claim(self) -> None:
         mine = self.run_dir / "working_folder"  # its lock is held: who had this number before has ended
