@@ -112,15 +112,13 @@ class Saver:
         Raises:
             SaveError: the same, and where it lies, or why it does not lie here either.
         """
-        place, self._place = self._place, self._place.spare
+        self._place = self._place.spare
         path = checkpoint.folder(self._place.path, facts["step"])
         try:
             self._write(tensors, facts, -1)
             self._settle(last=True)
         except SaveError as here:
             raise SaveError(f"{error}. It was not saved to {path} either: {here}") from None
-        finally:
-            self._place = place
         raise SaveError(f"{error}. It was saved to {path} instead: continue with --resume {path} and another --name")
 
     def wait(self, most_s: float | None = None) -> None:

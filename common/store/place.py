@@ -15,12 +15,13 @@ except ModuleNotFoundError:  # deleted, see docs/adapt.md: then a run lies in a 
 STORES = re.compile("(s3|gs|az|hf)://")
 
 
-def at(flag: str, value: str) -> Any:
+def at(flag: str, value: str | Path) -> Any:
     """What a flag names: a path of this machine, or one in an object store, with the same methods.
 
     Raises:
         UserError: as `places.local` and `paths.parse`; or common/store/objects was deleted.
     """
+    value = str(value)
     if not STORES.match(value):
         return places.local(flag, value)
     if not paths:

@@ -211,6 +211,7 @@ def test_store_that_stays_away_fails_the_save_with_words(s3: Server, tmp_path: P
         ) as error:
             save(job, 2)
         s3.faults.clear()
+    with run(tmp_path) as job:
         save(job, 3)
     assert newest() == 3
     # The last one was kept on this machine instead, and the error says where and how to continue from it.

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "hf": "huggingface_hub", "memory": "fsspec"}
-FIRST_S, MOST_S = 0.2, 20.0  # between two tries
+FIRST_S = 0.2  # between two tries, and twice as long each time
+MOST_S = 20.0
 
 
 def filesystem(scheme: str) -> Any:
@@ -42,7 +43,9 @@ def ask(path: Any, verb: str, call: Callable[[], Result]) -> Result:
         FileNotFoundError, FileExistsError, PermissionError: of the store; another try would change nothing.
         OSError: it was busy or away for all that time.
     """
-    began, pause, told = time.monotonic(), FIRST_S, False
+    began = time.monotonic()
+    pause = FIRST_S
+    told = False
     limit = float(os.environ.get("STORE_RETRY_S", "120"))
     while True:
         try:

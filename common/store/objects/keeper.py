@@ -118,7 +118,8 @@ class Keeper:
                 about = json.loads(text)
                 owner, folder = str(about["owner"]), str(about["folder"])
             except (ValueError, KeyError, TypeError):
-                owner, folder = "another process", ""
+                owner = "another process"
+                folder = ""
             if not owner or folder == self._about["folder"] or time.monotonic() > end:
                 break
             if not told:

@@ -137,7 +137,8 @@ class Ranges(io.RawIOBase):
         """Fill a buffer as far as a range goes; 0 at the end."""
         begin, content = self._kept
         if not begin <= self._at < begin + len(content):
-            begin, end = self._at, min(self._at + RANGE_BYTES, self._size)
+            begin = self._at
+            end = min(begin + RANGE_BYTES, self._size)
             content = self._path.read(begin, end) if begin < end else b""
             self._kept = begin, content
         part = memoryview(content)[self._at - begin :][: len(buffer)]

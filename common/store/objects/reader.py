@@ -46,7 +46,8 @@ class RangeReader:
             for tensor, entry in header.items():
                 if tensor == "__metadata__":
                     continue
-                shape, dtype = torch.Size(entry["shape"]), DTYPES[entry["dtype"]]
+                shape = torch.Size(entry["shape"])
+                dtype = DTYPES[entry["dtype"]]
                 offsets = torch.Size(about.get(tensor, {}).get("saved_offsets", [0] * len(shape)))
                 end = torch.Size(map(sum, zip(offsets, shape, strict=True)))
                 one = tensors.setdefault(tensor, dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), end, []))

@@ -17,7 +17,8 @@ class Upload:
 
     def __init__(self, url: str, files: Any) -> None:
         """Begin; a store of another kind than S3 gets its parts one after the other, by fsspec."""
-        self._url, self._files = url, files
+        self._url = url
+        self._files = files
         self._s3 = hasattr(files, "call_s3")
         self._filled = bytearray()
         self._num_bytes = 0
@@ -43,7 +44,8 @@ class Upload:
     def _send(self) -> None:
         if not self._number:
             self._number = self._call("create_multipart_upload", ChecksumAlgorithm="CRC32")["UploadId"]
-        content, self._filled = self._filled, bytearray()
+        content = self._filled
+        self._filled = bytearray()
         wait(self._parts[-PARTS : -PARTS + 1] if len(self._parts) >= PARTS else [])
         self._parts.append(self._pool.submit(self._part, len(self._parts) + 1, content))
 
