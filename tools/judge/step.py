@@ -122,11 +122,10 @@ def _before(record: Any, place: Any, optimizer: Any) -> None:
     trained = {id(one): name for module in record.modules.values() for name, one in module.named_parameters()}
     all_held = {id(one) for each in record.optimizers for one in parameters(each)}
     roots = [one for key, one in record.modules.items() if trains(one) and key in record.called]
+    # A DDP's parameters are its model's, which may come before it.
+    found = {id(one): (name, one) for module in reversed(roots) for name, one in module.named_parameters()}
     unheld = [
-        name
-        for module in roots
-        for name, one in module.named_parameters()
-        if one.requires_grad and one.grad is not None and id(one) not in all_held
+        name for key, (name, one) in found.items() if one.requires_grad and one.grad is not None and key not in all_held
     ]
     split = record.flat or any(local(one) is not one for one in held)
     record.log(
