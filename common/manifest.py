@@ -31,8 +31,9 @@ MOST_STEPS = 2**31  # of a training, as of --max-steps; and samples of a step
 
 
 def write(folder: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
-    """Write the manifest, see `text`; whoever needs it after a power cut calls `sync` with it and with its folder."""
-    (folder / NAME).write_text(text(facts, files))
+    """Write the manifest, see `text`, and flush it and the folder's entries to the disk."""
+    replace(folder / NAME, text(facts, files))
+    sync(folder)
 
 
 def text(facts: dict[str, Any], files: dict[str, Any]) -> str:
@@ -97,8 +98,7 @@ def seal(path: Path, digests: list[str] | None = None) -> dict[str, Any]:
     """A file's entry: its size, and the digests of its chunks, which `write_blocks` has returned or the file gives."""
     num_bytes = path.stat().st_size
     if digests is None:
-        starts = range(0, num_bytes, CHUNK_BYTES)
-        digests = [_digest(path, start, CHUNK_BYTES, xxhash.xxh3_128()) for start in starts]
+        digests = [_digest(path, start, CHUNK_BYTES, xxhash.xxh3_128()) for start in range(0, num_bytes, CHUNK_BYTES)]
     return {"bytes": num_bytes, "xxh3_128": digests}
 
 

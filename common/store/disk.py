@@ -66,8 +66,6 @@ class Disk:
     def commit(self, partial: Path, final: Path, facts: dict[str, Any], files: dict[str, Any]) -> None:
         """Write the manifest and rename the folder (rank 0)."""
         manifest.write(partial, facts, files)
-        manifest.sync(partial / manifest.NAME)
-        manifest.sync(partial)
         # It must be damaged, as is a link to itself: otherwise this run would have resumed from it.
         if os.path.lexists(final):
             final.rename(final.with_name(f"{partial.name}-damaged"))

@@ -526,13 +526,17 @@ def test_failure_without_a_word_is_told_by_its_name(
 def test_what_fails_after_the_commit_is_no_failure(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint is there, whole: a disk that is full to the last byte, or a folder that cannot be deleted."""
 
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
 
+    def fail_to_point(partial: Path, target: Path) -> Path:
+        return rename(partial, target) if target.name != "latest" else fail()
+
+    rename: Any = Path.replace
     save(tmp_path, 5)
     where = {"latest": (Path, "replace"), "old one": (disk.shutil, "rmtree"), "list": (saver.checkpoint, "committed")}
     with monkeypatch.context() as patch:
-        patch.setattr(*where[what], fail)
+        patch.setattr(*where[what], fail_to_point if what == "latest" else fail)
         save(tmp_path, 6, keep=1)
     assert 6 in committed(tmp_path)
 

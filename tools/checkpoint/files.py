@@ -125,5 +125,3 @@ def write_start(run_dir: Path, tensors: Tensors, source: str) -> None:
     write(tensors, file, 0)
     manifest.sync(file)
     manifest.write(folder, {"step": 0, "samples": 0, "source": source}, {file.name: manifest.seal(file)})
-    manifest.sync(folder / manifest.NAME)
-    manifest.sync(folder)
