@@ -114,6 +114,15 @@ def test_nothing_outside(tmp_path: Path) -> None:
     assert [path.name for path in outside.iterdir()] == ["old"]
 
 
+@pytest.mark.rest
+def test_sleep_is_no_hang(tmp_path: Path) -> None:
+    """Both ranks wait, and not for each other."""
+    text = judged.BY_HAND.replace("    optimizer.step()\n", "    optimizer.step()\n    time.sleep(9 * (step == 1))\n")
+    found = verdicts(tmp_path, {"sleeps.py": "import time\n" + text})["sleeps.py"]
+    assert found["failed"].startswith("nothing was computed for 4 s: "), found
+    assert not any(one["level"] != "note" for one in found["findings"])
+
+
 def test_script_that_refuses_its_flags(tmp_path: Path) -> None:
     """The user reads what the script said."""
     text = "import argparse as a\np = a.ArgumentParser()\np.add_argument('--size', required=True)\np.parse_args()\n"

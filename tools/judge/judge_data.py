@@ -38,8 +38,8 @@ def set_epoch(run: Run) -> Iterator[Finding]:
             yield Finding(
                 "set_epoch is missing",
                 begin["at"],
-                f"two epochs read the same order: both are epoch {epoch} "
-                f"for the sampler; {begin['own_samples']} samples",
+                f"two epochs read the {begin['own_samples']} samples in the same order: "
+                f"both are epoch {epoch} for the sampler",
             )
             return
         seen[begin["loader"]] = one

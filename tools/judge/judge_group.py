@@ -74,6 +74,8 @@ def waits(run: Run) -> Iterator[Finding]:
         return
     if not ours and not theirs and not run.of("step"):
         return  # it has refused to start, or what it waits for is no collective
+    if run.hang and ours == theirs and not any(map(is_inside, run.ranks)):
+        return  # a slow disk, or a sleep
     names = {at: name for name, at in [*ours, *theirs]}
     i = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     a, b = (ours[i] if i < len(ours) else None), (theirs[i] if i < len(theirs) else None)
@@ -87,6 +89,13 @@ def waits(run: Run) -> Iterator[Finding]:
     at = alone[0][1] if alone else (a or b or ("", ""))[1] or next((one for one in run.hang if ":" in one), "")
     what = names.get(at, "")
     yield Finding("not all ranks come", at, "; ".join(([f"{what} is not called by all"] if what else []) + lines))
+
+
+def is_inside(events: list[Event]) -> bool:
+    """Whether a rank waits in a collective, or in a pass that may send."""
+    open_until = {"collective": "collected", "forward": "forwarded", "backward": "backwarded"}
+    last = next((one["e"] for one in reversed(events) if one["e"] in {*open_until, *open_until.values()}), "")
+    return last in open_until
 
 
 def is_of_group(end: Event) -> bool:

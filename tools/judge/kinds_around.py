@@ -7,7 +7,7 @@ KINDS = {
     "set_epoch is missing": Kind(
         ERROR,
         "DistributedSampler gives each epoch the same order: the same samples meet in the same batches.",
-        "Call sampler.set_epoch(epoch) at the begin of each epoch.",
+        "Call sampler.set_epoch(epoch) at the beginning of each epoch.",
         DDP,
     ),
     "same samples on all ranks": Kind(

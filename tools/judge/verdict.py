@@ -195,6 +195,8 @@ def failure(run: Run) -> str:
         return f"it met its limit of {run.limit}" if not run.of("step") else ""
     if not run.of("step"):
         return "no optimizer made a step" if not run.hang else f"it hangs before its first step; it printed:{said(run)}"
+    if run.hang and "ended" not in run.hang:
+        return f"nothing was computed for {launch.IDLE_S:.0f} s: {', '.join(map(judge_group.place, run.hang))}"
     return ""
 
 
