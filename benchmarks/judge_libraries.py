@@ -36,7 +36,7 @@ def main() -> None:
         wrong = [f"{one} in the right script" for one in loud(right)]
         hits: list[str] = []
         missed: list[str] = []
-        own = [one for one in libraries.MISTAKES if one.library == library]
+        own = [one for one in libraries.MISTAKES if one.framework == library]
         for one in own:
             said = loud(judge(one.text(), once=True))
             print(f"{library}: {one.what}: {said}", flush=True)

@@ -167,14 +167,14 @@ PACKAGES = {"Lightning": "lightning", "the Trainer of transformers": "transforme
 class Mistake:
     """What is planted, the kind that should be named ("" for none), and texts that replace others."""
 
-    library: str
+    framework: str
     what: str
     kind: str
     changes: tuple[tuple[str, str], ...]
 
     def text(self) -> str:
         """The script with it."""
-        text = SCRIPTS[self.library]
+        text = SCRIPTS[self.framework]
         for old, new in self.changes:
             assert text.count(old) == 1, (self.what, old, text.count(old))
             text = text.replace(old, new)

@@ -285,7 +285,7 @@ def test_library_mistakes_apply() -> None:
     for one in libraries.MISTAKES:
         compile(one.text(), one.what, "exec")
     assert {one.kind for one in libraries.MISTAKES} - {""} <= findings.KINDS.keys()
-    assert {one.library for one in libraries.MISTAKES} == libraries.SCRIPTS.keys() == libraries.PACKAGES.keys()
+    assert {one.framework for one in libraries.MISTAKES} == libraries.SCRIPTS.keys() == libraries.PACKAGES.keys()
 
 
 @pytest.mark.rest

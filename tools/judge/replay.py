@@ -33,7 +33,8 @@ class Operations(TorchDispatchMode):
     def __init__(self, roots: tuple[str, ...], at: str) -> None:
         """`at` is the line of what is not in the folders `roots`."""
         super().__init__()
-        self.roots, self.at = roots, at
+        self.roots = roots
+        self.at = at
         self.found: list[tuple[str, str, list[torch.Tensor]]] = []
         self.elements = 0
 
@@ -103,7 +104,8 @@ def compare(record: Any, place: Any) -> None:
     path: Path = place.own / "rows.pt"
     if record.replays is None or not path.exists():
         return
-    kept, record.replays = record.replays, None
+    kept = record.replays
+    record.replays = None
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     record.busy.alone = record.busy.loss = record.inside = True
     try:

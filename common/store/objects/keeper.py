@@ -116,7 +116,8 @@ class Keeper:
         while text:
             try:
                 about = json.loads(text)
-                owner, folder = str(about["owner"]), str(about["folder"])
+                owner = str(about["owner"])
+                folder = str(about["folder"])
             except (ValueError, KeyError, TypeError):
                 owner = "another process"
                 folder = ""
