@@ -6,6 +6,7 @@ rank's thread answers with its latest step; rank 0 reads these, many in one requ
 the first step that no rank can have passed: after it, all ranks stop. A signal to one rank is enough.
 """
 
+import contextlib
 import os
 import select
 import signal
@@ -31,8 +32,7 @@ END_MARGIN_S = 120.0  # for the current step and the save, before Slurm ends the
 
 def taken_over() -> list[signal.Signals]:
     """The signals that mean a request to stop: SIGNALS, but not SIGHUP if this process ignores it, as under nohup."""
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
+    return [one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
 
 
 def poll_s(size: int) -> float:
@@ -140,7 +140,10 @@ class Stop:
         if self._launcher and os.getppid() != self._launcher:
             reason = f"the launcher (process {self._launcher}) has died, on rank {self._rank}"
             if self._done == self._first_step:  # which compiles, perhaps for minutes, and there is nothing to save
-                ranks.print0(f"{reason}, before its first step: it exits")
+                with contextlib.suppress(dist.DistError):  # the store has ended with rank 0, which has said it
+                    # The first rank says it: another may end without a look, where it waits for the first.
+                    if self._store.compare_set("stop/left", "", reason) == reason.encode():
+                        print(f"{reason}, before its first step: it exits", flush=True)
                 os._exit(1)
             return reason
         return printable(self._store.peek(REASON))

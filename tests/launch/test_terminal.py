@@ -1,6 +1,7 @@
 """What a terminal does to a launch, with real signals: Ctrl-C at its start, Ctrl-Z; and a launcher that is killed."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,5 +89,9 @@ def test_no_rank_outlives_a_killed_launcher(when: str, small_digits: Path, tmp_p
     go.touch()
     runner.wait_for(lambda: not any(map(alive, left)))
     out, _ = process.communicate()
-    assert "has died, on rank 0, before its first step: it exits\n" in out
-    assert not (tmp_path / "out" / "run" / "stopped.json").exists()
+    said = re.findall("has died, on rank [01](, before its first step: it exits\n|: saving and stopping after step)", out)
+    assert len(said) == 1, out
+    # A quick first step ends before a rank has looked for its launcher: then there is something to save.
+    saved = (tmp_path / "out" / "run" / "stopped.json").exists()
+    assert saved == said[0].startswith(":"), out
+    assert not saved or when == "a rank imports", out

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from common import ranks
 from common.run import process_group, stop
 from common.run.process import Process
@@ -110,6 +111,24 @@ def test_launcher_dies(when: str) -> None:
     told = "has died, on rank 0"
     told += ": saving and stopping after step 6\n" if when == "after a step" else ", before its first step: it exits\n"
     assert told in result.outputs[0]
+
+
+def lose_the_launcher_of(first: int) -> None:
+    os.environ |= {"TORCHELASTIC_RUN_ID": "x", "LAUNCHER_PID": str(os.getppid())}
+    world = process_group.start()
+    stop.Stop(world, 0, first_step=0, last_step=10_000)
+    if world.rank == first:
+        os.getppid = lambda: 1
+    while True:
+        dist.barrier()  # fails once the other rank is gone
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_whichever_rank_notices_first_says_it(first: int) -> None:
+    """Another rank ends at once where a collective of it fails, and does not get as far as looking."""
+    result = runner.spawn(lose_the_launcher_of, [(first,)] * 2)
+    assert 0 not in result.codes, str(result)
+    assert sum(printed.count("before its first step: it exits\n") for printed in result.outputs) == 1, str(result)
 
 
 def close_twice() -> None:
