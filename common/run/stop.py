@@ -6,7 +6,6 @@ rank's thread answers with its latest step; rank 0 reads these, many in one requ
 the first step that no rank can have passed: after it, all ranks stop. A signal to one rank is enough.
 """
 
-import contextlib
 import os
 import select
 import signal
@@ -139,11 +138,10 @@ class Stop:
             return f"--deadline, or Slurm's time limit, on rank {self._rank}"
         if self._launcher and os.getppid() != self._launcher:
             reason = f"the launcher (process {self._launcher}) has died, on rank {self._rank}"
+            if self._done == self._first_step:  # a short one is let end; rank 0 looks again before the others do
+                time.sleep((10 if self._rank else 5) * self._poll_s)
             if self._done == self._first_step:  # which compiles, perhaps for minutes, and there is nothing to save
-                with contextlib.suppress(dist.DistError):  # the store has ended with rank 0, which has said it
-                    # The first rank says it: another may end without a look, where it waits for the first.
-                    if self._store.compare_set("stop/left", "", reason) == reason.encode():
-                        print(f"{reason}, before its first step: it exits", flush=True)
+                ranks.print0(f"{reason}, before its first step: it exits")
                 os._exit(1)
             return reason
         return printable(self._store.peek(REASON))

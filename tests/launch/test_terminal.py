@@ -1,7 +1,6 @@
 """What a terminal does to a launch, with real signals: Ctrl-C at its start, Ctrl-Z; and a launcher that is killed."""
 
 import os
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,10 +87,8 @@ def test_no_rank_outlives_a_killed_launcher(when: str, small_digits: Path, tmp_p
     process.wait()
     go.touch()
     runner.wait_for(lambda: not any(map(alive, left)))
-    out, _ = process.communicate()
-    said = re.findall("has died, on rank [01](, before its first step: it exits\n|: saving and stopping after step)", out)
-    assert len(said) == 1, out
+    out, err = process.communicate()
     # A quick first step ends before a rank has looked for its launcher: then there is something to save.
     saved = (tmp_path / "out" / "run" / "stopped.json").exists()
-    assert saved == said[0].startswith(":"), out
     assert not saved or when == "a rank imports", out
+    assert ("has died, on rank 0, before its first step: it exits\n" in out) == (not saved), out + err

@@ -113,22 +113,22 @@ def test_launcher_dies(when: str) -> None:
     assert told in result.outputs[0]
 
 
-def lose_the_launcher_of(first: int) -> None:
+def lose_the_launcher_late() -> None:
     os.environ |= {"TORCHELASTIC_RUN_ID": "x", "LAUNCHER_PID": str(os.getppid())}
     world = process_group.start()
     stop.Stop(world, 0, first_step=0, last_step=10_000)
-    if world.rank == first:
-        os.getppid = lambda: 1
+    looks_s = time.monotonic() + (0 if world.rank else 2 * stop.POLL_S)
     while True:
         dist.barrier()  # fails once the other rank is gone
+        if time.monotonic() > looks_s:
+            os.getppid = lambda: 1
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_whichever_rank_notices_first_says_it(first: int) -> None:
-    """Another rank ends at once where a collective of it fails, and does not get as far as looking."""
-    result = runner.spawn(lose_the_launcher_of, [(first,)] * 2)
+def test_rank_0_says_it_though_it_looks_last() -> None:
+    """It waits in a collective for a rank that has seen before it that the launcher is gone."""
+    result = runner.spawn(lose_the_launcher_late, [()] * 2)
     assert 0 not in result.codes, str(result)
-    assert sum(printed.count("before its first step: it exits\n") for printed in result.outputs) == 1, str(result)
+    assert "before its first step: it exits\n" in result.outputs[0], str(result)
 
 
 def close_twice() -> None:
