@@ -34,6 +34,10 @@ class SaveError(UserError):
     everywhere = True
 
 
+class TakenOverError(SaveError):
+    """Another job has taken the run over."""
+
+
 class Saver:
     """Writes the checkpoints of one run, in the background if asked to."""
 
@@ -102,7 +106,7 @@ class Saver:
         try:
             self._settle(last)
         except SaveError as error:
-            if not last or not self._place.spare or "was taken over" in str(error):
+            if not last or not self._place.spare or isinstance(error, TakenOverError):
                 raise
             self._write_here(tensors, facts, error)
 
@@ -157,7 +161,7 @@ class Saver:
         lost = any(lost for *_, lost in outcomes)
         if last or lost or not self._has_one:
             which = "last" if last else "next" if lost else "first"
-            raise SaveError(f"the {which} checkpoint was not saved: {failure}")
+            raise (TakenOverError if lost else SaveError)(f"the {which} checkpoint was not saved: {failure}")
         ranks.print0(f"warning: {failure}; training continues")
 
     def _leave(self) -> None:

@@ -50,6 +50,20 @@ FAULTS = (
     ),
     of(
         "objects/keeper",
+        "a slow copy costs the lease",
+        "        self._copying = threading.Lock()\n",
+        "        self._copying = self._turn\n",
+        f"{KEEPER}::test_slow_copy_of_a_log_does_not_cost_the_run",
+    ),
+    of(
+        "objects/keeper",
+        "a lock that is no lock ends the thread that shows life",
+        "    except (ValueError, KeyError, TypeError):\n",
+        "    except KeyError:\n",
+        f"{KEEPER}::test_lock_that_is_no_lock_ends_the_job_at_its_next_save",
+    ),
+    of(
+        "objects/keeper",
         "a second job does not wait for a sign of life",
         '            if not owner or folder == self._about["folder"] or time.monotonic() > end:\n',
         "            if True:\n",

@@ -238,7 +238,7 @@ def test_job_that_lost_its_run_ends_at_the_next_save(
     s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not at its last one, hours later; and it keeps no copy here, as another job goes on from what is there."""
-    monkeypatch.setattr(keeping.Keeper, "_show_life", lambda _: None)
+    monkeypatch.setattr(keeping.Keeper, "_again", lambda *_: None)
     with run(tmp_path / "one") as first:
         save(first, 1)
         with run(tmp_path / "two") as second:
@@ -253,7 +253,7 @@ def test_job_that_loses_its_run_while_it_commits_takes_its_manifest_back(
     s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stood still between its last look at the lease and its manifest, for longer than the lease."""
-    monkeypatch.setattr(keeping.Keeper, "_show_life", lambda _: None)
+    monkeypatch.setattr(keeping.Keeper, "_again", lambda *_: None)
     real = keeping.Keeper._look_at
     with run(tmp_path / "one") as first, contextlib.ExitStack() as others:
         save(first, 1)
@@ -346,7 +346,7 @@ def test_second_job_is_refused_while_the_first_lives(s3: Server, tmp_path: Path)
 
 
 def test_silent_job_loses_its_run_and_cannot_save(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping.Keeper, "_show_life", lambda _: None)
+    monkeypatch.setattr(keeping.Keeper, "_again", lambda *_: None)
     with run(tmp_path / "one") as first:
         save(first, 1)
         with run(tmp_path / "two") as second:
@@ -358,11 +358,46 @@ def test_silent_job_loses_its_run_and_cannot_save(s3: Server, tmp_path: Path, mo
     assert newest() == 4
 
 
+@pytest.mark.parametrize("text", ["no JSON", "[]"])
+def test_lock_that_is_no_lock_ends_the_job_at_its_next_save(text: str, s3: Server, tmp_path: Path) -> None:
+    """Somebody has written over it, or has emptied it: nobody can say any more who has the run."""
+    with run(tmp_path) as job:
+        save(job, 1)
+        s3.client().put_object(Bucket=BUCKET, Key="runs/run/lock", Body=text.encode())
+        with pytest.raises(saver.SaveError, match="was taken over by another"):
+            save(job, 2)
+    with run(tmp_path) as job:
+        save(job, 3)
+
+
+def test_slow_copy_of_a_log_does_not_cost_the_run(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is written all the while that the store takes for a large file."""
+    monkeypatch.setenv("STORE_LEASE_S", "0.5")
+    beats: list[str] = []
+    begun, ended = threading.Event(), threading.Event()
+
+    def fault(environ: dict[str, Any]) -> None:
+        if environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].endswith("metrics.jsonl"):
+            begun.set()
+            ended.wait()
+        if environ["REQUEST_METHOD"] == "PUT" and environ["PATH_INFO"].endswith("lock") and begun.is_set():
+            beats.append("")
+            if len(beats) == 3:
+                ended.set()
+
+    with run(tmp_path):
+        s3.faults.append(fault)
+        (tmp_path / "metrics.jsonl").write_text("{}")
+        in_time = ended.wait(10)
+        ended.set()
+    assert in_time
+
+
 def test_job_that_was_killed_here_is_followed_at_once(
     s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping.Keeper, "_show_life", lambda _: None)
-    monkeypatch.setattr(keeping.Keeper, "close", lambda _: None)
+    monkeypatch.setattr(keeping.Keeper, "_again", lambda *_: None)
+    monkeypatch.setattr(keeping.Keeper, "close", lambda *_: None)
     monkeypatch.setenv("STORE_LEASE_S", "1000")
     with run(tmp_path) as job:
         save(job, 1)

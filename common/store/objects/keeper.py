@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,15 @@ class Attempt(StorePath):
         return StorePath(f"{self.parent}/{stem}-{self.name}.{suffix}")
 
 
+def _holder(text: str) -> tuple[str, str]:
+    """Who holds a lock of this text, "" for nobody, and that job's working folder, "" if it is not known."""
+    try:
+        about = json.loads(text)
+        return str(about["owner"]), str(about["folder"])
+    except (ValueError, KeyError, TypeError):
+        return "another process", ""
+
+
 class Keeper:
     """What `common.store.disk.Disk` is for a folder, and the run's right to save, which one job has at a time.
 
@@ -63,7 +72,8 @@ class Keeper:
         self._copied: dict[str, tuple[int, int]] = {}  # size and time of what was copied
         self._known: set[str] = set()  # checkpoints that were there, or are this job's
         self._kept = ""  # the newest one, and when
-        self._turn = threading.Lock()
+        self._turn = threading.Lock()  # to write the lock
+        self._copying = threading.Lock()
         self._rank = ranks.rank()
 
     # --- The right to save ---
@@ -79,7 +89,8 @@ class Keeper:
         ranks.from_rank0(self._claim, f"--out {self.path.parent}")
         process.background.callback(self.close)
         if self._rank == 0:
-            threading.Thread(target=self._show_life, name="store", daemon=True).start()
+            for call in (self._hold, self._copy):  # side by side: copying a large file must not cost the lease
+                threading.Thread(target=self._again, args=(call,), name=call.__name__, daemon=True).start()
         ranks.print0(f"checkpoints go to {self.path}; log and records are written in {self.run_dir} and copied there")
         if (store := self.path.parts[0]) in ("gs:", "az:", "hf:"):
             ranks.print0(f"note: nobody has tried {store}// yet: resume once before you trust it (docs/checkpoints.md)")
@@ -114,13 +125,7 @@ class Keeper:
         text, tag = uploads.read_tagged(self._lock, self._files)
         told = False
         while text:
-            try:
-                about = json.loads(text)
-                owner = str(about["owner"])
-                folder = str(about["folder"])
-            except (ValueError, KeyError, TypeError):
-                owner = "another process"
-                folder = ""
+            owner, folder = _holder(text)
             if not owner or folder == self._about["folder"] or time.monotonic() > end:
                 break
             if not told:
@@ -129,7 +134,7 @@ class Keeper:
             time.sleep(limit / 20)
             now = uploads.read_tagged(self._lock, self._files)
             if now != (text, tag):
-                if not now[0] or json.loads(now[0]).get("owner") == "":
+                if not now[0] or not _holder(now[0])[0]:
                     return now
                 raise UserError(
                     f"--name {self.path.name}: {self.path} is in use by {owner}; wait until it ends, or use another "
@@ -152,17 +157,15 @@ class Keeper:
                 try:
                     self._write_lock(self._tag)
                 except FileExistsError:
-                    found = uploads.read_tagged(self._lock, self._files)[0]
-                    self.lost = json.loads(found or "{}").get("owner") or "another job"
+                    self.lost = _holder(uploads.read_tagged(self._lock, self._files)[0])[0] or "another job"
             if self.lost:
                 raise OSError(f"{self.path} was taken over by {self.lost}, because this job was silent for so long")
 
-    def _show_life(self) -> None:
+    def _again(self, call: Callable[[], None]) -> None:
         pause = float(os.environ.get("STORE_LEASE_S", LEASE_S)) / 5
         while not self._ends.wait(pause):
             with contextlib.suppress(OSError):  # the next save says it
-                self._hold()
-                self._copy()
+                call()
 
     def close(self) -> None:
         """Copy what is left, and let other jobs have the run."""
@@ -178,7 +181,9 @@ class Keeper:
     def _copy(self) -> None:
         """Copy files that have changed; each rank its own log, and rank 0 the rest."""
         log = f"rank_{self._rank:05d}.log"
-        with self._turn:
+        if self.lost:
+            return  # these are the other job's files now
+        with self._copying:
             for file in sorted(one for one in self.run_dir.rglob("*") if one.is_file()):
                 name = file.relative_to(self.run_dir)
                 ours = file.name == log if name.parts[0] == "logs" or self._rank else True
