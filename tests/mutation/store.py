@@ -35,7 +35,7 @@ FAULTS = (
         f"{KEEPER}::test_object_that_vanishes_before_the_commit_is_noticed",
     ),
     of(
-        "objects/keeper",
+        "objects/lease",
         "a job that has lost its run saves on",
         "            if self.lost:\n                raise OSError",
         "            if False:\n                raise OSError",
@@ -44,7 +44,7 @@ FAULTS = (
     of(
         "objects/keeper",
         "the lease is not looked at after the commit",
-        "            self._hold()  # who stood still",
+        "            self._lease.hold()  # who stood still",
         "            pass  # who stood still",
         f"{KEEPER}::test_job_that_loses_its_run_while_it_commits_takes_its_manifest_back",
     ),
@@ -56,14 +56,21 @@ FAULTS = (
         f"{KEEPER}::test_slow_copy_of_a_log_does_not_cost_the_run",
     ),
     of(
-        "objects/keeper",
+        "objects/lease",
         "a lock that is no lock ends the thread that shows life",
         "    except (ValueError, KeyError, TypeError):\n",
         "    except KeyError:\n",
         f"{KEEPER}::test_lock_that_is_no_lock_ends_the_job_at_its_next_save",
     ),
     of(
-        "objects/keeper",
+        "objects/uploads",
+        "who writes under a condition does not look itself",
+        "    if tag is not None and read_tagged(url, files)[1] != tag:\n",
+        "    if False:\n",
+        f"{KEEPER}::test_store_without_conditions_keeps_jobs_apart_and_says_what_it_lacks",
+    ),
+    of(
+        "objects/lease",
         "a second job does not wait for a sign of life",
         '            if not owner or folder == self._about["folder"] or time.monotonic() > end:\n',
         "            if True:\n",

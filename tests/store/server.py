@@ -1,9 +1,13 @@
 """An S3 server of this machine, with faults on order: moto's, behind a WSGI layer that refuses, cuts or waits.
 
-Nothing but the loopback interface is used, and it keeps its objects in memory.
+Nothing but the loopback interface is used, and it keeps its objects in memory. With STORE_TEST_S3, and the keys as
+AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the tests run against another server behind the same layer:
+`STORE_TEST_S3=http://127.0.0.1:9000 uv run pytest -m "" -n 0 tests/store`. They empty the bucket `bucket` there.
 """
 
 import contextlib
+import http.client
+import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +19,10 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 BUCKET = "bucket"
+PER_HOP = {"connection", "keep-alive", "transfer-encoding"}  # headers that say nothing about the content
+OTHER = os.environ.get("STORE_TEST_S3", "")
+KEY_ID = os.environ["AWS_ACCESS_KEY_ID"] if OTHER else "test-access-key-id"
+SECRET = os.environ["AWS_SECRET_ACCESS_KEY"] if OTHER else "test-secret-that-nobody-may-print"
 
 
 class _Quiet(WSGIRequestHandler):
@@ -42,8 +50,8 @@ class Server:
         """What the environment of a process needs to use it."""
         return {
             "AWS_ENDPOINT_URL": self.url,
-            "AWS_ACCESS_KEY_ID": "test-access-key-id",
-            "AWS_SECRET_ACCESS_KEY": "test-secret-that-nobody-may-print",
+            "AWS_ACCESS_KEY_ID": KEY_ID,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
             "AWS_DEFAULT_REGION": "us-east-1",
         }
 
@@ -52,8 +60,8 @@ class Server:
         return boto3.client(
             "s3",
             endpoint_url=self.url,
-            aws_access_key_id="test-access-key-id",
-            aws_secret_access_key="test-secret-that-nobody-may-print",
+            aws_access_key_id=KEY_ID,
+            aws_secret_access_key=SECRET,
             region_name="us-east-1",
         )
 
@@ -99,18 +107,31 @@ def _faulty(server: Server, app: Any) -> Any:
     return serve
 
 
+def _forward(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
+    """Give a request to the other server as it is, since it is signed."""
+    names = {"CONTENT_TYPE", "CONTENT_LENGTH"} | {name for name in environ if name.startswith("HTTP_")}
+    headers = {name.removeprefix("HTTP_").replace("_", "-").title(): environ[name] for name in names & {*environ}}
+    body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+    with contextlib.closing(http.client.HTTPConnection(OTHER.removeprefix("http://"))) as host:
+        host.request(environ["REQUEST_METHOD"], environ["RAW_URI"], body, headers)
+        answer = host.getresponse()
+        start(f"{answer.status} {answer.reason}", [one for one in answer.getheaders() if one[0].lower() not in PER_HOP])
+        return [answer.read()]
+
+
 @contextlib.contextmanager
 def run() -> Iterator[Server]:
     """Start a server with an empty bucket, and end it."""
     server = Server()
-    app = _faulty(server, DomainDispatcherApplication(create_backend_app))
-    http = make_server("127.0.0.1", 0, app, threaded=True, request_handler=_Quiet)
-    server.url = f"http://127.0.0.1:{http.server_port}"
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    app = _faulty(server, _forward if OTHER else DomainDispatcherApplication(create_backend_app))
+    listening = make_server("127.0.0.1", 0, app, threaded=True, request_handler=_Quiet)
+    server.url = f"http://127.0.0.1:{listening.server_port}"
+    thread = threading.Thread(target=listening.serve_forever, daemon=True)
     thread.start()
     try:
-        server.client().create_bucket(Bucket=BUCKET)
+        if BUCKET not in [one["Name"] for one in server.client().list_buckets()["Buckets"]]:
+            server.client().create_bucket(Bucket=BUCKET)
         yield server
     finally:
-        http.shutdown()
+        listening.shutdown()
         thread.join()

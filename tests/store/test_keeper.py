@@ -358,6 +358,48 @@ def test_silent_job_loses_its_run_and_cannot_save(s3: Server, tmp_path: Path, mo
     assert newest() == 4
 
 
+def forget_conditions(environ: dict[str, Any]) -> tuple[int, str] | None:
+    """What some servers that speak S3's language do; they may not list unfinished uploads either."""
+    environ.pop("HTTP_IF_NONE_MATCH", None)
+    environ.pop("HTTP_IF_MATCH", None)
+    return (501, "NotImplemented") if environ["QUERY_STRING"].startswith("uploads") else None
+
+
+def test_store_without_conditions_keeps_jobs_apart_and_says_what_it_lacks(
+    s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only what two jobs do at the same moment is not told apart: each looks before it writes."""
+    s3.faults.append(forget_conditions)
+    with run(tmp_path / "one") as first:
+        printed = capsys.readouterr().out
+        assert "has no conditional writes (If-None-Match)" in printed
+        assert "cannot be listed: what killed saves leave" in printed
+        with pytest.raises(UserError, match=r"--name run: .* is in use by process \d+ on "), run(tmp_path / "two"):
+            pass
+        save(first, 1)
+    monkeypatch.setattr(keeping.Keeper, "_again", lambda *_: None)
+    with run(tmp_path / "one") as first, run(tmp_path / "two") as second:
+        save(second, 2)
+        with pytest.raises(saver.SaveError, match="was taken over by process"):
+            save(first, 3)
+        save(second, 4)
+    assert steps(s3) == [1, 2, 4]
+
+
+def test_store_with_conditions_is_said_nothing_of(
+    s3: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with run(tmp_path):
+        assert "note: " not in capsys.readouterr().out
+
+
+def test_hub_holds_no_run() -> None:
+    """Each small object would be a commit; it is read from, though."""
+    with pytest.raises(UserError, match=r"^--out hf://a/b: .* commit each time; train into a folder or s3://"):
+        paths.parse("--out", "hf://a/b")
+    assert str(paths.parse("--init", "hf://a/b")) == "hf://a/b"
+
+
 @pytest.mark.parametrize("text", ["no JSON", "[]"])
 def test_lock_that_is_no_lock_ends_the_job_at_its_next_save(text: str, s3: Server, tmp_path: Path) -> None:
     """Somebody has written over it, or has emptied it: nobody can say any more who has the run."""

@@ -1,12 +1,14 @@
 """Ask a store through fsspec, imported at the first use: again while it is busy, and with words for what it says."""
 
 import functools
+import io
 import os
 import random
 import re
 import sys
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -41,6 +43,7 @@ def ask(path: Any, verb: str, call: Callable[[], Result]) -> Result:
 
     Raises:
         FileNotFoundError, FileExistsError, PermissionError: of the store; another try would change nothing.
+        UnsupportedOperation: the store does not have this request; an OSError.
         OSError: it was busy or away for all that time.
     """
     began = time.monotonic()
@@ -56,6 +59,8 @@ def ask(path: Any, verb: str, call: Callable[[], Result]) -> Result:
                 raise
             if isinstance(error, PermissionError):
                 raise PermissionError(f"{path} could not be {verb}: {said}") from None
+            if _status(error) == HTTPStatus.NOT_IMPLEMENTED:
+                raise io.UnsupportedOperation(f"{path} could not be {verb}: {said}") from None
             if not _passes(error):
                 raise OSError(f"{path} could not be {verb}: {said}") from None
             waited = time.monotonic() - began
@@ -70,13 +75,17 @@ def ask(path: Any, verb: str, call: Callable[[], Result]) -> Result:
 
 def _passes(error: BaseException) -> bool:
     """Whether a fault may be over at the next try: a busy store, or a connection, and no wrong request."""
-    code = getattr(error.__cause__, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    if code:
-        return code >= 500 or code in (408, 409, 429)
+    if status := _status(error):
+        return status >= 500 or status in (408, 409, 429)
     named = {kind.__name__ for kind in type(error).__mro__}
     if named & {"NoCredentialsError", "ParamValidationError", "NoRegionError"}:
         return False
     return bool(named & {"OSError", "HTTPClientError", "BotoCoreError", "ClientError", "IncompleteRead"})
+
+
+def _status(error: BaseException) -> int:
+    """Of HTTP; 0 if there was no answer."""
+    return int(getattr(error.__cause__, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 
 def words(error: BaseException) -> str:

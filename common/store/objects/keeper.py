@@ -5,9 +5,6 @@ under names that no other save has, and nobody reads what no manifest names.
 """
 
 import contextlib
-import json
-import os
-import socket
 import sys
 import threading
 import time
@@ -16,15 +13,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common import UserError, manifest, ranks
+from common import manifest, ranks
 from common.run import run_dir
 from common.run.process import Process
 from common.store import disk
-from common.store.objects import uploads
+from common.store.objects import lease, uploads
 from common.store.objects.client import ask, words
 from common.store.objects.paths import StorePath
 
-LEASE_S = 60.0  # a job that has shown no life for so long has lost its run
 NOT_COPIED = {"lock", "checkpoints", "working_folder"}  # of the working folder
 
 
@@ -40,15 +36,6 @@ class Attempt(StorePath):
         return StorePath(f"{self.parent}/{stem}-{self.name}.{suffix}")
 
 
-def _holder(text: str) -> tuple[str, str]:
-    """Who holds a lock of this text, "" for nobody, and that job's working folder, "" if it is not known."""
-    try:
-        about = json.loads(text)
-        return str(about["owner"]), str(about["folder"])
-    except (ValueError, KeyError, TypeError):
-        return "another process", ""
-
-
 class Keeper:
     """What `common.store.disk.Disk` is for a folder, and the run's right to save, which one job has at a time.
 
@@ -56,7 +43,6 @@ class Keeper:
         path: the run's folder in the store.
         run_dir: its working folder on this machine: log, records, configuration.
         spare: where the last checkpoint goes if the store does not take it: the working folder.
-        lost: who has taken the run over; "" for nobody. Only rank 0 knows.
     """
 
     def __init__(self, path: StorePath, working: Path) -> None:
@@ -64,17 +50,19 @@ class Keeper:
         self.path = path
         self.run_dir = working
         self.spare = disk.Disk(working)
-        self.lost = ""
         self._files = path.files
-        self._lock = str(path / "lock")
-        self._tag = ""  # of the lock, as this job has written it last
+        self._lease = lease.Lease(path)
         self._ends = threading.Event()
         self._copied: dict[str, tuple[int, int]] = {}  # size and time of what was copied
         self._known: set[str] = set()  # checkpoints that were there, or are this job's
         self._kept = ""  # the newest one, and when
-        self._turn = threading.Lock()  # to write the lock
         self._copying = threading.Lock()
         self._rank = ranks.rank()
+
+    @property
+    def lost(self) -> str:
+        """Who has taken the run over; "" for nobody. Only rank 0 knows."""
+        return self._lease.lost
 
     # --- The right to save ---
 
@@ -89,81 +77,29 @@ class Keeper:
         ranks.from_rank0(self._claim, f"--out {self.path.parent}")
         process.background.callback(self.close)
         if self._rank == 0:
-            for call in (self._hold, self._copy):  # side by side: copying a large file must not cost the lease
+            for call in (self._lease.hold, self._copy):  # side by side: copying a large file must not cost the lease
                 threading.Thread(target=self._again, args=(call,), name=call.__name__, daemon=True).start()
         ranks.print0(f"checkpoints go to {self.path}; log and records are written in {self.run_dir} and copied there")
-        if (store := self.path.parts[0]) in ("gs:", "az:", "hf:"):
+        if (store := self.path.parts[0]) in ("gs:", "az:"):
             ranks.print0(f"note: nobody has tried {store}// yet: resume once before you trust it (docs/checkpoints.md)")
 
     def _claim(self) -> None:
         mine = self.run_dir / "working_folder"  # its lock is held: who had this number before has ended
         if not mine.exists():
             manifest.replace(mine, uuid.uuid4().hex)
-        job = f", Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
-        self._about = {
-            "owner": f"process {os.getpid()} on {socket.gethostname()}{job}",
-            "folder": mine.read_text(),
-            "start": uuid.uuid4().hex,
-        }
-        tag = self._wait_for_silence()[1]
-        try:
-            self._write_lock(tag)
-        except FileExistsError:
-            raise UserError(f"--name {self.path.name}: another job has just begun with {self.path}") from None
+        self._lease.take(mine.read_text())
+        if not uploads.abort_unfinished(self.path / "checkpoints", self._files):
+            ranks.print0(
+                f"note: unfinished uploads to {self.path} cannot be listed: what killed saves leave of them stays "
+                "there and costs, unless rules of the store remove it"
+            )
         self._known = {str(one) for one in (self.path / "checkpoints").iterdir()}
         for name in ("metrics.jsonl", "config.json"):
             if self._known and (self.path / name).is_file():
                 manifest.replace(self.run_dir / name, (self.path / name).read_text())
 
-    def _wait_for_silence(self) -> tuple[str, str]:
-        """The lock's text and tag, once nobody has the run.
-
-        Time is measured here, from one look to the next: clocks of two machines may differ.
-        """
-        limit = float(os.environ.get("STORE_LEASE_S", LEASE_S))
-        end = time.monotonic() + limit
-        text, tag = uploads.read_tagged(self._lock, self._files)
-        told = False
-        while text:
-            owner, folder = _holder(text)
-            if not owner or folder == self._about["folder"] or time.monotonic() > end:
-                break
-            if not told:
-                ranks.print0(f"{self.path} was held by {owner}: waiting {limit:.0f} s for whether it still runs")
-                told = True
-            time.sleep(limit / 20)
-            now = uploads.read_tagged(self._lock, self._files)
-            if now != (text, tag):
-                if not now[0] or not _holder(now[0])[0]:
-                    return now
-                raise UserError(
-                    f"--name {self.path.name}: {self.path} is in use by {owner}; wait until it ends, or use another "
-                    "--name"
-                )
-        return text, tag
-
-    def _write_lock(self, tag: str, **more: Any) -> None:
-        text = json.dumps(self._about | {"beat": uuid.uuid4().hex} | more)
-        self._tag = uploads.put(self._lock, self._files, text, tag)
-
-    def _hold(self) -> None:
-        """Show that this job lives.
-
-        Raises:
-            OSError: another job has taken the run over, or the store is away.
-        """
-        with self._turn:
-            if not self.lost:
-                try:
-                    self._write_lock(self._tag)
-                except FileExistsError:
-                    self.lost = _holder(uploads.read_tagged(self._lock, self._files)[0])[0] or "another job"
-            if self.lost:
-                raise OSError(f"{self.path} was taken over by {self.lost}, because this job was silent for so long")
-
     def _again(self, call: Callable[[], None]) -> None:
-        pause = float(os.environ.get("STORE_LEASE_S", LEASE_S)) / 5
-        while not self._ends.wait(pause):
+        while not self._ends.wait(lease.lease_s() / 5):
             with contextlib.suppress(OSError):  # the next save says it
                 call()
 
@@ -172,9 +108,8 @@ class Keeper:
         self._ends.set()
         try:
             self._copy()
-            if self._rank == 0 and not self.lost:
-                with self._turn:
-                    self._write_lock(self._tag, owner="")
+            if self._rank == 0:
+                self._lease.release()
         except OSError as error:
             sys.stderr.write(f"warning: not all of {self.run_dir} was copied to {self.path}: {words(error)}\n")
 
@@ -203,7 +138,7 @@ class Keeper:
         Raises:
             OSError: another job has taken the run over, or the store is away.
         """
-        self._hold()
+        self._lease.hold()
         return f"{final}/{uuid.uuid4().hex[:8]}"
 
     def partial(self, named: str) -> Attempt:
@@ -223,7 +158,7 @@ class Keeper:
             self._copy()  # before it: who resumes from it finds the records of its steps
         except OSError as error:
             ranks.print0(f"warning: not all of {self.run_dir} was copied to {self.path}: {words(error)}")
-        self._hold()
+        self._lease.hold()
         self._look_at(final, files)
         url = str(final / manifest.NAME)
         _, tag = uploads.read_tagged(url, self._files)
@@ -236,7 +171,7 @@ class Keeper:
             raise OSError(f"another job has saved {final} meanwhile") from None
         self._known.add(str(final))
         try:
-            self._hold()  # who stood still between the two for longer than the lease takes its manifest back
+            self._lease.hold()  # who stood still between the two for longer than the lease takes its manifest back
         except OSError:
             self._remove([final / manifest.NAME])
             raise
@@ -276,7 +211,7 @@ class Keeper:
         folder = final.parent
         for name, text in pointers.items():
             uploads.put(str(folder / name), self._files, text)
-        self._hold()  # what another job is writing is no abandoned upload
+        self._lease.hold()  # what another job is writing is no abandoned upload
         for path in older:
             self._remove([path / manifest.NAME])  # first: without it, the rest is nothing that anybody reads
         everything = folder.below()

@@ -151,7 +151,8 @@ def parse(flag: str, value: str) -> StorePath:
     """The URL that a flag names.
 
     Raises:
-        UserError: its store's package is missing, or it names no folder, or holds a password, which is not repeated.
+        UserError: its store's package is missing, or it names no folder, or holds a password, which is not repeated, or
+            it cannot hold a run.
     """
     scheme, _, rest = value.partition("://")
     if "@" in rest.partition("/")[0] or "?" in rest:
@@ -161,6 +162,11 @@ def parse(flag: str, value: str) -> StorePath:
         )
     if not rest.strip("/") or {"..", "."} & {*rest.split("/")}:
         raise UserError(f"{flag} {value}: name a bucket and a folder in it, as in {scheme}://bucket/folder")
+    if scheme == "hf" and flag == "--out":
+        raise UserError(
+            f"--out {value}: a run shows every few seconds that it lives, and the Hub would make a commit each time; "
+            "train into a folder or s3://, and upload the checkpoint that you want to keep"
+        )
     try:
         filesystem(scheme)
     except ImportError as error:
