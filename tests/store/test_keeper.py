@@ -459,15 +459,25 @@ def test_step_that_another_job_has_saved_is_not_replaced(s3: Server, tmp_path: P
         assert s3.objects() == before
 
 
-@pytest.mark.parametrize("tag", ["", "other"])
-def test_conditional_put(tag: str, s3: Server) -> None:
+@pytest.mark.parametrize("there", [False, True])
+def test_conditional_put(there: bool, s3: Server) -> None:
+    """Another job writes between the look and the write."""
     url, files = f"{OUT}/a", paths.filesystem("s3")
-    uploads.put(url, files, "one", "")
-    found = uploads.read_tagged(url, files)[1]
+    if there:
+        uploads.put(url, files, "one", "")
+    tag = uploads.read_tagged(url, files)[1]
+
+    def come_between(_: object) -> None:
+        if s3.requests[-1].startswith("PUT"):
+            s3.faults.clear()
+            s3.client().put_object(Bucket=BUCKET, Key="runs/a", Body=b"other")
+
+    s3.faults.append(come_between)
     with pytest.raises(FileExistsError):
-        uploads.put(url, files, "two", tag and found.replace(found[1], "x" if found[1] != "x" else "y"))
-    assert uploads.read_tagged(url, files)[0] == "one"
-    uploads.put(url, files, "two", found)
+        uploads.put(url, files, "two", tag)
+    text, tag = uploads.read_tagged(url, files)
+    assert text == "other"
+    uploads.put(url, files, "two", tag)
     assert uploads.read_tagged(url, files)[0] == "two"
 
 

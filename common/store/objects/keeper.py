@@ -81,7 +81,7 @@ class Keeper:
                 threading.Thread(target=self._again, args=(call,), name=call.__name__, daemon=True).start()
         ranks.print0(f"checkpoints go to {self.path}; log and records are written in {self.run_dir} and copied there")
         if (store := self.path.parts[0]) in ("gs:", "az:"):
-            ranks.print0(f"note: nobody has tried {store}// yet: resume once before you trust it (docs/checkpoints.md)")
+            ranks.print0(f"note: {store}// was tried on an emulator only (docs/checkpoints.md): try a resume early")
 
     def _claim(self) -> None:
         mine = self.run_dir / "working_folder"  # its lock is held: who had this number before has ended

@@ -78,7 +78,8 @@ class StorePath(PurePosixPath):
             found = ask(self, "listed", lambda: self.files.find(str(self)))
         except FileNotFoundError:
             return []
-        return [type(self)(self.files.unstrip_protocol(name)) for name in found]
+        # Not by the store's own name of its kind: adlfs would call an az:// abfs://.
+        return [type(self)(f"{self.parts[0]}//{name}") for name in found]
 
     def iterdir(self) -> Iterator[Self]:
         """The folders in it that have a manifest: what else lies there is of saves that were not committed."""
