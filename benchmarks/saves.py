@@ -106,18 +106,19 @@ def measure(folder: str) -> None:
         BACKGROUND: save_in_background,
         TORCH: save_torch,
     }
-    rounds = [{name: once(way, i, place, background) for name, way in ways.items()} for i in range(ROUNDS)]
+
+    def clean(i: int) -> None:
+        shutil.rmtree(place / f"dcp{i}", ignore_errors=True)
+        (place / f"torch{i}").unlink(missing_ok=True)
+
+    rounds = [{name: once(way, i, background, clean) for name, way in ways.items()} for i in range(ROUNDS)]
     grown = {name: peak_mb(way, background) for name, way in ways.items()}
     size = sum(tensor.nbytes for tensor in state.values()) / 1e6
     rows = [
         f"| {size:.0f} MB, 2 ranks | training held up, ms | durable after, ms | of dcp.save | processor s | MB more |",
         "|---|---|---|---|---|---|",
+        *(row(name, DCP, rounds[1:], grown[name]) for name in ways),
     ]
-    for name in ways:
-        held, done = (pages.spread([1e3 * of[name][i] for of in rounds[1:]], ",.0f") for i in range(2))
-        ratio = pages.spread([of[name][1] / of[DCP][1] for of in rounds[1:]], ".2f")
-        used = statistics.median(of[name][2] for of in rounds[1:])
-        rows.append(f"| {name} | {held} | {done} | {ratio} | {used:.2f} | {grown[name]:,.0f} |")
     copy = statistics.median(copy_s(state) for _ in range(ROUNDS))
     rows.append(f"| a copy of the state, the limit of any stall | {1e3 * copy:,.0f} | | | | |")
     saved = checkpoint.folder(place / "runFalse", ROUNDS)
@@ -136,7 +137,17 @@ def measure(folder: str) -> None:
     process_group.finish(world.process)
 
 
-def once(save: Callable[[int], None], i: int, place: Path, background: saver.Saver) -> tuple[float, float, float]:
+def row(name: str, peer: str, rounds: list[dict[str, tuple[float, float, float]]], grown_mb: float) -> str:
+    """A way to save, beside that of a peer in the same round."""
+    held, done = (pages.spread([1e3 * of[name][i] for of in rounds], ",.0f") for i in range(2))
+    ratio = pages.spread([of[name][1] / of[peer][1] for of in rounds], ".2f")
+    used = statistics.median(of[name][2] for of in rounds)
+    return f"| {name} | {held} | {done} | {ratio} | {used:.2f} | {grown_mb:,.0f} |"
+
+
+def once(
+    save: Callable[[int], None], i: int, background: saver.Saver, clean: Callable[[int], None]
+) -> tuple[float, float, float]:
     """Seconds that a save holds the training up, and until it is durable; processor seconds of all ranks."""
     if dist.get_rank() == 0:
         os.sync()
@@ -150,8 +161,7 @@ def once(save: Callable[[int], None], i: int, place: Path, background: saver.Sav
     used = torch.tensor(processor_s() - before, dtype=torch.float64)
     dist.all_reduce(used)
     if dist.get_rank() == 0:
-        shutil.rmtree(place / f"dcp{i}", ignore_errors=True)
-        (place / f"torch{i}").unlink(missing_ok=True)
+        clean(i)
     dist.barrier()
     return held, done, float(used)
 

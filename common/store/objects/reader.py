@@ -71,13 +71,17 @@ class RangeReader:
 
     def read_data(self, plan: Any, planner: Any) -> "Future[None]":
         """Fill the tensors of a plan."""
-        with ThreadPoolExecutor(READERS, "read") as pool:
-            for item in plan.items:
-                target = planner.resolve_tensor(item).detach()
-                # One tensor after the other holds at most READERS pieces in memory, and the pool stays busy.
-                for _ in pool.map(lambda piece, target=target: _fill(target, piece), self._pieces(item)):
-                    pass
-                planner.commit_tensor(item, target)
+        targets = [planner.resolve_tensor(item).detach() for item in plan.items]
+        with ThreadPoolExecutor(READERS, "read") as pool:  # memory holds as many pieces at most
+            begun = [
+                pool.submit(_fill, target, piece)
+                for item, target in zip(plan.items, targets, strict=True)
+                for piece in self._pieces(item)
+            ]
+            for one in begun:
+                one.result()
+        for item, target in zip(plan.items, targets, strict=True):
+            planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
