@@ -30,7 +30,7 @@ def main() -> None:
     """Run pytest, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(moves.KINDS)}; default: all")
-    parser.add_argument("--store", action="store_true", help="the checkpoints lie on s3://, on a server of this machine")
+    parser.add_argument("--store", action="store_true", help="let the checkpoints lie on s3://, on this machine")
     args = parser.parse_args()
     if unknown := {*args.kinds} - {*moves.KINDS}:
         parser.error(f"no kind of layout: {', '.join(unknown)}")
@@ -39,7 +39,8 @@ def main() -> None:
     known = cells(before["moves"])
     began = time.monotonic()
     rows = run(asked, args.store)
-    command = " ".join(["uv run python -m tests.layouts_table", *["--store"] * args.store, *map(shlex.quote, args.kinds)])
+    words = [*(["--store"] if args.store else []), *map(shlex.quote, args.kinds)]
+    command = " ".join(["uv run python -m tests.layouts_table", *words])
     measured = pages.measured(command, "gloo", began=began)
     wanted = len(moves.LAYOUTS) ** 2 + len(moves.TIED) ** 2
     if args.store:
