@@ -5,6 +5,7 @@ Nothing but the loopback interface is used, and it keeps its objects in memory.
 
 import contextlib
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 BUCKET = "bucket"
+UNHEARD, UNANSWERED = (0, "unheard"), (0, "unanswered")  # answers of a fault: the connection is cut before, or after
 
 
 class _Quiet(WSGIRequestHandler):
@@ -29,8 +31,8 @@ class Server:
     Attributes:
         url: of its endpoint.
         requests: of each request: method and path, with the query.
-        faults: functions that look at a request's environment and answer None, or a status and a code of S3's; they may
-            also raise, which cuts the connection, or wait.
+        faults: functions that look at a request's environment and answer None, a status and a code of S3's, or one of
+            the two cuts: of a request that nobody has heard, or of one that was served; they may also wait.
     """
 
     url: str = ""
@@ -89,6 +91,11 @@ def _faulty(server: Server, app: Any) -> Any:
         for fault in [*server.faults]:
             if answer := fault(environ):
                 status, code = answer
+                if answer == UNANSWERED:
+                    list(app(environ, lambda *_: None))
+                if not status:
+                    environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+                    raise ConnectionResetError(code)
                 length = int(environ.get("CONTENT_LENGTH") or 0)
                 environ["wsgi.input"].read(length)
                 body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as ordered: {code}</Message></Error>"
