@@ -69,14 +69,18 @@ class Server:
         return [one["Key"] for one in self.client().list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])]
 
     def refuse(self, method: str, pattern: str, times: int, status: int = 503, code: str = "SlowDown") -> list[str]:
-        """Refuse the next requests of a kind; returns a list that fills with those that were."""
+        """Refuse the next requests of a kind, "P" for PUT and POST; returns a list that fills with those that were."""
         hit: list[str] = []
         lock = threading.Lock()
 
         def fault(environ: dict[str, Any]) -> tuple[int, str] | None:
             line = f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}"
             with lock:
-                if len(hit) >= times or environ["REQUEST_METHOD"] != method or not re.search(pattern, line):
+                if (
+                    len(hit) >= times
+                    or not environ["REQUEST_METHOD"].startswith(method)
+                    or not re.search(pattern, line)
+                ):
                     return None
                 hit.append(line)
             return status, code

@@ -114,7 +114,7 @@ def test_killed_at_random_moments(kills: int, s3: Server, tmp_path: Path) -> Non
 def test_random_refusals_and_cuts(least: int, s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One request in five is refused as busy, or its connection is cut: before it arrives, or before the answer.
 
-    Until so many were, each save is committed, and the two that are kept are whole; they are read under the same faults.
+    Until so many were, each save is committed, and read under the same faults; and the two that are kept are whole.
     """
     monkeypatch.setattr(uploads, "PART_BYTES", PART)
     monkeypatch.setenv("STORE_RETRY_S", "600")  # one after the other, eight in a row are no reason to give up
