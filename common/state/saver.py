@@ -188,6 +188,7 @@ class Saver:
             files = {name: entry for part, _ in parts for name, entry in part.items()}
             self._check.judge([summary for _, summary in parts], facts["step"])
             self._together(lambda: self._place.commit(partial, final, facts, files) if dist.get_rank() == 0 else None)
+            partial = final  # committed: whatever fails from here on drops nothing of it
             self._retention.tidy(self._place, final, best)
         except (Exception, dcp.CheckpointException) as error:  # CheckpointException derives from BaseException
             # These are raised on all ranks, others on one alone.

@@ -104,7 +104,7 @@ def _faulty(server: Server, app: Any) -> Any:
                 environ["wsgi.input"].read(length)
                 body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as ordered: {code}</Message></Error>"
                 start(f"{status} {code}", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
-                return [body.encode()]
+                return [body.encode()] if environ["REQUEST_METHOD"] != "HEAD" else []
         return app(environ, start)
 
     return serve

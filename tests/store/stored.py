@@ -77,6 +77,12 @@ class Mirror:
             if file.name != "lock":
                 file.parent.mkdir(parents=True, exist_ok=True)
                 client.download_file(server.BUCKET, key, str(file))
+        # What only this machine has: the note to its launcher, and logs of ranks that had no time to copy them.
+        working = self.machine / "runs" / "s3" / server.BUCKET / self.prefix
+        for file in [*working.glob("stopped.json"), *working.glob("logs/*")]:
+            copy = self.folder / file.relative_to(working)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, copy)
         self._seen = self._digests()
 
     def _digests(self) -> dict[str, str]:

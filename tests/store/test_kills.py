@@ -7,9 +7,11 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import moto.s3.models
 import pytest
 import torch
 from common import manifest
@@ -19,13 +21,16 @@ from common.store.objects import keeper as keeping
 from common.store.objects import paths, uploads
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.conftest import write_text
 from tests.harness import runner, states
-from tests.store import server
+from tests.harness.once import Once
+from tests.store import server, stored, test_recipes
 from tests.store.server import BUCKET, Server
 from tests.store.test_keeper import OUT, run, steps
 
 STEPS = 6
 FAULTS = int(os.environ.get("SOAK_FAULTS", "60"))  # of requests, in the longer of the two soaks
+RANK_KILLS = int(os.environ.get("SOAK_KILLS", "6"))  # of jobs of two ranks, likewise
 PART = 5 * 2**20  # the least that S3 takes: each save has two of them
 
 
@@ -146,3 +151,61 @@ def test_random_refusals_and_cuts(least: int, s3: Server, tmp_path: Path, monkey
         states.check_equal(states.loaded(checkpoint.choose(path)[0], state(one)), state(one))
     assert {key for key in s3.objects() if key.endswith(".safetensors")} == {*named(s3)}, "nothing is left over"
     assert s3.uploads() == []
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("kills", [2, RANK_KILLS])
+@pytest.mark.parametrize("victims", ["all ranks", "rank 1"])
+def test_ranks_killed_in_an_upload(
+    victims: str, kills: int, s3: Server, once: Once, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks, each of which sends a file in parts: the same command continues, with the same bits as in a folder."""
+    monkeypatch.setattr(moto.s3.models, "S3_UPLOAD_PART_MIN_SIZE", 1)
+    chance = random.Random(f"{victims} {kills}")
+    data = once.folder(lambda folder: write_text(folder, 101, 12), "tiny text")
+    path = str(runner.ROOT / "recipes" / "fsdp_gpt" / "train.py")
+    flags = (*test_recipes.FLAGS, *runner.small("fsdp_gpt"), "--micro-batch-size", "20", "--data", str(data))
+    argv = [path, *flags, "--save-every", "1", "--keep", "2", "--name", "run"]
+    env = {**s3.env, "STORE_RETRY_S": "20", "STORE_LEASE_S": "10"}
+
+    def train(out: str, meddle: Callable[[list[int]], None] | None = None) -> runner.Result:
+        machine = tmp_path / "machine"
+        machine.mkdir(exist_ok=True)
+        args = (str(machine), env, runner.run_unmeasured, path, [*argv, "--out", out])
+        return runner.spawn(stored.run, 2 * [args], runner.HANG_S, meddle)
+
+    local = train(str(tmp_path / "runs"))
+    assert local.ok, str(local)
+    wanted = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text()
+
+    def parts() -> int:
+        return sum("partNumber" in line and "/checkpoints/" in line for line in s3.requests)
+
+    newest = 0
+    for number in range(kills):
+        if newest >= STEPS - 1:  # begin anew
+            for key in s3.objects():
+                s3.client().delete_object(Bucket=BUCKET, Key=key)
+            newest = 0
+        until = parts() + chance.randrange(1, 120)
+
+        def kill(pids: list[int], until: int = until) -> None:
+            while parts() < until:
+                time.sleep(0.002)
+            for pid in pids if victims == "all ranks" else pids[1:]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+        result = train(OUT, kill)
+        assert result.codes[1] in (-signal.SIGKILL, 0), str(result)
+        found = max(steps(s3), default=0)
+        assert found >= newest, f"kill {number}"
+        newest = found
+        if newest:
+            _, facts = checkpoint.choose(paths.parse("--resume", f"{OUT}/run"))
+            assert facts["step"] == newest, f"kill {number}: every manifest that is there is of a whole checkpoint"
+    result = train(OUT)
+    test_recipes.check(s3, [result])
+    assert not newest or f"resuming from step {newest} of" in result.outputs[0]
+    assert test_recipes.curve(test_recipes.kept(s3, "metrics.jsonl")) == test_recipes.curve(wanted)
+    assert {key for key in s3.objects() if key.endswith(".safetensors")} == {*named(s3)}, "nothing is left over"
