@@ -133,7 +133,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs, and keep the data sets' cache of this run apart.
 
     Both hold for pytest's workers and for ranks too: every process that one of these starts inherits the environment.
+    The marks are those of the fault matrix, tests/faults, whose rows tests/store has as well.
     """
+    config.addinivalue_line("markers", "fault(name, core=False, least=1, recipes=None): a row; `least` ranks it needs")
+    config.addinivalue_line("markers", "waits(fault, flag='', meanwhile=None): begun beside others, as it mostly waits")
+    config.addinivalue_line("markers", "whole: a row that only the whole matrix has")
     if not config.getoption("gpus"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if hasattr(config, "workerinput"):

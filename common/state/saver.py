@@ -153,11 +153,11 @@ class Saver:
         for text, step, *_ in outcomes:
             if step is not None:
                 raise BadStateError(text, step)
-        failures = sorted(filter(None, (text for text, *_ in outcomes)), key=lambda text: LOST in text)
-        if not failures:
+        # The cause before its effects.
+        failure = min((text for text, *_ in outcomes if text), key=lambda text: LOST in text, default="")
+        if not failure:
             self._has_one = True
             return
-        failure = failures[0]  # the cause before its effects
         lost = any(lost for *_, lost in outcomes)
         if last or lost or not self._has_one:
             which = "last" if last else "next" if lost else "first"
@@ -192,6 +192,7 @@ class Saver:
             files = {name: entry for part, _ in parts for name, entry in part.items()}
             self._check.judge([summary for _, summary in parts], facts["step"])
             self._together(lambda: self._place.commit(partial, final, facts, files) if dist.get_rank() == 0 else None)
+            partial = final  # committed: whatever fails from here on drops nothing of it
             self._retention.tidy(self._place, final, best)
         except (Exception, dcp.CheckpointException) as error:  # CheckpointException derives from BaseException
             # These are raised on all ranks, others on one alone.

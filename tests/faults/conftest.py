@@ -38,12 +38,6 @@ def of(workload: str) -> Callable[[Mapping[str, Any]], list[str]]:
     return lambda _: [recipe for recipe in runner.RECIPES if runner.workload(recipe) == workload]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fault(name, core=False, least=1, recipes=None): a row; `least` ranks it needs")
-    config.addinivalue_line("markers", "waits(fault, flag='', meanwhile=None): begun beside others, as it mostly waits")
-    config.addinivalue_line("markers", "whole: a row that only the whole matrix has")
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         metafunc.parametrize("case", runner.RECIPES, indirect=True)

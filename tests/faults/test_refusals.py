@@ -25,7 +25,7 @@ OTHER = 65534  # a user and a group
 @pytest.mark.fault("refused: two jobs in one run's folder")
 def test_two_jobs(case: FaultCase) -> None:
     """The second is refused, the first does not notice."""
-    other = FaultCase(case.recipe, case.folder, case.size, case.reference)
+    other = case.another()
     refusals: list[runner.Result] = []
     refused = case.folder / "refused"
 
@@ -142,7 +142,7 @@ def test_umask(umask: str, case: FaultCase) -> None:
 def run_meanwhile(case: FaultCase, mutant: str = "") -> runner.Result:
     """A second job looks for a checkpoint, finds step 2, and waits; the first trains to its end; the second resumes."""
     case.copy_reference(until=2)
-    other = FaultCase(case.recipe, case.folder, case.size, case.reference)
+    other = case.another()
     done = case.folder / "done"
 
     def train(events: Path) -> None:

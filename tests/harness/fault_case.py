@@ -1,6 +1,7 @@
 """One case of the fault matrix: a recipe, a fault, and what came of it."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -105,6 +106,9 @@ class FaultCase:
         reference: returns the folder of the same training without a fault, made once for each recipe.
         row: what has come of it so far.
         events: what inject.py has noted in the last run.
+        spawn: starts the ranks, as `runner.spawn`; of runs in a store, it also brings their objects to `out` and back.
+        url: --out, where this is not `out`.
+        copied: returns the folder that `copy_reference` copies, where this is not the reference.
     """
 
     recipe: str
@@ -113,6 +117,9 @@ class FaultCase:
     reference: Callable[[], Path]
     row: Row = field(default_factory=Row)
     events: list[dict[str, Any]] = field(default_factory=list)
+    spawn: Callable[..., runner.Result] = runner.spawn
+    url: str = ""
+    copied: Callable[[], Path] | None = None
     _began: float = 0.0
 
     # --- what it is about ---
@@ -171,7 +178,7 @@ class FaultCase:
 
     def copy_reference(self, until: int) -> None:
         """Make the run's folder as the reference run had it after a step, with the checkpoints until then."""
-        shutil.copytree(self.reference(), self.run_dir)
+        shutil.copytree((self.copied or self.reference)(), self.run_dir)
         for later in [path for step, path in checkpoints(self.run_dir).items() if step > until]:
             shutil.rmtree(later)
 
@@ -189,11 +196,11 @@ class FaultCase:
         self._skip_if_of_training(flags, faults)
         file = self._new_events_file()
         size = size or self.size
-        argv = [*flags_of(self.recipe, size), "--out", str(self.out), "--name", name, *flags]
+        argv = [*flags_of(self.recipe, size), "--out", self.url or str(self.out), "--name", name, *flags]
         one = (str(self.train_py), argv, faults, str(file), mutant)
         self._began = time.time()
         meddle = (lambda _: meanwhile(file)) if meanwhile else None
-        result = runner.spawn(inject.run, [one] * size, timeout_s, meddle)
+        result = self.spawn(inject.run, [one] * size, timeout_s, meddle)
         self.events = events_in(file)
         came = {event["action"] for event in self.events if event["event"] == "fault"}
         assert came == {fault[1] for fault in faults}, f"only {came} of the faults came:\n{result}"
@@ -262,6 +269,10 @@ class FaultCase:
         if exact:
             self.check_same_as_reference()
         return result
+
+    def another(self) -> "FaultCase":
+        """A case of its own in the same folder: another job."""
+        return dataclasses.replace(self, row=Row(), events=[])
 
     def take_over(self, other: "FaultCase") -> None:
         """Become another case of the same recipe, with its folder, its events and its row."""

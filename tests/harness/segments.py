@@ -3,8 +3,9 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,21 @@ from tests.harness import runner
 
 @dataclass(frozen=True)
 class Segment:
-    """One run: of which train.py, in which layout, with which flags, and the folder for notes of what ranks held."""
+    """One run.
+
+    Attributes:
+        recipe: whose train.py.
+        layout: on which ranks.
+        flags: all of them.
+        notes: a folder for notes of what ranks held; of a run in a store, its working folder is there, too.
+        env: what its ranks have in their environment, beside what this process has.
+    """
 
     recipe: Path
     layout: runner.Layout
     flags: tuple[str, ...]
     notes: Path
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 def run(segments: Sequence[Segment], ends: bool = True) -> runner.Result:
@@ -34,15 +44,17 @@ def run(segments: Sequence[Segment], ends: bool = True) -> runner.Result:
     for segment in segments:
         segment.notes.mkdir(parents=True)
         argv = [str(segment.recipe), *segment.flags]
-        args = [(str(segment.recipe), argv, segment.notes, rank, ends) for rank in range(segment.layout.size)]
+        how = (str(segment.recipe), argv, segment.notes, {**segment.env})
+        args = [(*how, rank, ends) for rank in range(segment.layout.size)]
         result = runner.rerun(_run_noted, args, layout=segment.layout)
         if not result.ok:
             break
     return result
 
 
-def _run_noted(path: str, argv: list[str], notes: Path, rank: int, ends: bool) -> None:
-    with _noted(notes, rank, ends):
+def _run_noted(path: str, argv: list[str], notes: Path, env: dict[str, str], rank: int, ends: bool) -> None:
+    os.environ |= env
+    with contextlib.chdir(notes) if env else contextlib.nullcontext(), _noted(notes, rank, ends):
         runner.run_unmeasured(path, argv)
 
 

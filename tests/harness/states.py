@@ -1,5 +1,6 @@
 """Checkpoints to test with, of every type and layout that a recipe saves; and whether two of them hold the same."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,12 @@ def damage(run_dir: Path, step: int) -> None:
 
 
 def tensors(path: Path, but: str | tuple[str, ...] = "nothing.") -> dict[tuple[str, str], torch.Tensor]:
-    """All that a checkpoint holds by file and name, without the names that begin with `but`."""
+    """All that a checkpoint holds by file and name, without the names that begin with `but`.
+
+    In a store, a file's name has an end of its own, of the save that has written it.
+    """
     return {
-        (file.name, name): tensor
+        (re.sub(r"-[0-9a-f]{8}(?=\.safetensors$)", "", file.name), name): tensor
         for file in sorted(path.glob("*.safetensors"))
         for name, tensor in load_file(file).items()
         if not name.startswith(but)

@@ -91,6 +91,27 @@ FAULTS = (
         f"{KEEPER}::test_after_a_cut_at_each_request_the_old_or_the_new_one_is_there",
     ),
     of(
+        "objects/keeper",
+        "a damaged manifest is one that names no files",
+        "kept |= {file for file in everything if file.parent == one.parent}",
+        "pass",
+        f"{KEEPER}::test_damaged_manifest_of_an_older_checkpoint_takes_nothing_from_others",
+    ),
+    of(
+        "objects/keeper",
+        "a damaged manifest ends what removes older checkpoints",
+        "            except (ValueError, KeyError, TypeError):  # it is damaged",
+        "            except FileExistsError:  # it is damaged",
+        f"{KEEPER}::test_damaged_manifest_of_an_older_checkpoint_takes_nothing_from_others",
+    ),
+    of(
+        "objects/keeper",
+        "the note to the launcher is copied",
+        '"working_folder", log.STOPPED}',
+        '"working_folder"}',
+        f"{KEEPER}::test_note_to_the_launcher_stays_on_its_machine",
+    ),
+    of(
         "objects/uploads",
         "writes have no condition",
         'condition = {} if tag is None else {"IfMatch"',
@@ -124,6 +145,13 @@ FAULTS = (
         'text = text.replace(value, f"${name}")',
         "pass",
         f"{PATHS}::test_words_hold_no_secret",
+    ),
+    Fault(
+        "store: what fails after a commit drops its files",
+        "common/state/saver.py",
+        "            partial = final  # committed",
+        "            pass  # committed",
+        (f"{KEEPER}::test_what_fails_after_the_commit_drops_nothing_of_it",),
     ),
     of(
         "place",

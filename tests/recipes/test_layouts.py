@@ -1,13 +1,15 @@
 """One checkpoint serves any strategy: what one layout saves, another holds bit for bit, and trains on as if alone.
 
 A plain `pytest` takes one training through all kinds of layouts; `-m rest` goes from each kind to each, and
-tests/layouts_table.py from each layout to each.
+tests/layouts_table.py from each layout to each. The checkpoints lie in folders, or in an object store (tests/store):
+there, `-m rest` makes some of the moves.
 """
 
 import ast
 import json
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from tests.harness import mutants, runner, segments
 from tests.harness.once import Once
 from tests.harness.runner import Layout
 from tests.recipes.test_equivalence import BATCH, FLAGS, RATES, Curve, plain_gpt_loop
+from tests.store import server
+from tests.store.server import Server
 
 STEPS = 20  # an epoch of small_text
 STOP, MORE = 3, 2  # steps until the checkpoint, and after it
@@ -75,17 +79,37 @@ Make = Callable[..., segments.Segment]
 
 @pytest.fixture(scope="module")
 def segment(dp_gpt: Path, small_text: Path) -> Make:
-    """Makes one segment of a training: with a layout, to a folder."""
+    """Makes one segment of a training: with a layout, to a folder, or to a URL with notes in a folder."""
 
-    def make(layout: Layout, out: Path, *more: str, tied: bool = False, mutant: Path | None = None) -> segments.Segment:
+    def make(
+        layout: Layout,
+        out: Path,
+        *more: str,
+        tied: bool = False,
+        mutant: Path | None = None,
+        store: Server | None = None,
+        url: str = "",
+    ) -> segments.Segment:
         recipe = dp_gpt if layout.recipe == "dp_gpt" else runner.ROOT / "recipes" / layout.recipe / "train.py"
         sizes = (*runner.SMALL["gpt"], "--num-layers", str(dict(SIZES)["num_layers"]), *("--tied" for _ in range(tied)))
         rate = ("--lr", str(2 * RATES["gpt"]), "--dtype", "float64")
-        where = ("--data", str(small_text), "--out", str(out), "--name", "run")
+        where = ("--data", str(small_text), "--out", url or str(out), "--name", "run")
         how = (*layout.flags, *layout.micro_batches(BATCH), *where, *more)
-        return segments.Segment(mutant or recipe, layout, (*FLAGS, *sizes, *rate, *how), out / "notes")
+        return segments.Segment(mutant or recipe, layout, (*FLAGS, *sizes, *rate, *how), out / "notes", env(store))
 
     return make
+
+
+def env(store: Server | None) -> dict[str, str]:
+    """What leads a rank to a store."""
+    return {**store.env, "STORE_LEASE_S": "60"} if store else {}
+
+
+@pytest.fixture(scope="module")
+def stored() -> Iterator[Server]:
+    """A store for the checkpoints of all moves, which keeps them until the last one."""
+    with server.run() as one:
+        yield one
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +124,7 @@ def plain(small_text: Path, once: Once) -> Callable[[bool], Curve]:
 class Source:
     """A training that one layout has begun: where, and the digests of what it held when it saved."""
 
-    run: Path
+    run: Path | str
     held: dict[str, set[str]]
 
 
@@ -111,14 +135,21 @@ Begin = Callable[..., Source]
 def begin(segment: Make, once: Once) -> Begin:
     """Begins a training with a layout, once."""
 
-    def get(layout: Layout, tied: bool = False, *flags: str, mutant: Path | None = None) -> Source:
-        def make(out: Path) -> None:
-            first = segment(layout, out, "--stop-after", str(STOP), *flags, tied=tied, mutant=mutant)
-            result = segments.run([first])
-            assert result.ok, str(result)
+    def get(
+        layout: Layout, tied: bool = False, *flags: str, mutant: Path | None = None, store: Server | None = None
+    ) -> Source:
+        url = f"s3://{server.BUCKET}/{layout}{'-tied' * tied}" if store else ""
 
-        out = once.folder(make, "begun", layout, tied, *flags, *(["mutant"] if mutant else []))
-        return Source(out / "run", segments.held(segment(layout, out, tied=tied).notes, "end"))
+        def make(out: Path) -> None:
+            how = ("--stop-after", str(STOP), *flags)
+            result = segments.run([segment(layout, out, *how, tied=tied, mutant=mutant, store=store, url=url)])
+            assert result.ok, str(result)
+            assert bool(store) != (out / "run" / "checkpoints").exists(), "it lies where it should"
+
+        # A store is one of this process: what another process has begun lies in its own.
+        name = ("mutant",) * bool(mutant) + ((store.url.rpartition(":")[2],) if store else ())
+        out = once.folder(make, "begun", layout, tied, *flags, *name)
+        return Source(f"{url}/run" if url else out / "run", segments.held(segment(layout, out, tied=tied).notes, "end"))
 
     return get
 
@@ -156,7 +187,7 @@ def note(source: Layout, target: Layout, tied: bool, differing: int, difference:
             file.write(json.dumps(row) + "\n")
 
 
-def sources(target: Layout, tied: bool) -> list[Layout]:
+def sources(target: Layout, tied: bool, stored: bool = False) -> list[Layout]:
     """Whose checkpoints this one goes on with: one of every second kind, and the kind's other layout with the rest.
 
     tests/layouts_table.py wants all of them, which takes four times as long, or all with these kinds at one end.
@@ -165,6 +196,8 @@ def sources(target: Layout, tied: bool) -> list[Layout]:
     if "LAYOUTS_RECORD" in os.environ:
         asked = [layout for kind in os.environ["LAYOUTS_KINDS"].split(",") for layout in KINDS[kind]]
         return every if target in asked else [layout for layout in every if layout in asked]
+    if stored:
+        return SOME
     if tied:
         return every[at % 2 :: 2]
     (own,) = (kind for kind in KINDS.values() if target in kind)
@@ -179,20 +212,38 @@ def test_each_kind_follows_each() -> None:
 
 
 # Tied, CI has the chain of test_one_training_through_layouts, where each layout goes on with another one's checkpoint
-# and hands its own on: a checkpoint has one form, whoever wrote it. tests/layouts_table.py has all moves.
-MATRIX = [(target, False) for target in LAYOUTS]
-MATRIX += [(target, True) for target in TIED if "LAYOUTS_RECORD" in os.environ]
+# and hands its own on: a checkpoint has one form, whoever wrote it. tests/layouts_table.py has all moves. In a store,
+# CI has those between some layouts, drawn by chance; `tests/layouts_table.py --store` has all.
+SOME = random.Random(46).sample(LAYOUTS, 4)
+ALL = "LAYOUTS_RECORD" in os.environ
+MATRIX = [(target, False, False) for target in LAYOUTS] + [(target, True, False) for target in TIED if ALL]
+if "LAYOUTS_STORE" in os.environ:
+    MATRIX = [(target, tied, True) for target, tied, _ in MATRIX]
+elif not ALL:
+    MATRIX += [(target, False, True) for target in SOME]
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(("target", "tied"), [pytest.param(*one, id=f"{one[0]}{'-tied' * one[1]}") for one in MATRIX])
-def test_any_to_any(target: Layout, tied: bool, begin: Begin, segment: Make, plain: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "tied", "in_store"),
+    [pytest.param(*one, id=f"{one[0]}{'-tied' * one[1]}{'-stored' * one[2]}") for one in MATRIX],
+)
+def test_any_to_any(
+    target: Layout,
+    tied: bool,
+    in_store: bool,
+    begin: Begin,
+    segment: Make,
+    plain: Callable,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
     """What each layout has begun goes on with this one, all in a row in the same processes."""
-    begun = {layout: begin(layout, tied) for layout in sources(target, tied)}
+    store = request.getfixturevalue("stored") if in_store else None
+    begun = {layout: begin(layout, tied, store=store) for layout in sources(target, tied, in_store)}
+    how = ("--stop-after", str(STOP + MORE))
     rows = {
-        layout: segment(
-            target, tmp_path / str(layout), "--resume", str(one.run), "--stop-after", str(STOP + MORE), tied=tied
-        )
+        layout: segment(target, tmp_path / str(layout), "--resume", str(one.run), *how, tied=tied, store=store)
         for layout, one in begun.items()
     }
     result = segments.run(list(rows.values()), ends=False)

@@ -9,6 +9,7 @@ import contextlib
 import http.client
 import os
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ PER_HOP = {"connection", "keep-alive", "transfer-encoding"}  # headers that say 
 OTHER = os.environ.get("STORE_TEST_S3", "")
 KEY_ID = os.environ["AWS_ACCESS_KEY_ID"] if OTHER else "test-access-key-id"
 SECRET = os.environ["AWS_SECRET_ACCESS_KEY"] if OTHER else "test-secret-that-nobody-may-print"
+UNHEARD, UNANSWERED = (0, "unheard"), (0, "unanswered")  # answers of a fault: the connection is cut before, or after
 
 
 class _Quiet(WSGIRequestHandler):
@@ -37,8 +39,8 @@ class Server:
     Attributes:
         url: of its endpoint.
         requests: of each request: method and path, with the query.
-        faults: functions that look at a request's environment and answer None, or a status and a code of S3's; they may
-            also raise, which cuts the connection, or wait.
+        faults: functions that look at a request's environment and answer None, a status and a code of S3's, or one of
+            the two cuts: of a request that nobody has heard, or of one that was served; they may also wait.
     """
 
     url: str = ""
@@ -75,14 +77,18 @@ class Server:
         return [one["Key"] for one in self.client().list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])]
 
     def refuse(self, method: str, pattern: str, times: int, status: int = 503, code: str = "SlowDown") -> list[str]:
-        """Refuse the next requests of a kind; returns a list that fills with those that were."""
+        """Refuse the next requests of a kind, "P" for PUT and POST; returns a list that fills with those that were."""
         hit: list[str] = []
         lock = threading.Lock()
 
         def fault(environ: dict[str, Any]) -> tuple[int, str] | None:
             line = f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}"
             with lock:
-                if len(hit) >= times or environ["REQUEST_METHOD"] != method or not re.search(pattern, line):
+                if (
+                    len(hit) >= times
+                    or not environ["REQUEST_METHOD"].startswith(method)
+                    or not re.search(pattern, line)
+                ):
                     return None
                 hit.append(line)
             return status, code
@@ -97,11 +103,16 @@ def _faulty(server: Server, app: Any) -> Any:
         for fault in [*server.faults]:
             if answer := fault(environ):
                 status, code = answer
+                if answer == UNANSWERED:
+                    list(app(environ, lambda *_: None))
+                if not status:
+                    environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+                    raise ConnectionResetError(code)
                 length = int(environ.get("CONTENT_LENGTH") or 0)
                 environ["wsgi.input"].read(length)
                 body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as ordered: {code}</Message></Error>"
                 start(f"{status} {code}", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
-                return [body.encode()]
+                return [body.encode()] if environ["REQUEST_METHOD"] != "HEAD" else []
         return app(environ, start)
 
     return serve

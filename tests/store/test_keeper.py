@@ -323,6 +323,46 @@ def test_damaged_object_is_found_and_an_older_checkpoint_taken(s3: Server, tmp_p
     assert newest() == 2
 
 
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"[" * 10_000])
+def test_damaged_manifest_of_an_older_checkpoint_takes_nothing_from_others(
+    content: bytes, s3: Server, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody knows which files it has named: they stay, and the next ones are saved as ever."""
+    with run(tmp_path) as job:
+        save(job, 1)
+        of_first = s3.objects("runs/run/checkpoints/step_00000001/")
+        s3.client().put_object(Bucket=BUCKET, Key=of_first[0], Body=content)
+        save(job, 2)
+        save(job, 3)
+    assert newest() == 3
+    assert [key for key in s3.objects() if "step_00000001" in key] == of_first
+    assert "could not be deleted" not in capfd.readouterr().out
+
+
+def test_what_fails_after_the_commit_drops_nothing_of_it(
+    s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("of a defect")
+
+    with run(tmp_path) as job:
+        save(job, 1)
+        monkeypatch.setattr(keeping.Keeper, "tidy", fail)
+        with pytest.raises(saver.SaveError, match="of a defect"):
+            save(job, 2)
+    assert newest() == 2
+
+
+def test_note_to_the_launcher_stays_on_its_machine(s3: Server, tmp_path: Path) -> None:
+    """The next start removes it here, and would not there."""
+    with run(tmp_path) as job:
+        (tmp_path / "stopped.json").write_text("{}")
+        (tmp_path / "metrics.jsonl").write_text("")
+        save(job, 1)
+    assert "runs/run/metrics.jsonl" in s3.objects()
+    assert "runs/run/stopped.json" not in s3.objects()
+
+
 def test_vanished_object_is_found(s3: Server, tmp_path: Path) -> None:
     with run(tmp_path) as job:
         save(job, 1)

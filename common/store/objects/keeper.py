@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from common import manifest, ranks
-from common.run import run_dir
+from common.run import log, run_dir
 from common.run.process import Process
 from common.store import disk
 from common.store.objects import lease, uploads
 from common.store.objects.client import ask, words
 from common.store.objects.paths import StorePath
 
-NOT_COPIED = {"lock", "checkpoints", "working_folder"}  # of the working folder
+# Of the working folder: what is of this machine, as is the note to its launcher that the run was asked to stop.
+NOT_COPIED = {"lock", "checkpoints", "working_folder", log.STOPPED}
 
 
 class Attempt(StorePath):
@@ -216,7 +217,12 @@ class Keeper:
             self._remove([path / manifest.NAME])  # first: without it, the rest is nothing that anybody reads
         everything = folder.below()
         manifests: list[Any] = [one for one in everything if one.name == manifest.NAME]
-        kept = {one.parent / name for one in manifests for name in manifest.read_json(one)["files"]} | {*manifests}
+        kept = {*manifests}
+        for one in manifests:
+            try:
+                kept |= {one.parent / name for name in manifest.read_json(one)["files"]}
+            except (ValueError, KeyError, TypeError):  # it is damaged: nobody knows what it names
+                kept |= {file for file in everything if file.parent == one.parent}
         self._remove(one for one in everything if one not in kept and one.parent != folder)
         uploads.abort_unfinished(folder, self._files)
 
