@@ -100,7 +100,7 @@ class Keeper:
         except FileExistsError:
             raise UserError(f"--name {self.path.name}: another job has just begun with {self.path}") from None
         self._known = {str(one) for one in (self.path / "checkpoints").iterdir()}
-        for name in ("metrics.jsonl", "config.json"):
+        for name in ("metrics.jsonl", "config.json", "tracker.json"):
             if self._known and (self.path / name).is_file():
                 manifest.replace(self.run_dir / name, (self.path / name).read_text())
 
