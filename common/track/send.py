@@ -65,11 +65,17 @@ class Sender:
 
     Attributes:
         left: records that are not sent.
-        error: what the tracker has said last; "" while all is well.
+        error: why the tracker does not take them; "" while all is well.
     """
 
     def __init__(self, name: str, run: Path, say: Callable[[str, bool], None]) -> None:
-        """Read how far an earlier process came."""
+        """Read how far an earlier process came.
+
+        Args:
+            name: of the tracker.
+            run: the folder of the run.
+            say: prints a line, and takes whether it is a warning.
+        """
         self.left: list[Record] = []
         self.error = ""
         self._name = name
@@ -77,56 +83,60 @@ class Sender:
         self._say = say
         self._tail = Tail(run / "metrics.jsonl")
         self._service: Any = None
-        self._file = run / "tracker.json"
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            known = json.loads(self._file.read_text())[name]
-            self._known = str(known["id"]), (int(known["sent"][0]), int(known["sent"][1]))
-            return
-        self._known = "", (-1, 0)
+        known = self._read().get(name, {"id": "", "sent": (-1, 0)})
+        self._id = known["id"]
+        self._sent = tuple(known["sent"])
 
     def follow(self, ended: threading.Event) -> None:
         """Send records until the run has ended and there are no more, or the tracker does not take the last ones."""
         pause = POLL_S
-        last = False
+        warned = last = False
         while not last:
             last = ended.is_set()
             try:
                 self._send()
+                self.error = ""
                 pause = POLL_S
             except Exception as error:  # whatever a tracker raises
-                if not self.error:
-                    self._say(f"warning: --tracker {self._name} fails, which ends no training: {words(error)}", True)
                 self.error = words(error)
                 pause = min(2 * pause, MOST_S)
+                if not warned:
+                    warned = True
+                    self._say(f"warning: --tracker {self._name} fails, which ends no training: {self.error}", True)
             if not last:
                 ended.wait(pause)
 
     def _send(self) -> None:
-        self.left += [record for record in self._tail.read() if record[0] > self._known[1]]
+        self.left += [record for record in self._tail.read() if record[0] > self._sent]
         if not self._service:
             self._service = services.find(self._name)(self._about())
-            self._keep(self._known[1])
+            self._id = self._service.id
+            self._keep()
             self._say(f"tracker  {self._name}: {without_secrets(self._service.where)}", False)
-        for step, records in itertools.groupby(tuple(self.left), key=lambda record: record[0][0]):
-            several = [*records]
-            self._service.log(step, {tag: value for _, values in several for tag, value in values.items()})
-            del self.left[: len(several)]
-            self._known = self._known[0], several[-1][0]
-        if self._known[1] != self._kept:
-            self._keep(self._known[1])
+        before = self._sent
+        for step, group in itertools.groupby(tuple(self.left), key=lambda record: record[0][0]):
+            records = [*group]
+            self._service.log(step, {tag: value for _, values in records for tag, value in values.items()})
+            del self.left[: len(records)]
+            self._sent = records[-1][0]
+        if self._sent != before:
+            self._keep()
 
     def _about(self) -> services.About:
         config = json.loads((self._run / "config.json").read_text())
         config |= config.pop("args")
         del config["code"]
-        return services.About(config["recipe"], self._run.name, config, self._known[0])
+        return services.About(config["recipe"], self._run.name, config, self._id)
 
-    def _keep(self, sent: tuple[int, int]) -> None:
-        """Write tracker.json, which may know other trackers as well."""
-        self._known = self._service.id, sent
-        others = json.loads(self._file.read_text()) if self._file.exists() else {}
-        manifest.replace(self._file, json.dumps(others | {self._name: {"id": self._service.id, "sent": sent}}))
-        self._kept = sent
+    def _read(self) -> dict[str, Any]:
+        """What tracker.json says: of each tracker that the run has had, id and sent."""
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self._run / "tracker.json").read_text())
+        return {}
+
+    def _keep(self) -> None:
+        known = self._read() | {self._name: {"id": self._id, "sent": self._sent}}
+        manifest.replace(self._run / "tracker.json", json.dumps(known))
 
     def finish(self, done: bool) -> None:
         """End the run in the tracker."""
@@ -135,14 +145,13 @@ class Sender:
                 self._service.finish(done)
         except Exception as error:
             self.error = words(error)
-        if self.error or self.left:
-            self.tell_rest("")
+        if self.error:
+            self.say_left(self.error)
 
-    def tell_rest(self, why: str) -> None:
+    def say_left(self, why: str) -> None:
         """Say what the tracker lacks."""
         lacks = f"{self._name} lacks {len(self.left)} records" if self.left else f"{self._name} may lack records"
-        why = why or self.error
-        self._say(f"warning: {lacks} of this run, which metrics.jsonl has and a resumed run sends: {why}", True)
+        self._say(f"warning: {lacks} of this run, which metrics.jsonl has: {why}", True)
 
 
 def words(error: BaseException) -> str:
@@ -187,7 +196,7 @@ def main(name: str, run: Path) -> None:
                 os.dup2(printed.fileno(), number)
         ended.set()
         time.sleep(services.wait_s())
-        sender.tell_rest(f"it has not answered for {services.wait_s():g} s")
+        sender.say_left(f"it has not answered for {services.wait_s():g} s")
         os._exit(0)
 
     threading.Thread(target=wait, daemon=True).start()
