@@ -28,7 +28,7 @@ class About:
     """A run.
 
     Attributes:
-        project: what it is a run of: the name of the recipe's folder.
+        project: the name of the recipe's folder.
         name: of the run.
         config: what config.json says, with the flags at the top, and without the digests of the code.
         id: by which the tracker knows it since an earlier start; "" at the first one.

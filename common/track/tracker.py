@@ -44,9 +44,8 @@ def start(name: str, run: Path, world: World) -> None:
     """
     if not name or world.rank != 0:
         return
-    # It sees the packages that this process sees; the secret of the ranks is not for it.
-    env = {key: value for key, value in os.environ.items() if key != "RUN_KEY"}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)
+    # It sees the packages that this process sees. RUN_KEY, which is not for it, has left the environment before.
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         sender = subprocess.Popen(  # noqa: S603 (this program, by its path)
             [sys.executable, "-P", str(SEND), name, str(run)],  # -P: what lies beside it are no packages

@@ -21,13 +21,6 @@ FAULTS = (
     ),
     of(
         "tracker",
-        "the secret of the ranks is handed over",
-        ' if key != "RUN_KEY"}',
-        "}",
-        f"{RECIPE}::test_stopped_and_resumed_is_one_run",
-    ),
-    of(
-        "tracker",
         "the end of the run waits as long as the tracker likes",
         "        sender.kill()\n",
         "        pass\n",

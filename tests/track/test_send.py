@@ -183,7 +183,7 @@ class Silent(subprocess.Popen):
 
 def test_process_that_does_not_end_is_killed(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKER_WAIT_S", "2")
-    sender = Silent([sys.executable, "-c", "import time; time.sleep(1000)"])
+    sender = Silent([sys.executable, "-c", "import time; time.sleep(5)"])
     tracker.end("mine", tmp_path, sender, Process())
     assert sender.asked == [b"done", 12]
     assert sender.returncode == -9
