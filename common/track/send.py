@@ -151,7 +151,7 @@ class Sender:
     def say_left(self, why: str) -> None:
         """Say what the tracker lacks."""
         lacks = f"{self._name} lacks {len(self.left)} records" if self.left else f"{self._name} may lack records"
-        self._say(f"warning: {lacks} of this run, which metrics.jsonl has: {why}", True)
+        self._say(f"warning: {lacks} of this run, which the same command sends later: {why}", True)
 
 
 def words(error: BaseException) -> str:

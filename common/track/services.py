@@ -77,6 +77,9 @@ def begin_wandb(about: About) -> Service:
 
 def begin_mlflow(about: About) -> Service:
     """Send to MLflow, whose parameters cannot change: it keeps those of the first start."""
+    # `send` asks again itself, and says why; MLflow would be silent for minutes.
+    for name, value in (("MAX_RETRIES", "1"), ("TIMEOUT", "20")):
+        os.environ.setdefault(f"MLFLOW_HTTP_REQUEST_{name}", value)
     from mlflow import MlflowClient, get_tracking_uri
     from mlflow.entities import Metric, Param
 
@@ -120,19 +123,21 @@ def begin_trackio(about: About) -> Service:
     import trackio
     from trackio.utils import TRACKIO_DIR
 
+    project = os.environ.get("TRACKIO_PROJECT", about.project)
     run = trackio.init(
-        project=os.environ.get("TRACKIO_PROJECT", about.project),
+        project=project,
         name=about.id or about.name,
         config=about.config,
         resume="allow" if about.id else "never",
         auto_log_gpu=False,
         auto_log_cpu=False,
     )
-    where = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL") or TRACKIO_DIR
+    here = f"{TRACKIO_DIR} (trackio show --project {project})"
+    where = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL") or here
     # trackio has no word for numbers that are not finite.
     finite = math.isfinite
     return Service(
-        str(where),
+        where,
         run.name,
         lambda step, values: run.log({tag: value for tag, value in values.items() if finite(value)}, step),
         lambda _: run.finish(),
@@ -153,6 +158,10 @@ def check(name: str) -> None:
         raise UserError(f"--tracker {name} is unknown: it may be {', '.join(known)} (entry points of {GROUP})")
     if name in BEGIN and not importlib.util.find_spec(name):
         raise UserError(f"--tracker {name} needs a package that is not installed: pip install {name}")
+    if name == "mlflow" and not (os.environ.get("MLFLOW_TRACKING_URI") or importlib.util.find_spec("sqlalchemy")):
+        raise UserError(
+            "--tracker mlflow: set MLFLOW_TRACKING_URI, or `pip install mlflow`: mlflow-skinny has no store"
+        )
 
 
 def find(name: str) -> Callable[[About], Service]:

@@ -149,7 +149,7 @@ def test_what_was_not_sent_is_said_and_sent_by_the_next_start(run: Path, there: 
     write(run, *TEN)
     there.refuses = 1000
     said = follow(run, After(20, run))
-    assert said[-1] == "warning: mine lacks 10 records of this run, which metrics.jsonl has: OSError: busy"
+    assert said[-1] == "warning: mine lacks 10 records of this run, which the same command sends later: OSError: busy"
     assert len(said) == 3
     there.refuses = 0
     follow(run)
@@ -169,6 +169,12 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"--tracker wandb needs a package that is not installed: pip install wandb"):
         tracker.check("wandb")
+    monkeypatch.setattr(services.importlib.util, "find_spec", lambda name: name == "mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(UserError, match=r"--tracker mlflow: set MLFLOW_TRACKING_URI, or `pip install mlflow`"):
+        tracker.check("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
+    tracker.check("mlflow")
 
 
 class Silent(subprocess.Popen):
