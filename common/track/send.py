@@ -45,7 +45,8 @@ class Tail:
         if not self._file.exists():
             return
         if self._file.stat().st_size < self._end:  # it was cut off
-            self._end, self._key = 0, (-1, 0)
+            self._end = 0
+            self._key = (-1, 0)
         with self._file.open("rb") as lines:
             lines.seek(self._end)
             for line in lines:

@@ -67,12 +67,13 @@ def begin_wandb(about: About) -> Service:
     import wandb
 
     collected = ("disable_code", "disable_git", "x_disable_meta", "x_disable_stats", "x_disable_machine_info")
-    settings = wandb.Settings(**dict.fromkeys(collected, True), x_save_requirements=False, console="off", host="")
+    off: dict[str, Any] = {**dict.fromkeys(collected, True), "x_save_requirements": False, "console": "off", "host": ""}
+    settings = wandb.Settings(**off)
     project = os.environ.get("WANDB_PROJECT", about.project)
     run = wandb.init(project=project, name=about.name, id=about.id or None, resume="allow", settings=settings)
     run.config.update(about.config, allow_val_change=True)
     where = run.url or os.path.dirname(run.dir)  # offline: `wandb sync` takes this folder
-    return Service(where, run.id, lambda step, values: run.log(values, step), lambda ok: run.finish(int(not ok)))
+    return Service(where, run.id, lambda step, values: run.log({**values}, step), lambda ok: run.finish(int(not ok)))
 
 
 def begin_mlflow(about: About) -> Service:
@@ -159,9 +160,7 @@ def check(name: str) -> None:
     if name in BEGIN and not importlib.util.find_spec(name):
         raise UserError(f"--tracker {name} needs a package that is not installed: pip install {name}")
     if name == "mlflow" and not (os.environ.get("MLFLOW_TRACKING_URI") or importlib.util.find_spec("sqlalchemy")):
-        raise UserError(
-            "--tracker mlflow: set MLFLOW_TRACKING_URI, or `pip install mlflow`: mlflow-skinny has no store"
-        )
+        raise UserError("--tracker mlflow: set MLFLOW_TRACKING_URI, or `pip install mlflow`: skinny has no store")
 
 
 def find(name: str) -> Callable[[About], Service]:
