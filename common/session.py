@@ -3,12 +3,11 @@
 The training loop stays in the recipe, which calls its own step and evaluation. A session answers which of them is due,
 and calls no code of the recipe.
 
-A line that ends in "# protect" or "# measure" goes with that floor, where somebody deletes it (docs/adapt.md).
+A line that ends in "# protect", "# measure" or "# track" goes with that floor, if somebody deletes it (docs/adapt.md).
 """
 
 import contextlib
 import dataclasses
-import time
 import weakref
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from common.protect import health, watch  # protect
 from common.run import cli, log, process_group, stop
 from common.run.process import Process, Rewind, World
 from common.state import average, best, doubts, saver, start, state_check
+from common.track import tracker  # track
 from common.train import flops, guard, metrics, sampler, sync_batchnorm
 from common.workloads import rates
 
@@ -33,6 +33,7 @@ from common.workloads import rates
 class RunArgs(
     profile.ProfileArgs,  # measure
     watch.WatchArgs,  # protect
+    tracker.TrackArgs,  # track
 ):
     """Flags of every run."""
 
@@ -88,6 +89,7 @@ def join(args: Any, recipe: str, process: Process) -> World:
     world = process_group.start(args.backend, args.dtype, process)
     ranks.check_same(flag=dataclasses.asdict(args), code=ranks.code_digests(recipe), version=ranks.versions())
     health.check(world.device)  # protect
+    tracker.check(args.tracker)  # track
     process.watch = watch.Watch(world, args.hang_timeout)  # protect
     return world
 
@@ -141,13 +143,12 @@ class Session:
         self._doubts = world.process.doubts = world.process.doubts or doubts.Doubts(args.on_bad_state)
         # The order matters: claim the folder before anything is written to it, take over signals before the first
         # loader worker is forked, watch before the first training collective, log when nothing can be refused any more.
-        steps = plan.first_step, self._last_step
-        self._profile = profile.Profile(args, *steps, world, found.place.run_dir)  # measure
+        self._profile = profile.Profile(args, plan.first_step, self._last_step, world, found.place.run_dir)  # measure
         self._pace = pace.Pace(world.device, f"rank {world.rank} on {world.host}")  # measure
         found.place.claim(world.process)
         self._best = best.Best(vars(args), found.place.run_dir, plan.first_step)
         found = start.check_newest(found, plan.order)
-        self._stop = stop.Stop(world, args.deadline, *steps)
+        self._stop = stop.Stop(world, args.deadline, plan.first_step, self._last_step)
         process_group.set_timeout(mesh, args.hang_timeout)  # protect
         self._watch = world.process.watch  # protect
         self._watch.begin(found.place.run_dir, plan.first_step, args.hang_timeout)  # protect
@@ -161,9 +162,9 @@ class Session:
         self._check = state_check.StateCheck(model, compare=args.check_every > 0)
         self._saver = saver.Saver(found, mesh, self._check, world.process, args.keep, args.async_save)
         self._log = log.Run(found.place.run_dir, args, world, plan, dtype, sample or flops.Sample(), computes_on)
+        tracker.start(args.tracker, found.place.run_dir, world)  # track
         if optimizer:
             rates.show(optimizer, vars(args).get("warmup_steps", 0), plan.max_steps)
-        self._saved_s = 0.0
 
     def steps(self, dp_rank: int) -> Iterator[int]:
         """Yield the steps to do, until the last one or a request to stop; seed all generators before each.
@@ -290,14 +291,13 @@ class Session:
         if not self.saves(step):
             return
         state_check.check_own(more or {})
-        began = time.perf_counter()
+        self._pace.begin()  # of a save  # measure
         with self._rewinds(), record_function(marks.BESIDE):
             self._report_skips()  # first: a checkpoint must not hide what has led to it
             tensors = keymap.to_save(self._model, self._optimizer) | self._average.to_save() | (more or {})
             scale = self.finite.scale_state() if self._optimizer else []
             self._saver.save(step, tensors, self._plan.position(step), self._is_last(step), self._best.step, scale)
             self._pace.compare()  # measure
-        self._saved_s += time.perf_counter() - began
         self._doubts.confirm(step, self._is_last(step))
 
     def _report_skips(self) -> None:
@@ -323,6 +323,6 @@ class Session:
     def finish(self) -> None:
         """Print the result and the command that continues the run, and end the process group (all ranks)."""
         judged = ""
-        judged = verdict.of_run(vars(self._args), self._log.spent(), self._saved_s, *self._pace.slow)  # measure
+        judged = verdict.of_run(vars(self._args), self._log.spent(), self._pace.saved_s, *self._pace.slow)  # measure
         self._log.finish(self._stop.reason, self._no_better, judged)
         process_group.finish(self._process)

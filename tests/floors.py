@@ -12,8 +12,8 @@ from pathlib import Path
 
 # From top to bottom: a floor uses itself and those below it. The first and the last are no folders: one module, and all
 # others that lie in common/ itself.
-FLOORS = ("session", "protect", "measure", "state", "store", "run", "workloads", "train", "ground")
-DELETABLE = ("protect", "measure")  # with `rm -r` and the lines of session.py that end so: "# protect"
+FLOORS = ("session", "protect", "measure", "track", "state", "store", "run", "workloads", "train", "ground")
+DELETABLE = ("protect", "measure", "track")  # with `rm -r` and the lines of session.py that end so: "# protect"
 PARTS = ("recipes", "common", "launch", "tools", "tests", "benchmarks")  # packages of the repository
 # Methods that change what they are called on: of lists, dicts, sets, queues and events.
 CHANGES = {

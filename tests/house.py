@@ -31,9 +31,10 @@ PROGRAMS = {".py", ".sh", ".yaml", ".env", ""}  # ends of the files that such a 
 RECIPE = 300  # lines of code of a train.py
 TWIN = 120  # of the bare.py beside it
 MODULE = 200  # of a module of common/
-COMMON = 4050  # of common/ without its workloads and common/store
+COMMON = 4050  # of common/ without its workloads, common/store and common/track
 STORE = 750  # of common/store
-APART = ("workloads", "store")  # floors with a budget of their own, or none
+TRACK = 300  # of common/track
+APART = ("workloads", "store", "track")  # floors with a budget of their own, or none
 MAIN = 30  # of a recipe's main
 CALLS = 18  # out of it: of modules of common/, and of what they have made
 LOCALS = 20  # its variables
@@ -195,14 +196,15 @@ Figures = dict[str, dict[str, int | None]]
 def figures(root: Path = ROOT) -> Figures:
     """All figures of a checkout, by group; None where it has no such thing."""
     sizes = sizes_of(root)
-    workloads, store = (_of(sizes, floor) for floor in APART)
+    workloads, store, track = (_of(sizes, floor) for floor in APART)
     found: Figures = {}
     has_floors = floors.has_floors(root)
     found["common/"] = {
         "files": len(sizes),
-        "lines of code without workloads and store": sum(sizes.values()) - workloads - store,
+        "lines of code without workloads, store and track": sum(sizes.values()) - workloads - store - track,
         "lines of code of workloads": workloads,
         "lines of code of store": store,
+        "lines of code of track": track,
         f"modules of more than {MODULE} lines of code": sum(size > MODULE for size in sizes.values()),
         "arrows": len(floors.arrows(root)),
         "circles": len(floors.circles(floors.arrows(root))),
@@ -215,7 +217,8 @@ def figures(root: Path = ROOT) -> Figures:
         "whole": copied(root),
         "without protect/": copied(root, "protect") if has_floors else None,
         "without measure/": copied(root, "measure") if has_floors else None,
-        "without both": copied(root, *floors.DELETABLE) if has_floors else None,
+        "without track/": copied(root, "track") if has_floors else None,
+        "without all": copied(root, *floors.DELETABLE) if has_floors else None,
     }
     for name, path in recipes(root).items():
         own, everything = flags(root, path)
@@ -260,7 +263,8 @@ def lights(root: Path = ROOT) -> list[str]:
         look(f"{name}, lines of code", size, MODULE)
     own = sum(sizes.values()) - sum(_of(sizes, floor) for floor in APART)
     look("common/store, lines of code", _of(sizes, "store"), STORE)
-    look("common/ without workloads and store, lines of code", own, COMMON)
+    look("common/track, lines of code", _of(sizes, "track"), TRACK)
+    look("common/ without workloads, store and track, lines of code", own, COMMON)
     paths = recipes(root)
     for name, path in paths.items():
         look(f"{name}, lines of code", len(code(path.read_text())), RECIPE)

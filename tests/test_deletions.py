@@ -31,7 +31,7 @@ BASES = [recipe for recipe in runner.RECIPES if runner.stands_for_workload(recip
 PAGE = (runner.ROOT / "docs" / "adapt.md").read_text()
 COMMANDS = {found[1]: found[0] for found in re.finditer(r"^rm -r common/(\w+) && .*$", PAGE, flags=re.MULTILINE)}
 # Every choice of floors; what main marks, with the comparison of replicas, which a flag ends; and all at once.
-FLOORS = [chosen for n in (1, 2) for chosen in itertools.combinations(floors.DELETABLE, n)]
+FLOORS = [chosen for n in (1, 2, 3) for chosen in itertools.combinations(floors.DELETABLE, n)]
 MAIN = "main"
 DELETIONS = [*FLOORS, (MAIN,), (MAIN, *floors.DELETABLE)]
 STEPS = 4
@@ -241,7 +241,7 @@ def test_rest_holds_together(recipe: str, what: Sequence[str], tmp_path: Path) -
     before = house.flags(tmp_path, train)[1]
     delete(tmp_path, *what)
     assert faults(tmp_path) == []
-    assert {"protect": "hang_timeout", "measure": "profile"}.items() >= {
+    assert {"protect": "hang_timeout", "measure": "profile", "track": "tracker"}.items() >= {
         (floor, flag) for floor, flag in zip(what, sorted(before - house.flags(tmp_path, train)[1]), strict=True)
     }
 
@@ -323,8 +323,10 @@ def wanted(small_data: dict[str, Path], once: Once, tmp_path_factory: pytest.Tem
 @pytest.mark.parametrize(
     ("recipe", "what"),
     [
-        # All deletions of one recipe, and of the others all at once; `-m rest` has what is left.
-        pytest.param(recipe, what, marks=[pytest.mark.rest] * (recipe != "ddp_gpt" and what != DELETIONS[-1]))
+        # Of one recipe each deletion alone, and of all recipes all at once; `-m rest` has what is left.
+        pytest.param(
+            recipe, what, marks=[pytest.mark.rest] * ((recipe != "ddp_gpt" or len(what) > 1) and what != DELETIONS[-1])
+        )
         for recipe in BASES
         for what in DELETIONS
         if what != (MAIN,) or recipe in runner.SUPERVISED

@@ -32,7 +32,7 @@ OWN = {
 }
 ROWS = (  # of the table
     "common/session.py",
-    *(f"common/{floor}/" for floor in ("protect", "measure", "state", "store", "run", "train", "workloads")),
+    *(f"common/{floor}/" for floor in ("protect", "measure", "track", "state", "store", "run", "train", "workloads")),
     "common/*.py",
     *("recipes/", "launch/", "tools/", "benchmarks/", "docs/", "tests/*.py", "tests/harness/", "pyproject.toml, .ci/"),
 )

@@ -23,6 +23,7 @@ class Pace:
     Attributes:
         worked_s: seconds that it has worked.
         took_s: seconds by the clock.
+        saved_s: seconds by the clock of saves, from `begin` to `compare`.
         slow: at the last comparison, what of the training the other ranks waited for one, and its name.
     """
 
@@ -33,7 +34,7 @@ class Pace:
             device: what computes. The work of a GPU is no thread's, and not counted.
             name: of this rank.
         """
-        self.worked_s = self.took_s = 0.0
+        self.worked_s = self.took_s = self.saved_s = 0.0
         self.slow = (0.0, "")
         self._began = (0.0, 0.0)
         self._name = name
@@ -42,7 +43,7 @@ class Pace:
         self._schedstat = Path("/proc/thread-self/schedstat")
 
     def begin(self) -> None:
-        """Work begins."""
+        """Work begins, or a save."""
         self._began = (self._worked_s(), time.perf_counter())
 
     def end(self) -> None:
@@ -52,13 +53,14 @@ class Pace:
         self.took_s += time.perf_counter() - at
 
     def compare(self) -> None:
-        """Report a rank that has worked longer than the others (all ranks)."""
+        """At the end of a save, report a rank that has worked longer than the others (all ranks)."""
         everyone = ranks.gather([self.worked_s, self.took_s, self._name])
         rank, share = slow_rank([(worked_s, took_s) for worked_s, took_s, _ in everyone])
         slow = everyone[rank][2] if share else ""
         if slow and slow != self.slow[1]:
             ranks.print0(f"note: {slow} works longer than the others: they wait for it in {share:.0%} of the training")
         self.slow = (share, slow)
+        self.saved_s += time.perf_counter() - self._began[1]
 
     def _worked_s(self) -> float:
         """Seconds of this thread on a processor, and ready to run without one (proc(5), schedstat's second number)."""

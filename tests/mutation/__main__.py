@@ -25,11 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.mutation import floors, recipes, store, tools
+from tests.mutation import floors, recipes, store, tools, track
 from tests.mutation.fault import Fault
 
 ROOT = Path(__file__).parents[2]
-FAULTS = (*recipes.FAULTS, *floors.FAULTS, *store.FAULTS, *tools.FAULTS)
+FAULTS = (*recipes.FAULTS, *floors.FAULTS, *store.FAULTS, *tools.FAULTS, *track.FAULTS)
 LIMIT_S = 240.0  # for the tests of a fault: runner.HANG_S and the limit of pytest are longer
 CHECK_LIMIT_S = 900.0  # for all tests of a file
 PYTEST = (

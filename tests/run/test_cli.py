@@ -227,7 +227,6 @@ def test_check_divides() -> None:
 
 OLD = [  # what an earlier version has written, and what is told of it
     ("pipeline_gpt", {"num_microbatches": 8}, "does not have: num_microbatches (did you mean --micro-batch-size?)"),
-    ("accelerate_gpt", {"tracker": "all"}, "does not have: tracker"),
     *(
         (
             "pipeline_gpt",
@@ -513,7 +512,15 @@ SET = {  # another value of each flag of every run
     **{"out": "elsewhere", "resume": "runs/old", "seed": 7, "backend": "gloo", "log_every": 3, "eval_every": 4},
     **{"save_every": 5, "keep": 6, "async_save": True, "check_every": 0, "on_bad_state": "rewind", "profile": 2},
     **{"matmul_precision": "high", "deterministic": True, "hang_timeout": 20.5, "init": "weights", "keep_best": "loss"},
-    **{"patience": 8, "max_skips": 9, "dtype": "float64", "compile": True, "inexact": True, "ema": 0.5},
+    **{
+        "patience": 8,
+        "max_skips": 9,
+        "dtype": "float64",
+        "compile": True,
+        "inexact": True,
+        "ema": 0.5,
+        "tracker": "mlflow",
+    },
 }
 
 

@@ -530,7 +530,9 @@ def test_records_follow_to_another_machine(s3: Server, tmp_path: Path) -> None:
         (one / "logs" / "rank_00001.log").write_text("of another rank")
         save(job, 1)
         (one / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+        (one / "tracker.json").write_text('{"wandb": {"id": "17"}}')
     assert "runs/run/logs/rank_00000.log" in s3.objects()
     assert "runs/run/logs/rank_00001.log" not in s3.objects()
     with run(two):
         assert (two / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+        assert (two / "tracker.json").read_text() == '{"wandb": {"id": "17"}}', "the run there is the same one"

@@ -95,7 +95,7 @@ class Keeper:
                 "there and costs, unless rules of the store remove it"
             )
         self._known = {str(one) for one in (self.path / "checkpoints").iterdir()}
-        for name in ("metrics.jsonl", "config.json"):
+        for name in ("metrics.jsonl", "config.json", "tracker.json"):
             if self._known and (self.path / name).is_file():
                 manifest.replace(self.run_dir / name, (self.path / name).read_text())
 

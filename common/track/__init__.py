@@ -1,0 +1,1 @@
+"""Sends what a run records to Weights & Biases, MLflow or trackio. A training needs none of it."""
