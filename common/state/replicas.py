@@ -67,10 +67,9 @@ def position_hash(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.permute(*sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).contiguous()
     # Halves of 8-byte elements: their highest bit times an odd number would be the same in each place.
     whole = {1: torch.uint8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
-    bits = tensor.reshape(-1).view(whole)
     factors = _factors(tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for i, block in enumerate(bits.split(len(factors))):
+    for i, block in enumerate(tensor.reshape(-1).view(whole).split(len(factors))):
         total += (block * factors[: len(block)]).sum() * (2 * i + 1)
     return total
 
