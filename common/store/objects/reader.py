@@ -72,14 +72,12 @@ class RangeReader:
     def read_data(self, plan: Any, planner: Any) -> "Future[None]":
         """Fill the tensors of a plan."""
         targets = [planner.resolve_tensor(item).detach() for item in plan.items]
-        with ThreadPoolExecutor(READERS, "read") as pool:  # memory holds as many pieces at most
-            begun = [
-                pool.submit(_fill, target, piece)
-                for item, target in zip(plan.items, targets, strict=True)
-                for piece in self._pieces(item)
-            ]
-            for one in begun:
-                one.result()
+        pieces = [
+            (*piece, target) for item, target in zip(plan.items, targets, strict=True) for piece in self._pieces(item)
+        ]
+        with ThreadPoolExecutor(READERS, "read") as pool:  # memory holds READERS runs at most
+            for _ in pool.map(_fill, _runs(pieces)):
+                pass
         for item, target in zip(plan.items, targets, strict=True):
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -107,10 +105,26 @@ class RangeReader:
             yield path, begin, begin + count * row_bytes, dtype, part, (slice(None), *inner), slice(row, row + count)
 
 
-def _fill(target: torch.Tensor, piece: tuple[Any, ...]) -> None:
-    path, begin, end, dtype, shape, part, rows = piece
-    found = torch.frombuffer(bytearray(path.read(begin, end)), dtype=torch.uint8).view(dtype).reshape(shape)[part]
-    (target if rows is None else target[rows]).copy_(found)
+def _runs(pieces: list[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
+    """Pieces whose bytes follow each other, up to PIECE_BYTES: a request takes its time however small it is."""
+    run: list[tuple[Any, ...]] = []
+    for piece in sorted(pieces, key=lambda piece: (str(piece[0]), piece[1])):
+        path, begin, end = piece[:3]
+        if run and ((path, begin) != (run[-1][0], run[-1][2]) or end - run[0][1] > PIECE_BYTES):
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run
+
+
+def _fill(run: list[tuple[Any, ...]]) -> None:
+    path, first = run[0][:2]
+    content = path.read(first, run[-1][2])
+    for _, begin, end, dtype, shape, part, rows, target in run:
+        own = bytearray(content[begin - first : end - first])
+        found = torch.frombuffer(own, dtype=torch.uint8).view(dtype).reshape(shape)[part]
+        (target if rows is None else target[rows]).copy_(found)
 
 
 @functools.lru_cache(10_000)  # an object of that name is never written again
