@@ -56,7 +56,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def replace(path: Path, text: str) -> None:
+def replace(path: Path, content: str | bytes) -> None:
     """Write a file in one rename: after a kill, a power cut, or without room, either the old or the new one is there.
 
     Raises:
@@ -65,8 +65,8 @@ def replace(path: Path, text: str) -> None:
     partial = path.with_suffix(".tmp")
     partial.unlink(missing_ok=True)  # of a process that was killed; or a link, which "x" would not follow either
     try:
-        with partial.open("x") as file:
-            file.write(text)
+        with partial.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -124,9 +124,11 @@ class Looked:
 
     Attributes:
         at: what `looks_at` was last called with; None before.
+        sent: bytes that a store has taken from this process: it does go on.
     """
 
     at: Path | None = None
+    sent = 0
 
 
 def looks_at(path: Path) -> None:

@@ -150,9 +150,9 @@ class Heartbeat:
         )
 
     def _bytes_written(self) -> int:
-        """Bytes that this rank has written to the checkpoint that is being saved."""
+        """Bytes that this rank has written to the checkpoint that is being saved, or ever sent to a store."""
         folders = self._checkpoints.glob("step_*.tmp-*")
-        return _total([file for one in folders for file in files_of_rank(one, self._world.rank)])
+        return Looked.sent + _total([file for one in folders for file in files_of_rank(one, self._world.rank)])
 
     def slow_start(self) -> str:
         """A sentence about a start that stands still for half of --hang-timeout, perhaps for a file; else ""."""

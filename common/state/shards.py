@@ -86,5 +86,4 @@ def _contents(items: list[Any], planner: "SavePlanner") -> Iterator[memoryview]:
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, torch.Tensor)
         # One at a time on its way from a GPU, and into one piece: safetensors does not store strides.
-        whole = tensor.detach().cpu().contiguous().flatten()
-        yield whole.view(torch.uint8).numpy().data
+        yield tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data

@@ -418,7 +418,7 @@ def test_page_has_the_parts_of_its_command(page: Path) -> None:
     in_tests = {"checkpoints": "tests/layouts_table.py", "gpu-counts": "tests/cuda_table.py", "tests": "tests/timed.py"}
     in_tests["troubleshooting"] = "tests/symptoms_table.py"
     several: dict[str, tuple[str, ...]] = {"judge": ("judge", "judge_libraries")}
-    several |= {"performance": ("duel", "memory", "stop_scale"), "survival": ("survival", "saves", "restart")}
+    several |= {"performance": ("duel", "memory", "stop_scale"), "survival": ("survival", "saves", "stores", "restart")}
     several["large_batch"] = ("large_batch", "variance")
     chapter = page.parent == COURSE and page.name != "index.md"
     names = [f"benchmarks/{name}.py" for name in ("course",) * chapter or several.get(page.stem, (page.stem,))]

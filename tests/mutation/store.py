@@ -70,6 +70,13 @@ FAULTS = (
         f"{KEEPER}::test_store_without_conditions_keeps_jobs_apart_and_says_what_it_lacks",
     ),
     of(
+        "objects/uploads",
+        "parts that were sent do not count as progress",
+        "        manifest.Looked.sent += len(content)\n",
+        "",
+        f"{KEEPER}::test_large_files_travel_in_parts",
+    ),
+    of(
         "objects/lease",
         "a second job does not wait for a sign of life",
         '            if not owner or folder == self._about["folder"] or time.monotonic() > end:\n',

@@ -22,7 +22,7 @@ from common.store.objects.paths import StorePath
 from tests.harness import inject, runner
 from tests.store import server
 
-PART_BYTES = 2048  # so that the files of small models, too, travel in several parts
+PART_BYTES = 200  # so that the files of small models, too, travel in several parts
 
 
 @dataclass
@@ -111,7 +111,7 @@ def add_points() -> None:
     patched                     what for
     Upload._part                point "in a file": one part of it has been sent, and the upload is not finished
     uploads.put of a manifest   points "before the rename", "after the rename": this request commits
-    Keeper.commit               point "before the manifest"
+    Keeper.claim, Keeper.commit points "before the claim" and "before the manifest"
     Keeper._remove              point "during retention": the oldest manifest is gone, and its files are there
     """
     part, put, remove = uploads.Upload._part, uploads.put, keeper.Keeper._remove
@@ -140,6 +140,7 @@ def add_points() -> None:
     uploads.put = put_manifest  # type: ignore[assignment]
     uploads.Upload._part = send_part  # type: ignore[method-assign]
     keeper.Keeper._remove = remove_objects  # type: ignore[method-assign]
+    inject._before(keeper.Keeper, "claim", inject._reaches("before the claim"))
     inject._before(keeper.Keeper, "commit", inject._reaches("before the manifest"))
     for action in ("die in a file", "die in a deletion"):  # it is half there already
         inject.ACTIONS[action] = lambda _: inject._send("SIGKILL")

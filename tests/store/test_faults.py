@@ -14,6 +14,7 @@ import os
 import random
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import moto.s3.models
 import pytest
 from common import manifest
-from common.store.objects import paths
+from common.store.objects import paths, uploads
 
 from tests.faults import (
     test_blame,
@@ -52,7 +53,7 @@ MODULES = (
 )
 FAMILIES = ("damage", "disk", "save", "stop")
 MORE = (
-    r"numbers: (NaN in a parameter of one rank|a bit of a parameter of one rank, found at the save|other world size)",
+    r"numbers: (NaN in a parameter of one rank|a bit of a parameter of one rank, found at the save)",
     r"numbers: (a bit of a parameter, --on-bad-state rewind|mutant, state is not looked at before a save)",
     r"output: .* in metrics\.jsonl",
     r"rank: (SIGKILL before the training begins|a save that is slower|hangs, in a save|one has no memory for a save)",
@@ -61,6 +62,7 @@ MORE = (
 WITHOUT = {  # a row's name: why it has no meaning in a store, or which test has it
     r"damage: (a pipe as|a link to itself)": "a store has objects, and neither pipes nor links",
     r"damage: (a file of tensors|mutant, files) that the manifest": "nobody reads it: test_stranger_is_not_read",
+    "damage: a missing manifest, in the newest": "it looks as a save that was killed: test_what_no_manifest_names",
     "damage: 200 random bits": "it reads a copy on this machine: test_random_bits",
     r"damage: (images of|packed tokens)": "of --data, which lies on this machine",
     r"disk: .* (for a while|to the end)": "test_store_refuses_for_a_while, test_store_refuses_to_the_end",
@@ -68,7 +70,7 @@ WITHOUT = {  # a row's name: why it has no meaning in a store, or which test has
     r"disk: the run's folder is removed": "test_everything_is_removed",
     r"stop: (SIG\w+|mutant, ranks do not see that) .*launcher": "of the launcher, whose ranks then stop as asked to",
     r"stop: SIGTERM with 2 loader workers": "of loader workers, which do not know where checkpoints lie",
-    r"rank: a save that is slower": "it counts the bytes of a file; a part that was sent shows in the line that waits",
+    r"rank: a save that is slower": "it counts the bytes of a file: test_slow_store",
     r"refused: the server has lost checkpoints/": "of NFS: test_store_that_is_away_at_the_start",
 }
 
@@ -216,6 +218,27 @@ def test_store_refuses_to_the_end(what: str, case: FaultCase, s3: server.Server)
     s3.faults.clear()
     case.resume_and_check()
     assert case.row.steps_lost == STEPS - 2
+
+
+@pytest.mark.parametrize(("what", "recipe"), each(["slow"]))
+def test_slow_store(what: str, case: FaultCase, s3: server.Server) -> None:
+    """A save that takes longer than a hang may last is none while parts arrive."""
+    hits: list[str] = []
+
+    def take_long(environ: dict[str, Any]) -> None:
+        if re.search("step_00000004/.*uploadId", request(environ)):
+            hits.append(environ["QUERY_STRING"])
+            time.sleep(0.6 * test_blame.SAVE_S)
+
+    s3.faults.append(take_long)
+    result = case.start(faults=test_blame.patient(case))
+    assert len(hits) > uploads.PARTS * case.size, "more than can be on their way at once"
+    assert result.ok, str(result)
+    case.check_same_as_reference()
+
+
+def request(environ: dict[str, Any]) -> str:
+    return f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}"
 
 
 @pytest.mark.parametrize(("what", "recipe"), each([one for one in REFUSALS if one != "full"]))

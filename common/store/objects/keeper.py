@@ -97,7 +97,7 @@ class Keeper:
         self._known = {str(one) for one in (self.path / "checkpoints").iterdir()}
         for name in ("metrics.jsonl", "config.json", "tracker.json"):
             if self._known and (self.path / name).is_file():
-                manifest.replace(self.run_dir / name, (self.path / name).read_text())
+                manifest.replace(self.run_dir / name, (self.path / name).read_bytes())
 
     def _again(self, call: Callable[[], None]) -> None:
         while not self._ends.wait(lease.lease_s() / 5):

@@ -95,9 +95,13 @@ class StorePath(PurePosixPath):
             return uploads.Upload(str(self), self.files)
         return io.BufferedReader(Ranges(self)) if buffering else Ranges(self)
 
+    def read_bytes(self) -> bytes:
+        """All of the object."""
+        return bytes(ask(self, "read", lambda: self.files.cat_file(str(self))))
+
     def read_text(self) -> str:
         """The object's text."""
-        return bytes(ask(self, "read", lambda: self.files.cat_file(str(self)))).decode()
+        return self.read_bytes().decode()
 
     def read(self, start: int, end: int) -> bytes:
         """Bytes of the object.

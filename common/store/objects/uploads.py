@@ -7,6 +7,7 @@ import zlib
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
+from common import manifest
 from common.store.objects.client import ask
 
 PART_BYTES = 2**24  # of the first parts, larger ones follow: S3 takes 10,000, and 5 TB
@@ -36,6 +37,7 @@ class Upload:
         """Add bytes; waits while as many parts as may be are on their way."""
         self._num_bytes += len(block)
         if self._plain:
+            manifest.Looked.sent += len(block)
             return int(self._plain.write(block))
         self._filled += block
         if len(self._filled) >= PART_BYTES * (1 + len(self._parts) // 1000):
@@ -56,6 +58,7 @@ class Upload:
         sent = self._call(
             "upload_part", UploadId=self._number, PartNumber=number, Body=bytes(content), ChecksumCRC32=crc
         )
+        manifest.Looked.sent += len(content)
         return {"PartNumber": number, "ETag": sent["ETag"], "ChecksumCRC32": crc}
 
     def _call(self, name: str, **more: Any) -> Any:
