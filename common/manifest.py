@@ -124,15 +124,16 @@ class Looked:
 
     Attributes:
         at: what `looks_at` was last called with; None before.
-        sent: bytes that a store has taken from this process: it does go on.
     """
 
     at: Path | None = None
-    sent = 0
 
 
 def looks_at(path: Path) -> None:
-    """Note a file or folder before the first call that a disk has to answer, as `places.local` and `size` do."""
+    """Note a file or folder before the first call that a disk has to answer, as `places.local` and `size` do.
+
+    Who writes to a store notes each part that was sent: `watch` takes another one for progress.
+    """
     Looked.at = path
 
 

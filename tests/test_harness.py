@@ -95,7 +95,7 @@ def test_gpus_are_shown_where_that_is_asked(gpus: bool, monkeypatch: pytest.Monk
     monkeypatch.setenv("HF_HOME", os.environ["HF_HOME"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     ends: list[Callable[[], None]] = []
-    given: Any = SimpleNamespace(getoption={"gpus": gpus}.get, add_cleanup=ends.append)
+    given: Any = SimpleNamespace(getoption={"gpus": gpus}.get, add_cleanup=ends.append, addinivalue_line=nothing)
     conftest.pytest_configure(given)
     ends[0]()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("0,1" if gpus else "")

@@ -32,7 +32,7 @@ class Heartbeat:
         step: the step that this rank is in.
         noted: the phase of training, where the run itself has noted it; "" where the stack tells it.
         stalled_s: seconds since the main thread last moved.
-        spun_s: seconds since it last got anywhere: to another step, phase or batch, or on in what it writes.
+        spun_s: seconds since it last got anywhere: to another step, phase, batch or file, or on in what it writes.
         saving_s: seconds since the main thread entered a save; 0 outside of one.
     """
 
@@ -99,7 +99,7 @@ class Heartbeat:
             place += [_place(frames.get(one.ident or 0)) for one in threading.enumerate() if one.name == phase]
             if not self._waits_in and max(self.stalled_s, self.spun_s) > self._timeout_s / 4:
                 self._written = self._bytes_written()
-        reached = (self.step, data.Loader.batches_read, phase, self._written)
+        reached = (self.step, data.Loader.batches_read, phase, self._written, Looked.at)
         self.spun_s = self.spun_s + BEAT_S if reached == self._reached else 0.0
         self._reached = reached
         position = (*reached, place)
@@ -150,9 +150,9 @@ class Heartbeat:
         )
 
     def _bytes_written(self) -> int:
-        """Bytes that this rank has written to the checkpoint that is being saved, or ever sent to a store."""
+        """Bytes that this rank has written to the checkpoint that is being saved."""
         folders = self._checkpoints.glob("step_*.tmp-*")
-        return Looked.sent + _total([file for one in folders for file in files_of_rank(one, self._world.rank)])
+        return _total([file for one in folders for file in files_of_rank(one, self._world.rank)])
 
     def slow_start(self) -> str:
         """A sentence about a start that stands still for half of --hang-timeout, perhaps for a file; else ""."""

@@ -120,6 +120,7 @@ def look_while_it_moves() -> None:
         lambda: setattr(heart, "step", 1),
         lambda: setattr(heart, "noted", "evaluation"),
         lambda: setattr(data.Loader, "batches_read", data.Loader.batches_read + 1),
+        lambda: manifest.looks_at(Path("another file")),
     ):
         get_on()
         look()
@@ -130,7 +131,7 @@ def look_while_it_moves() -> None:
 
 
 def test_moving_without_getting_on() -> None:
-    """A step, a phase or a batch is progress; another line is none."""
+    """A step, a phase, a batch or a file is progress; another line is none."""
     result = runner.spawn(look_while_it_moves, [()])
     assert result.ok, str(result)
 

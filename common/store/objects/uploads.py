@@ -37,7 +37,8 @@ class Upload:
         """Add bytes; waits while as many parts as may be are on their way."""
         self._num_bytes += len(block)
         if self._plain:
-            manifest.Looked.sent += len(block)
+            place: Any = f"{self._url}, byte {self._num_bytes}"
+            manifest.looks_at(place)
             return int(self._plain.write(block))
         self._filled += block
         if len(self._filled) >= PART_BYTES * (1 + len(self._parts) // 1000):
@@ -58,7 +59,8 @@ class Upload:
         sent = self._call(
             "upload_part", UploadId=self._number, PartNumber=number, Body=bytes(content), ChecksumCRC32=crc
         )
-        manifest.Looked.sent += len(content)
+        place: Any = f"{self._url}, part {number}"
+        manifest.looks_at(place)
         return {"PartNumber": number, "ETag": sent["ETag"], "ChecksumCRC32": crc}
 
     def _call(self, name: str, **more: Any) -> Any:
