@@ -77,6 +77,13 @@ FAULTS = (
         f"{KEEPER}::test_large_files_travel_in_parts",
     ),
     of(
+        "objects/keeper",
+        "unfinished uploads of records stay",
+        "if not uploads.abort_unfinished(self.path, self._files):",
+        'if not uploads.abort_unfinished(self.path / "checkpoints", self._files):',
+        f"{KEEPER}::test_unfinished_uploads_in_parts_are_found_and_removed",
+    ),
+    of(
         "objects/lease",
         "a second job does not wait for a sign of life",
         '            if not owner or folder == self._about["folder"] or time.monotonic() > end:\n',

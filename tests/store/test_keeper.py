@@ -144,12 +144,16 @@ def test_what_no_manifest_names_is_no_checkpoint(s3: Server, tmp_path: Path) -> 
 
 
 def test_unfinished_uploads_in_parts_are_found_and_removed(s3: Server, tmp_path: Path) -> None:
-    left = s3.client().create_multipart_upload(Bucket=BUCKET, Key="runs/run/checkpoints/step_00000001/shard-1-x.bin")
-    other = s3.client().create_multipart_upload(Bucket=BUCKET, Key="runs/other/checkpoints/step_00000001/shard")
+    def begin(key: str) -> Any:
+        return s3.client().create_multipart_upload(Bucket=BUCKET, Key=f"runs/{key}")
+
+    begin("run/metrics.jsonl")  # of a job that was killed
+    other = begin("other/checkpoints/step_00000001/shard")
     with run(tmp_path) as job:
+        assert s3.uploads() == [other["Key"]]
+        begin("run/checkpoints/step_00000001/shard-1-x.bin")  # of a save that has failed
         save(job, 2)
-    assert left["Key"] not in s3.uploads()
-    assert other["Key"] in s3.uploads(), "of another run"
+    assert s3.uploads() == [other["Key"]], "of another run"
     s3.client().abort_multipart_upload(Bucket=BUCKET, Key=other["Key"], UploadId=other["UploadId"])
 
 

@@ -89,7 +89,7 @@ class Keeper:
         if not mine.exists():
             manifest.replace(mine, uuid.uuid4().hex)
         self._lease.take(mine.read_text())
-        if not uploads.abort_unfinished(self.path / "checkpoints", self._files):
+        if not uploads.abort_unfinished(self.path, self._files):  # of killed jobs: logs, too
             ranks.print0(
                 f"note: unfinished uploads to {self.path} cannot be listed: what killed saves leave of them stays "
                 "there and costs, unless rules of the store remove it"
@@ -116,13 +116,13 @@ class Keeper:
 
     def _copy(self) -> None:
         """Copy files that have changed; each rank its own log, and rank 0 the rest."""
-        log = f"rank_{self._rank:05d}.log"
+        mine = f"rank_{self._rank:05d}.log"
         if self.lost:
             return  # these are the other job's files now
         with self._copying:
             for file in sorted(one for one in self.run_dir.rglob("*") if one.is_file()):
                 name = file.relative_to(self.run_dir)
-                ours = file.name == log if name.parts[0] == "logs" or self._rank else True
+                ours = file.name == mine if name.parts[0] == "logs" or self._rank else True
                 stamp = file.stat().st_size, file.stat().st_mtime_ns
                 if not ours or name.parts[0] in NOT_COPIED or self._copied.get(str(name)) == stamp:
                     continue
