@@ -65,7 +65,7 @@ FAULTS = (
     of(
         "objects/uploads",
         "who writes under a condition does not look itself",
-        "    if tag is not None and read_tagged(url, files)[1] != tag:\n",
+        "    if tag is not None and tag_of(url, files) != tag:\n",
         "    if False:\n",
         f"{KEEPER}::test_store_without_conditions_keeps_jobs_apart_and_says_what_it_lacks",
     ),
@@ -82,6 +82,13 @@ FAULTS = (
         "if not uploads.abort_unfinished(self.path, self._files):",
         'if not uploads.abort_unfinished(self.path / "checkpoints", self._files):',
         f"{KEEPER}::test_unfinished_uploads_in_parts_are_found_and_removed",
+    ),
+    of(
+        "objects/lease",
+        "a job takes itself for another one",
+        '                    if self._about["start"] in text:',
+        "                    if False:",
+        f"{KEEPER}::test_job_whose_sign_of_life_was_not_answered_keeps_its_run",
     ),
     of(
         "objects/lease",

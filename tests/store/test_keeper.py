@@ -19,7 +19,7 @@ from common.store.objects import paths, uploads
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.harness import states
-from tests.store.server import BUCKET, Server
+from tests.store.server import BUCKET, UNANSWERED, Server
 
 pytestmark = pytest.mark.usefixtures("group")
 OUT = f"s3://{BUCKET}/runs"
@@ -412,11 +412,18 @@ def forget_conditions(environ: dict[str, Any]) -> tuple[int, str] | None:
     return (501, "NotImplemented") if environ["QUERY_STRING"].startswith("uploads") else None
 
 
+def refuse_conditions(environ: dict[str, Any]) -> tuple[int, str] | None:
+    """What others do."""
+    asked = {"HTTP_IF_NONE_MATCH", "HTTP_IF_MATCH"} & {*environ} or environ["QUERY_STRING"].startswith("uploads")
+    return (501, "NotImplemented") if asked else None
+
+
+@pytest.mark.parametrize("lacks", [forget_conditions, refuse_conditions])
 def test_store_without_conditions_keeps_jobs_apart_and_says_what_it_lacks(
-    s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lacks: Any, s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only what two jobs do at the same moment is not told apart: each looks before it writes."""
-    s3.faults.append(forget_conditions)
+    s3.faults.append(lacks)
     with run(tmp_path / "one") as first:
         printed = capsys.readouterr().out
         assert "has no conditional writes (If-None-Match)" in printed
@@ -480,6 +487,20 @@ def test_slow_copy_of_a_log_does_not_cost_the_run(s3: Server, tmp_path: Path, mo
         in_time = ended.wait(10)
         ended.set()
     assert in_time
+
+
+def test_job_whose_sign_of_life_was_not_answered_keeps_its_run(
+    s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has it, and went away before it said so: what lies there is this job's own."""
+    monkeypatch.setattr(keeping.Keeper, "_again", lambda *_: None)
+    with run(tmp_path) as job:
+        s3.faults.append(lambda environ: UNANSWERED if environ["REQUEST_METHOD"] == "PUT" else None)
+        with pytest.raises(OSError, match="lock could not be written for"):
+            job._place._lease.hold()
+        s3.faults.clear()
+        save(job, 1)
+    assert newest() == 1
 
 
 def test_job_that_was_killed_here_is_followed_at_once(

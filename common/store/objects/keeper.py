@@ -162,7 +162,7 @@ class Keeper:
         self._lease.hold()
         self._look_at(final, files)
         url = str(final / manifest.NAME)
-        _, tag = uploads.read_tagged(url, self._files)
+        tag = uploads.tag_of(url, self._files)
         if tag and str(final) not in self._known:
             raise OSError(f"another job has saved {final} meanwhile")
         try:

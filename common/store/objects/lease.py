@@ -102,7 +102,11 @@ class Lease:
                 try:
                     self._write(self._tag)
                 except FileExistsError:
-                    self.lost = _holder(uploads.read_tagged(self._lock, self._path.files)[0])[0] or "another job"
+                    text, tag = uploads.read_tagged(self._lock, self._path.files)
+                    if self._about["start"] in text:  # it is what this job has written, and the answer was lost
+                        self._write(tag)
+                    else:
+                        self.lost = _holder(text)[0] or "another job"
             if self.lost:
                 raise OSError(f"{self._path} was taken over by {self.lost}, because this job was silent for so long")
 

@@ -103,18 +103,31 @@ class Upload:
             self._number = ""
 
 
+def tag_of(url: str, files: Any) -> str:
+    """What `put` takes for "if it is still that"; "" if there is no such object.
+
+    Raises:
+        OSError: the store does not say.
+    """
+    try:
+        if hasattr(files, "call_s3"):
+            return str(ask(url, "looked at", lambda: files.info(url))["ETag"])
+        return bytes(ask(url, "read", lambda: files.cat_file(url))).decode()
+    except FileNotFoundError:
+        return ""
+
+
 def read_tagged(url: str, files: Any) -> tuple[str, str]:
-    """An object's text, and what `put` takes for "if it is still that"; "" and "" if there is none.
+    """An object's text, and its tag; "" and "" if there is none.
 
     Raises:
         OSError: it cannot be read.
     """
+    # In this order, a change in between makes the text too new for the tag, and the condition fails.
+    tag = tag_of(url, files)
+    if not hasattr(files, "call_s3"):
+        return tag, tag
     try:
-        if not hasattr(files, "call_s3"):
-            text = bytes(ask(url, "read", lambda: files.cat_file(url))).decode()
-            return text, text
-        # In this order, a change in between makes the text too new for the tag, and the condition fails.
-        tag = ask(url, "read", lambda: files.info(url))["ETag"]
         return bytes(ask(url, "read", lambda: files.cat_file(url))).decode(), tag
     except FileNotFoundError:
         return "", ""
@@ -137,14 +150,14 @@ def put(url: str, files: Any, text: str, tag: str | None = None) -> str:
         url: of the object.
         files: its store.
         text: its content.
-        tag: None to replace whatever is there; "" only if nothing is; else only if it is still what `read_tagged` gave.
+        tag: None to replace whatever is there; "" only if nothing is; else only if it is still what `tag_of` gave.
 
     Raises:
         FileExistsError: there is one, or another one by now.
         OSError: it could not be written.
     """
     # For stores without conditions, which are not kept in one step with the writing: see docs/checkpoints.md.
-    if tag is not None and read_tagged(url, files)[1] != tag:
+    if tag is not None and tag_of(url, files) != tag:
         raise FileExistsError(url)
     if not hasattr(files, "call_s3"):
         mode = "create" if tag == "" else "overwrite"
@@ -154,6 +167,10 @@ def put(url: str, files: Any, text: str, tag: str | None = None) -> str:
     condition = {} if tag is None else {"IfMatch": tag} if tag else {"IfNoneMatch": "*"}
     try:
         return ask(url, "written", lambda: _put_if(files, bucket, key, text.encode(), condition))
+    except io.UnsupportedOperation:
+        if not condition:
+            raise
+        return ask(url, "written", lambda: _put_if(files, bucket, key, text.encode(), {}))
     except FileExistsError:
         # A try whose answer was lost may have written it.
         found, now = read_tagged(url, files)
@@ -177,6 +194,8 @@ def heeds_conditions(url: str, files: Any) -> bool:
         ask(url, "written", lambda: _put_if(files, bucket, key, content, {"IfNoneMatch": "*"}))
     except FileExistsError:
         return True
+    except io.UnsupportedOperation:
+        return False
     return False
 
 
