@@ -125,7 +125,8 @@ def name_unheld(model: nn.Module, optimizer: Optimizer) -> None:
     # On another rank, it may be in a part of the model, or of the optimizer, that this one lacks.
     unheld = sizes.keys() - {name for part in everyone for name, (_, is_held) in part.items() if is_held}
     if unheld:
-        count, total = sum(sizes[name] for name in unheld), sum(sizes.values())
+        count = sum(sizes[name] for name in unheld)
+        total = sum(sizes.values())
         ranks.print0(
             f"warning: no group of the optimizer holds {ranks.listed(sorted(unheld))}: {count:,} of {total:,} numbers "
             f"({count / total:.1%}) are not trained; add them in make_optimizer, or freeze them with "
