@@ -1,5 +1,6 @@
 """Fixtures, the tests that a run takes, and what a failing one prints."""
 
+import gc
 import math
 import os
 import tempfile
@@ -151,6 +152,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Start the fork server, which has much to import, beside the collection of the tests."""
     if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses"):  # it runs the tests
         forkserver.ensure_running()
+
+
+def pytest_sessionfinish() -> None:
+    """Collect what the tests have left, whose warnings are errors; pytest does so ten times, with all that stays."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

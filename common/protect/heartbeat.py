@@ -163,15 +163,15 @@ class Heartbeat:
 
     def slow_save(self) -> str:
         """A sentence about the save that is under way, if it takes longer than --hang-timeout; else ""."""
-        is_slow = self.saving_s > self._timeout_s and self._world.rank == 0
-        folders = sorted(self._checkpoints.glob("step_*.tmp-*")) if is_slow else []
-        if not folders:
+        if self.saving_s <= self._timeout_s or self._world.rank:
             return ""
-        step = int(folders[-1].name[5:].partition(".")[0])
-        return (
-            f"the save of step {step} is slow: {_total(folders[-1].iterdir()) / 1e6:,.1f} MB in {self.saving_s:.0f} s. "
-            f"It counts as a hang after {self.limit_s('save'):g} s without a new byte (raise --hang-timeout for more)"
-        )
+        took = f"{self.saving_s:.0f} s"
+        what, so_far = "the save", f"{took} so far, and {Looked.at} was sent last"  # to a store
+        for folder in sorted(self._checkpoints.glob("step_*.tmp-*")):
+            what = f"the save of step {int(folder.name[5:].partition('.')[0])}"
+            so_far = f"{_total(folder.iterdir()) / 1e6:,.1f} MB in {took}"
+        limit = f"It counts as a hang after {self.limit_s('save'):g} s without a new byte"
+        return f"{what} is slow: {so_far}. {limit} (raise --hang-timeout for more)"
 
 
 def _processes() -> str:

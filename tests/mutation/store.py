@@ -65,9 +65,16 @@ FAULTS = (
     of(
         "objects/uploads",
         "who writes under a condition does not look itself",
-        "    if tag is not None and tag_of(url, files) != tag:\n",
+        "    if not heeds and tag is not None and tag_of(url, files) != tag:\n",
         "    if False:\n",
         f"{KEEPER}::test_store_without_conditions_keeps_jobs_apart_and_says_what_it_lacks",
+    ),
+    of(
+        "objects/uploads",
+        "all parts of an upload wait in memory",
+        "        wait(self._parts[-PARTS : -PARTS + 1] if len(self._parts) >= PARTS else [])\n",
+        "",
+        f"{KEEPER}::test_few_parts_of_an_upload_are_in_memory",
     ),
     of(
         "objects/uploads",

@@ -6,6 +6,7 @@ AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, the tests run against another serve
 """
 
 import contextlib
+import functools
 import http.client
 import os
 import re
@@ -59,13 +60,7 @@ class Server:
 
     def client(self) -> Any:
         """boto3's, to look at what is there."""
-        return boto3.client(
-            "s3",
-            endpoint_url=self.url,
-            aws_access_key_id=KEY_ID,
-            aws_secret_access_key=SECRET,
-            region_name="us-east-1",
-        )
+        return _client(self.url)
 
     def objects(self, prefix: str = "") -> list[str]:
         """Of all objects below a prefix."""
@@ -95,6 +90,13 @@ class Server:
 
         self.faults.append(fault)
         return hit
+
+
+@functools.cache  # making one takes longer than what it is asked for
+def _client(url: str) -> Any:
+    return boto3.client(
+        "s3", endpoint_url=url, aws_access_key_id=KEY_ID, aws_secret_access_key=SECRET, region_name="us-east-1"
+    )
 
 
 def _faulty(server: Server, app: Any) -> Any:

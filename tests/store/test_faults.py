@@ -234,6 +234,9 @@ def test_slow_store(what: str, case: FaultCase, s3: server.Server) -> None:
     result = case.start(faults=test_blame.patient(case))
     assert len(hits) > uploads.PARTS * case.size, "more than can be on their way at once"
     assert result.ok, str(result)
+    case.record_message(
+        result.outputs[0], r"warning: the save is slow: \d+ s so far, and s3://.*step_00000004/.*, part \d+"
+    )
     case.check_same_as_reference()
 
 

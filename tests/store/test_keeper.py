@@ -199,6 +199,36 @@ def test_large_files_travel_in_parts(s3: Server, tmp_path: Path, monkeypatch: py
     states.check_equal(states.loaded(path, state), state)
 
 
+def test_few_parts_of_an_upload_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large it is, and slow the store: those that are on their way, and the one that is being filled."""
+    num_bytes = 100
+    taken = 0
+    held: list[int] = []
+    change = threading.Condition()
+
+    class Slow:
+        """A store that answers once the writer has given as much as it may."""
+
+        def split_path(self, _: str) -> tuple[str, str, None]:
+            return "bucket", "key", None
+
+        def call_s3(self, name: str, PartNumber: int = 0, **_: Any) -> dict[str, Any]:  # noqa: N803 (its own name)
+            if name == "upload_part":
+                with change:
+                    assert change.wait_for(lambda: taken >= min(PartNumber + uploads.PARTS, num_bytes), timeout=900)
+                    held.append(taken - PartNumber + 1)
+            return {"UploadId": "1", "ETag": "", "ContentLength": num_bytes}
+
+    monkeypatch.setattr(uploads, "PART_BYTES", 1)
+    with uploads.Upload("s3://bucket/key", Slow()) as upload:
+        for _ in range(num_bytes):
+            with change:
+                taken += 1
+                change.notify_all()
+            upload.write(b"x")
+    assert max(held) == uploads.PARTS + 1
+
+
 def test_busy_store_is_asked_again(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORE_RETRY_S", "20")
     with run(tmp_path) as job:

@@ -75,7 +75,7 @@ def save_on(folder: str, env: dict[str, str], url: str) -> None:
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("kills", [3, 60])
+@pytest.mark.parametrize("kills", [1, 3, 60])
 def test_killed_at_random_moments(kills: int, s3: Server, tmp_path: Path) -> None:
     """The same command continues from the newest step whose manifest is there, and the end is as if nothing was."""
     chance = random.Random(kills)

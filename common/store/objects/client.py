@@ -31,11 +31,28 @@ def _filesystem(scheme: str, _: tuple[tuple[str, str], ...]) -> Any:
     if scheme == "s3":
         # One request at a time is tried again here, where it is counted and said; SSL and DNS are the client's.
         limits = {"retries": {"max_attempts": 1}, "connect_timeout": 20, "read_timeout": 60, "max_pool_connections": 32}
-        more = {"config_kwargs": limits, "anon": bool(os.environ.get("AWS_ANONYMOUS"))}
+        # What is read at once is small: s3fs would first ask for its size, to read it in parts beside each other.
+        more = {"config_kwargs": limits, "anon": bool(os.environ.get("AWS_ANONYMOUS")), "max_concurrency": 1}
     files = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=scheme != "memory", **more)
     if scheme == "s3":
         files.retries = 1
     return files
+
+
+def size_and_tag(url: str, files: Any) -> tuple[int, str]:
+    """Of an object, in one request; only S3 has tags, which change with its content.
+
+    Raises:
+        FileNotFoundError: there is none, though there may be objects below that name; see also `ask`.
+    """
+    if hasattr(files, "call_s3"):  # its `info` would list what is below a name, if nothing has it
+        bucket, key, _ = files.split_path(url)
+        found = ask(url, "looked at", lambda: files.call_s3("head_object", Bucket=bucket, Key=key))
+        return found["ContentLength"], found["ETag"]
+    found = ask(url, "looked at", lambda: files.info(url))
+    if found["type"] != "file":
+        raise FileNotFoundError(url)
+    return found["size"], ""
 
 
 def ask(path: Any, verb: str, call: Callable[[], Result]) -> Result:

@@ -167,7 +167,7 @@ class Keeper:
             raise OSError(f"another job has saved {final} meanwhile")
         try:
             # One that was there is damaged: otherwise this run would have resumed from it.
-            uploads.put(url, self._files, manifest.text(facts, files), tag)
+            uploads.put(url, self._files, manifest.text(facts, files), tag, self._lease.heeds)
         except FileExistsError:
             raise OSError(f"another job has saved {final} meanwhile") from None
         self._known.add(str(final))

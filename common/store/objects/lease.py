@@ -25,11 +25,13 @@ class Lease:
 
     Attributes:
         lost: who has taken the run over; "" for nobody.
+        heeds: whether the store was seen to heed conditions of what is written.
     """
 
     def __init__(self, path: StorePath) -> None:
         """Name the run; ask for nothing yet."""
         self.lost = ""
+        self.heeds = False
         self._path = path
         self._lock = str(path / "lock")
         self._tag = ""  # of the lock, as this job has written it last
@@ -52,7 +54,8 @@ class Lease:
             self._write(self._wait_for_silence())
         except FileExistsError:  # it has shown life, or begun, since the last look
             raise self._in_use(uploads.read_tagged(self._lock, self._path.files)[0]) from None
-        if not uploads.heeds_conditions(self._lock, self._path.files):
+        self.heeds = uploads.heeds_conditions(self._lock, self._path.files)
+        if not self.heeds:
             ranks.print0(
                 f"note: {self._path} has no conditional writes (If-None-Match): of two jobs that begin at the same "
                 "moment with one --name, both may train"
@@ -89,7 +92,7 @@ class Lease:
 
     def _write(self, tag: str, **more: Any) -> None:
         text = json.dumps(self._about | {"beat": uuid.uuid4().hex} | more)
-        self._tag = uploads.put(self._lock, self._path.files, text, tag)
+        self._tag = uploads.put(self._lock, self._path.files, text, tag, self.heeds)
 
     def hold(self) -> None:
         """Show that this job lives.

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from common import UserError, manifest
 from common.store.objects import uploads
-from common.store.objects.client import PACKAGES, ask, filesystem
+from common.store.objects.client import PACKAGES, ask, filesystem, size_and_tag
 from common.store.objects.reader import RangeReader
 
 RANGE_BYTES = 2**24  # that one request reads
@@ -56,10 +56,7 @@ class StorePath(PurePosixPath):
         """
         if len(self.parts) < 3:
             raise FileNotFoundError(str(self))
-        found = ask(self, "looked at", lambda: self.files.info(str(self)))
-        if found["type"] != "file":
-            raise FileNotFoundError(str(self))
-        return SimpleNamespace(st_mode=stat.S_IFREG, st_size=found["size"])
+        return SimpleNamespace(st_mode=stat.S_IFREG, st_size=size_and_tag(str(self), self.files)[0])
 
     def is_file(self) -> bool:
         """Whether there is such an object."""

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Self
 
 from common import manifest
-from common.store.objects.client import ask
+from common.store.objects.client import ask, size_and_tag
 
 PART_BYTES = 2**24  # of the first parts, larger ones follow: S3 takes 10,000, and 5 TB
 PARTS = 4  # on their way at once: what an upload holds in memory, beside the one that is being filled
@@ -21,13 +21,12 @@ class Upload:
         """Begin; a store of another kind than S3 gets its parts one after the other, by fsspec."""
         self._url = url
         self._files = files
-        self._s3 = hasattr(files, "call_s3")
         self._filled = bytearray()
         self._num_bytes = 0
         self._parts: list[Future[dict[str, Any]]] = []
         self._pool = ThreadPoolExecutor(PARTS, "upload")
         self._number = ""  # the store's name of this upload
-        self._plain = None if self._s3 else files.open(url, "wb", block_size=PART_BYTES)
+        self._plain = None if hasattr(files, "call_s3") else files.open(url, "wb", block_size=PART_BYTES)
 
     def __enter__(self) -> Self:
         """Itself."""
@@ -84,9 +83,10 @@ class Upload:
                 parts = [one.result() for one in self._parts]
                 self._call("complete_multipart_upload", UploadId=self._number, MultipartUpload={"Parts": parts})
                 self._number = ""
-            else:
+            else:  # in one piece, of which the store was told the length
                 self._call("put_object", Body=bytes(self._filled))
-            found = ask(self._url, "looked at", lambda: self._files.info(self._url))["size"]
+                return
+            found = size_and_tag(self._url, self._files)[0]
             if found != self._num_bytes:
                 raise OSError(f"{self._url} has {found} bytes, and {self._num_bytes} were sent")
         finally:
@@ -111,7 +111,7 @@ def tag_of(url: str, files: Any) -> str:
     """
     try:
         if hasattr(files, "call_s3"):
-            return str(ask(url, "looked at", lambda: files.info(url))["ETag"])
+            return size_and_tag(url, files)[1]
         return bytes(ask(url, "read", lambda: files.cat_file(url))).decode()
     except FileNotFoundError:
         return ""
@@ -125,7 +125,7 @@ def read_tagged(url: str, files: Any) -> tuple[str, str]:
     """
     # In this order, a change in between makes the text too new for the tag, and the condition fails.
     tag = tag_of(url, files)
-    if not hasattr(files, "call_s3"):
+    if not tag or not hasattr(files, "call_s3"):
         return tag, tag
     try:
         return bytes(ask(url, "read", lambda: files.cat_file(url))).decode(), tag
@@ -143,7 +143,7 @@ def _put_if(files: Any, bucket: str, key: str, content: bytes, condition: dict[s
         raise
 
 
-def put(url: str, files: Any, text: str, tag: str | None = None) -> str:
+def put(url: str, files: Any, text: str, tag: str | None = None, heeds: bool = False) -> str:
     """Write a small object in one request; returns the tag that it has now.
 
     Args:
@@ -151,13 +151,13 @@ def put(url: str, files: Any, text: str, tag: str | None = None) -> str:
         files: its store.
         text: its content.
         tag: None to replace whatever is there; "" only if nothing is; else only if it is still what `tag_of` gave.
+        heeds: whether the store was seen to heed conditions, so that it alone looks, in one step with the writing.
 
     Raises:
         FileExistsError: there is one, or another one by now.
         OSError: it could not be written.
     """
-    # For stores without conditions, which are not kept in one step with the writing: see docs/checkpoints.md.
-    if tag is not None and tag_of(url, files) != tag:
+    if not heeds and tag is not None and tag_of(url, files) != tag:
         raise FileExistsError(url)
     if not hasattr(files, "call_s3"):
         mode = "create" if tag == "" else "overwrite"
@@ -168,8 +168,6 @@ def put(url: str, files: Any, text: str, tag: str | None = None) -> str:
     try:
         return ask(url, "written", lambda: _put_if(files, bucket, key, text.encode(), condition))
     except io.UnsupportedOperation:
-        if not condition:
-            raise
         return ask(url, "written", lambda: _put_if(files, bucket, key, text.encode(), {}))
     except FileExistsError:
         # A try whose answer was lost may have written it.
@@ -191,11 +189,10 @@ def heeds_conditions(url: str, files: Any) -> bool:
     # Of the same content: a store that does not heed the condition changes nothing.
     content = ask(url, "read", lambda: files.cat_file(url))
     try:
-        ask(url, "written", lambda: _put_if(files, bucket, key, content, {"IfNoneMatch": "*"}))
+        with contextlib.suppress(io.UnsupportedOperation):
+            ask(url, "written", lambda: _put_if(files, bucket, key, content, {"IfNoneMatch": "*"}))
     except FileExistsError:
         return True
-    except io.UnsupportedOperation:
-        return False
     return False
 
 
