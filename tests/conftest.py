@@ -1,5 +1,6 @@
 """Fixtures, the tests that a run takes, and what a failing one prints."""
 
+import atexit
 import gc
 import math
 import os
@@ -158,6 +159,7 @@ def pytest_sessionfinish() -> None:
     """Collect what the tests have left, whose warnings are errors; pytest does so ten times, with all that stays."""
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else libraries take for leaked what they find there at the very end
 
 
 @pytest.hookimpl(tryfirst=True)
