@@ -166,12 +166,12 @@ class Heartbeat:
         if self.saving_s <= self._timeout_s or self._world.rank:
             return ""
         took = f"{self.saving_s:.0f} s"
-        what, so_far = "the save", f"{took} so far, and {Looked.at} was sent last"  # to a store
+        said = f"the save is slow: {took} so far, and {Looked.at} was sent last"  # to a store
         for folder in sorted(self._checkpoints.glob("step_*.tmp-*")):
-            what = f"the save of step {int(folder.name[5:].partition('.')[0])}"
-            so_far = f"{_total(folder.iterdir()) / 1e6:,.1f} MB in {took}"
+            step = int(folder.name[5:].partition(".")[0])
+            said = f"the save of step {step} is slow: {_total(folder.iterdir()) / 1e6:,.1f} MB in {took}"
         limit = f"It counts as a hang after {self.limit_s('save'):g} s without a new byte"
-        return f"{what} is slow: {so_far}. {limit} (raise --hang-timeout for more)"
+        return f"{said}. {limit} (raise --hang-timeout for more)"
 
 
 def _processes() -> str:

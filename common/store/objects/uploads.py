@@ -83,7 +83,7 @@ class Upload:
                 parts = [one.result() for one in self._parts]
                 self._call("complete_multipart_upload", UploadId=self._number, MultipartUpload={"Parts": parts})
                 self._number = ""
-            else:  # in one piece, of which the store was told the length
+            else:  # in one piece, whose length the store knows
                 self._call("put_object", Body=bytes(self._filled))
                 return
             found = size_and_tag(self._url, self._files)[0]
