@@ -121,8 +121,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     listed = rest.patterns()
     if config.args == config.getini("testpaths") and (stale := rest.unmatched(listed, [one.nodeid for one in items])):
         raise pytest.UsageError(f"{rest.FILE}: no test begins with {', '.join(stale)}")
+    is_listed = rest.joined(listed).match
     for item in items:
-        if rest.lists(listed, item.nodeid):
+        if is_listed(item.nodeid):
             item.add_marker(pytest.mark.rest)
         if item.get_closest_marker("gpu") and not config.getoption("gpus"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: pytest --gpus"))

@@ -74,15 +74,17 @@ def imports(root: Path) -> list[Import]:
 @functools.cache
 def _imports(name: str, text: str, packages: tuple[tuple[str, bool], ...]) -> list[Import]:
     known = dict(packages)
-    tree = parse(text)
-    inside = {node for function in ast.walk(tree) if isinstance(function, FUNCTIONS) for node in ast.walk(function)}
     found = []
-    for node in ast.walk(tree):
+    nodes: list[tuple[ast.AST, bool]] = [(parse(text), False)]  # each, and whether it is inside a function
+    while nodes:
+        node, inside = nodes.pop()
+        within = inside or isinstance(node, FUNCTIONS)
+        nodes += [(child, within) for child in ast.iter_child_nodes(node)]
         for target in _targets(node, name if known[name] else name.rpartition(".")[0], known):
             hides = ""
             if isinstance(node, ast.Constant):
                 hides = "by a string"
-            elif node in inside:
+            elif inside:
                 hides = "inside a function"
             elif known[name]:
                 hides = "for all who import from its folder"

@@ -12,9 +12,9 @@ def patterns(text: str = "") -> list[re.Pattern[str]]:
     return [re.compile(line) for line in lines if line and not line.startswith("#")]
 
 
-def lists(listed: list[re.Pattern[str]], name: str) -> bool:
-    """Whether one of the expressions matches the beginning of a test's name."""
-    return any(one.match(name) for one in listed)
+def joined(listed: list[re.Pattern[str]]) -> re.Pattern[str]:
+    """One expression, which matches the beginning of a test's name if one of these does."""
+    return re.compile("|".join(f"(?:{one.pattern})" for one in listed))
 
 
 def unmatched(listed: list[re.Pattern[str]], names: list[str]) -> list[str]:

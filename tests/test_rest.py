@@ -12,7 +12,7 @@ NAMES = ["tests/test_some.py::test_one[first]", "tests/test_some.py::test_one[se
 
 def test_what_is_listed() -> None:
     listed = rest.patterns(TEXT)
-    assert [name for name in NAMES if rest.lists(listed, name)] == [NAMES[1]]
+    assert [name for name in NAMES if rest.joined(listed).match(name)] == [NAMES[1]]
 
 
 def test_what_no_test_is_called() -> None:

@@ -87,6 +87,7 @@ def choices(recipe: str, flag: str) -> list[str]:
     return sorted(ast.literal_eval(field.annotation.slice), key=lambda choice: choice != default)
 
 
+@functools.cache
 def is_single(recipe: str) -> bool:
     """Whether its launch.env says that it is one process."""
     env = ROOT / "recipes" / recipe / "launch.env"

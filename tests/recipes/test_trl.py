@@ -12,7 +12,6 @@ import pytest
 import tokenizers
 import torch
 import transformers
-import trl
 from common import seed
 from common.train import sampler, schedule
 from common.workloads import text
@@ -77,6 +76,8 @@ def flags(family: str, batch: int, first: Path) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_of_trl(family: str, tmp_path: Path) -> None:
+    import trl  # takes seconds, which each collection of the tests would
+
     batch = 8
     chats = [chat(i) for i in range(STEPS * batch)]
     data = write_rows(tmp_path / "data", chat=chats)
@@ -121,6 +122,8 @@ MUTANTS = {
 @pytest.mark.parametrize(("family", "recipe"), [("Llama", "ddp_gpt"), ("Qwen", "fsdp_gpt")])
 def test_preferences_of_trl(family: str, recipe: str, tmp_path: Path) -> None:
     """The example of docs/examples.md, whose tokens are bytes; in one recipe, the losses of each mutant are others."""
+    import trl  # takes seconds, which each collection of the tests would
+
     batch = 4
     model = write_model(tmp_path / "first", family, 256)
     path = port("dpo", recipe, tmp_path)
