@@ -1,4 +1,8 @@
-"""Fixtures, the tests that a run takes, and what a failing one prints."""
+"""Fixtures, the tests that a run takes, and what a failing one prints.
+
+torch and all that imports it is imported where it is used: the process that only deals out tests to workers, before
+which none of these begins, needs none of it.
+"""
 
 import atexit
 import gc
@@ -12,27 +16,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from common.workloads import images, text
 
 from tests import rest
-from tests.harness import again, runner
 from tests.harness.once import Once
 
-torch.set_num_threads(1)  # the ranks need the other cores, and threads that wait for each other are slow beside them
 
+def each_recipe(recipes: Sequence[str] = ()) -> list[Any]:
+    """Parameters for what a plain `pytest` runs for one recipe of each workload, and CI for all, or all of these."""
+    from tests.harness import runner
 
-def each_recipe(recipes: Sequence[str] = runner.RECIPES) -> list[Any]:
-    """Parameters for what a plain `pytest` runs for one recipe of each workload, and CI for all of them."""
     return [
-        pytest.param(recipe, marks=() if runner.stands_for_workload(recipe) else pytest.mark.rest) for recipe in recipes
+        pytest.param(recipe, marks=() if runner.stands_for_workload(recipe) else pytest.mark.rest)
+        for recipe in recipes or runner.RECIPES
     ]
 
 
 def write_parquet(folder: Path, train: int, validation: int) -> Path:
     """Part of the digits as parquet files that name their columns in their own way."""
     import datasets
+    from common.workloads import images
     from PIL import Image
 
     features = datasets.Features(
@@ -51,6 +53,7 @@ def write_parquet(folder: Path, train: int, validation: int) -> Path:
 
 def write_image_folder(folder: Path, train: int, validation: int) -> Path:
     """Part of the digits as PNG files, one subfolder per class."""
+    from common.workloads import images
     from PIL import Image
 
     splits = images.load("digits", run_seed=0, flip=False)
@@ -64,6 +67,8 @@ def write_image_folder(folder: Path, train: int, validation: int) -> Path:
 
 def write_text(folder: Path, train: int, validation: int, seq_len: int = 16) -> Path:
     """Part of the standard library's text, as many sequences of bytes, in one file for each split."""
+    from common.workloads import text
+
     folder.mkdir(parents=True, exist_ok=True)
     for name, split, count in zip(
         ("train", "validation"), text.load("stdlib", seq_len), (train, validation), strict=True
@@ -104,6 +109,8 @@ def small_data(small_digits: Path, small_text: Path) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
     """A gloo group of one, in this process."""
+    import torch.distributed as dist
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -153,7 +160,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Start the fork server, which has much to import, beside the collection of the tests."""
     if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses"):  # it runs the tests
+        import torch
+
+        from tests.harness import runner  # noqa: F401 (it says what the server imports)
+
         forkserver.ensure_running()
+        # The ranks need the other cores, and threads that wait for each other are slow beside them.
+        torch.set_num_threads(1)
 
 
 def pytest_sessionfinish() -> None:
@@ -168,6 +181,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """From here on, trainings are this test's; none begins when the time is over."""
     if time.time() > item.config.getoption("until"):
         pytest.skip("NOT RUN: the time is over")
+    from tests.harness import runner
+
     runner.results.clear()
 
 
@@ -175,6 +190,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Print the trainings of a test that fails: how to repeat them, and what the ranks of those that failed said."""
     report = yield
+    from tests.harness import again, runner
+
     if report.failed and runner.results:
         report.sections.append(("trainings of this test", again.report(runner.results, item.nodeid)))
     return report
