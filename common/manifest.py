@@ -126,10 +126,10 @@ class Looked:
         at: what `looks_at` was last called with; None before.
     """
 
-    at: Path | None = None
+    at: Path | str | None = None
 
 
-def looks_at(path: Path) -> None:
+def looks_at(path: Path | str) -> None:
     """Note a file or folder before the first call that a disk has to answer, as `places.local` and `size` do.
 
     Who writes to a store notes each part that was sent: `watch` takes another one for progress.

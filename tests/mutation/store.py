@@ -78,8 +78,15 @@ FAULTS = (
     ),
     of(
         "objects/uploads",
+        "a store that heeds one kind of condition is taken to heed both",
+        '({"IfNoneMatch": "*"}, {"IfMatch"',
+        '({"IfNoneMatch": "*"},) or ({"IfMatch"',
+        f"{KEEPER}::test_store_without_conditions_keeps_jobs_apart_and_says_what_it_lacks",
+    ),
+    of(
+        "objects/uploads",
         "parts that were sent do not count as progress",
-        "        manifest.looks_at(place)\n        return {",
+        '        manifest.looks_at(f"{self._url}, part {number}")\n        return {',
         "        return {",
         f"{KEEPER}::test_large_files_travel_in_parts",
     ),

@@ -448,7 +448,13 @@ def refuse_conditions(environ: dict[str, Any]) -> tuple[int, str] | None:
     return (501, "NotImplemented") if asked else None
 
 
-@pytest.mark.parametrize("lacks", [forget_conditions, refuse_conditions])
+def forget_tags(environ: dict[str, Any]) -> tuple[int, str] | None:
+    """What S3 itself did until November 2024."""
+    environ.pop("HTTP_IF_MATCH", None)
+    return (501, "NotImplemented") if environ["QUERY_STRING"].startswith("uploads") else None
+
+
+@pytest.mark.parametrize("lacks", [forget_conditions, refuse_conditions, forget_tags])
 def test_store_without_conditions_keeps_jobs_apart_and_says_what_it_lacks(
     lacks: Any, s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -456,7 +462,7 @@ def test_store_without_conditions_keeps_jobs_apart_and_says_what_it_lacks(
     s3.faults.append(lacks)
     with run(tmp_path / "one") as first:
         printed = capsys.readouterr().out
-        assert "has no conditional writes (If-None-Match)" in printed
+        assert "has no conditional writes (If-None-Match, If-Match)" in printed
         assert "cannot be listed: what killed saves leave" in printed
         with pytest.raises(UserError, match=r"--name run: .* is in use by process \d+ on "), run(tmp_path / "two"):
             pass

@@ -57,8 +57,8 @@ class Lease:
         self.heeds = uploads.heeds_conditions(self._lock, self._path.files)
         if not self.heeds:
             ranks.print0(
-                f"note: {self._path} has no conditional writes (If-None-Match): of two jobs that begin at the same "
-                "moment with one --name, both may train"
+                f"note: {self._path} has no conditional writes (If-None-Match, If-Match): two jobs that begin at the "
+                "same moment with one --name may both train"
             )
 
     def _wait_for_silence(self) -> str:

@@ -34,13 +34,11 @@ class StorePath(PurePosixPath):
         """
         raise TypeError(f"{self} is no file of this machine")
 
-    def expanduser(self) -> Self:
-        """Itself."""
-        return self
-
     def resolve(self) -> Self:
         """Itself."""
         return self
+
+    expanduser = resolve
 
     @property
     def files(self) -> Any:

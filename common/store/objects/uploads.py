@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import functools
 import io
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -36,8 +37,7 @@ class Upload:
         """Add bytes; waits while as many parts as may be are on their way."""
         self._num_bytes += len(block)
         if self._plain:
-            place: Any = f"{self._url}, byte {self._num_bytes}"
-            manifest.looks_at(place)
+            manifest.looks_at(f"{self._url}, byte {self._num_bytes}")
             return int(self._plain.write(block))
         self._filled += block
         if len(self._filled) >= PART_BYTES * (1 + len(self._parts) // 1000):
@@ -58,8 +58,7 @@ class Upload:
         sent = self._call(
             "upload_part", UploadId=self._number, PartNumber=number, Body=bytes(content), ChecksumCRC32=crc
         )
-        place: Any = f"{self._url}, part {number}"
-        manifest.looks_at(place)
+        manifest.looks_at(f"{self._url}, part {number}")
         return {"PartNumber": number, "ETag": sent["ETag"], "ChecksumCRC32": crc}
 
     def _call(self, name: str, **more: Any) -> Any:
@@ -178,7 +177,7 @@ def put(url: str, files: Any, text: str, tag: str | None = None, heeds: bool = F
 
 
 def heeds_conditions(url: str, files: Any) -> bool:
-    """Whether the store refuses to write where an object is, if it is asked to; this one is there, and stays the same.
+    """Whether the store refuses to write where an object is, and where it is another one; this one stays the same.
 
     Raises:
         OSError: it cannot be asked.
@@ -186,14 +185,16 @@ def heeds_conditions(url: str, files: Any) -> bool:
     if not hasattr(files, "call_s3"):
         return False
     bucket, key, _ = files.split_path(url)
-    # Of the same content: a store that does not heed the condition changes nothing.
+    # Of the same content: a store that does not heed a condition changes nothing.
     content = ask(url, "read", lambda: files.cat_file(url))
     try:
-        with contextlib.suppress(io.UnsupportedOperation):
-            ask(url, "written", lambda: _put_if(files, bucket, key, content, {"IfNoneMatch": "*"}))
-    except FileExistsError:
-        return True
-    return False
+        for condition in ({"IfNoneMatch": "*"}, {"IfMatch": f'"{"0" * 32}"'}):
+            with contextlib.suppress(FileExistsError):
+                ask(url, "written", functools.partial(_put_if, files, bucket, key, content, condition))
+                return False
+    except io.UnsupportedOperation:
+        return False
+    return True
 
 
 def abort_unfinished(folder: Any, files: Any) -> bool:
