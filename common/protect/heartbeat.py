@@ -166,7 +166,7 @@ class Heartbeat:
         if self.saving_s <= self._timeout_s or self._world.rank:
             return ""
         took = f"{self.saving_s:.0f} s"
-        said = f"the save is slow: {took} so far, and {Looked.at} was sent last"  # to a store
+        said = f"the save is slow: {took} so far, and it looked at {Looked.at} last"  # in a store, each part sent
         for folder in sorted(self._checkpoints.glob("step_*.tmp-*")):
             step = int(folder.name[5:].partition(".")[0])
             said = f"the save of step {step} is slow: {_total(folder.iterdir()) / 1e6:,.1f} MB in {took}"

@@ -235,7 +235,7 @@ def test_slow_store(what: str, case: FaultCase, s3: server.Server) -> None:
     assert len(hits) > uploads.PARTS * case.size, "more than can be on their way at once"
     assert result.ok, str(result)
     case.record_message(
-        result.outputs[0], r"warning: the save is slow: \d+ s so far, and s3://.*/run/.*, part \d+ was sent last"
+        result.outputs[0], r"warning: the save is slow: \d+ s so far, and it looked at s3://.*/run/.*, part \d+ last"
     )
     case.check_same_as_reference()
 
