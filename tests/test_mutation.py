@@ -107,13 +107,17 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.rest
-def test_tests_of_faults_exist() -> None:
-    """A test that has another name now would stop the run of all faults, after some of them."""
+def test_tests_of_faults_and_of_the_oldest_versions_exist() -> None:
+    """A test that has another name now would stop the run of all faults after some of them, and that of the oldest."""
+    wanted = [test for fault in mutation.FAULTS for test in fault.tests]
+    wanted += Path(__file__).with_name("oldest.txt").read_text().splitlines()
     asked = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
     asked += ["-m", "faults or not faults"]  # of the fault matrix all, and of the others
-    files = sorted({test.partition("::")[0] for fault in mutation.FAULTS for test in fault.tests})
+    files = sorted({test.partition("::")[0] for test in wanted})
     done = subprocess.run(
         [*asked, *files], cwd=runner.ROOT, capture_output=True, text=True, timeout=runner.HANG_S, check=True
     )
-    there = {name for line in done.stdout.splitlines() for name in (line, line.partition("[")[0])}
-    assert [test for fault in mutation.FAULTS for test in fault.tests if test not in there] == []
+    there = {
+        name for line in done.stdout.splitlines() for name in (line, *(line.partition(to)[0] for to in ("[", "::")))
+    }
+    assert [test for test in wanted if test not in there] == []
