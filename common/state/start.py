@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from common import UserError, keymap, manifest, ranks
 from common.state import checkpoint
 from common.store import place
+from common.train import initial
 from common.workloads import fitting, pretrained
 
 
@@ -48,7 +49,8 @@ def find(out: str, name: str, resume: str, model: nn.Module | None = None, **fin
         out: folder that holds the runs.
         name: of this run.
         resume: the flag; "" for none.
-        model: the plain model, with or without weights, which the checkpoint must fit.
+        model: the plain model, with or without weights, which the checkpoint must fit. What it has on the meta device
+            is then not initialised, as `restore` fills it.
         **fingerprint: facts that give a position in the data its meaning, such as the seed. They must be the same on
             all ranks; rank 0 prints a note if the checkpoint was written with others.
 
@@ -73,6 +75,7 @@ def find(out: str, name: str, resume: str, model: nn.Module | None = None, **fin
             )
     if model is not None:
         checkpoint.check_fits(path, model)
+        initial.leave(model)
     return Found(run, fingerprint, path, progress, newest)
 
 
@@ -130,8 +133,7 @@ def restore(
         return
     # What only the same strategy on as many ranks can resume from; see `keymap.to_save`.
     strategy: Any = model.strategy
-    every = strategy.to_checkpoint(tensors)
-    own = {name: tensor for name, tensor in every.items() if name.startswith(keymap.STRATEGY)}
+    own = {name: one for name, one in strategy.to_checkpoint(tensors).items() if name.startswith(keymap.STRATEGY)}
     saved = {name: one.shape for name, one in checkpoint.tensors_in(path).items()}
     if lacking := [name for name, tensor in own.items() if saved.get(name) != tensor.shape]:
         ranks.print0(

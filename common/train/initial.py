@@ -43,7 +43,9 @@ def materialize(model: Any, run_seed: int, device: torch.device, dtype: torch.dt
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             value = torch.empty_like(parameter, device=device, requires_grad=False)
-            value.copy_(_draw(model, name, value, run_seed))
+            own = keymap.canonical(name)
+            generator = torch.Generator().manual_seed(int(seed.mix(run_seed, seed.INIT, zlib.crc32(own.encode()))))
+            value.copy_(keymap.part_of(model.initial(own, value.shape, generator), value))
             filled[parameter] = nn.Parameter(value, parameter.requires_grad)
     for module in model.modules():  # tied weights have several
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -51,7 +53,9 @@ def materialize(model: Any, run_seed: int, device: torch.device, dtype: torch.dt
     return model.to(device)
 
 
-def _draw(model: Any, wrapped_name: str, parameter: torch.Tensor, run_seed: int) -> torch.Tensor:
-    name = keymap.canonical(wrapped_name)
-    generator = torch.Generator().manual_seed(int(seed.mix(run_seed, seed.INIT, zlib.crc32(name.encode()))))
-    return keymap.part_of(model.initial(name, parameter.shape, generator), parameter)
+def leave(model: Any) -> None:
+    """Let `materialize` initialise nothing, because a checkpoint will fill the model, which holds NaN until then.
+
+    Else each rank would draw every tensor as a whole, on one thread, for nothing.
+    """
+    model.initial = lambda name, size, generator: torch.full((), torch.nan).expand(size)

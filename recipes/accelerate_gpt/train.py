@@ -273,9 +273,9 @@ def main(process: Process) -> None:
     model = parallelize(args, model, mesh, world.device)
     # After parallelize, which may replace the parameters.
     optimizer = make_optimizer(args, model)
-    # Optional: stops if forward returns a mean. It runs before restore and compile, which it would disturb.
-    step_loss.check(args, model, evaluate, train, validation, plan, dp_rank, world.device)
     start.restore(found.path, args.init, model, optimizer)
+    # Optional: stops if forward returns a mean. It runs before compile, which it would disturb.
+    step_loss.check(args, model, evaluate, train, validation, plan, dp_rank, world.device)
     if args.compile:
         model.compile()
     batches = data.training(train, plan, dp_rank, args.workers, world.device)

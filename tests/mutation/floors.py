@@ -886,6 +886,13 @@ FAULTS = (
     ),
     of(
         "state/start",
+        "what a checkpoint fills is initialised before",
+        "        initial.leave(model)\n",
+        "",
+        "tests/state/test_checkpoint.py::test_model_that_a_checkpoint_fills_is_not_initialised",
+    ),
+    of(
+        "state/start",
         "the numbers of an optimizer are not restored",
         "    checkpoint.load(path, {**tensors, **(more or {})})\n    keymap.set_numbers(model, optimizer, tensors)\n",
         "    checkpoint.load(path, {**tensors, **(more or {})})\n",

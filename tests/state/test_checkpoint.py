@@ -18,6 +18,7 @@ import xxhash
 from common import UserError, manifest
 from common.state import checkpoint, start
 from common.store import disk
+from common.train import initial
 
 from tests.harness import runner, states
 from tests.harness.damage import flip_bit, rewrite_manifest
@@ -558,6 +559,22 @@ def test_find_refuses_another_model(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"step_00000005 does not fit this model .*:\n  weight: only in the model"):
             states.find(run_dir, resume, model)
     assert states.find(tmp_path / "new", "", model).path is None
+
+
+@pytest.mark.parametrize("in_run", [True, False])
+def test_model_that_a_checkpoint_fills_is_not_initialised(in_run: bool, tmp_path: Path, group: None) -> None:
+    """It has the checkpoint's weights in the end, and any other that it had before would have cost time."""
+    wanted = torch.nn.Linear(2, 3)
+    states.make_saver(tmp_path / "run", 9).save(5, dict(wanted.state_dict()), 50, last=True)
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 3)  # it has no method `initial`: nothing else could fill it
+    found = (
+        states.find(tmp_path / "run", model=model) if in_run else states.find(tmp_path, str(tmp_path / "run"), model)
+    )
+    model = initial.materialize(model, 0, torch.device("cpu"), torch.float32)
+    assert all(bool(tensor.isnan().all()) for tensor in model.state_dict().values()), "seen by all if it stays so"
+    start.restore(found.path, "", model, torch.optim.SGD(model.parameters()))
+    assert all(map(torch.equal, model.state_dict().values(), wanted.state_dict().values()))
 
 
 def find_on_each(run_dir: str, wanted: Any) -> None:

@@ -124,6 +124,17 @@ def test_a_model_on_meta_must_draw_its_weights() -> None:
     assert model.weight.is_meta, "refused before any memory is taken"
 
 
+def test_what_a_checkpoint_fills_is_not_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor in a copy, as a stage of a pipeline is one; and what no checkpoint filled would show: NaN."""
+    model = make()
+    monkeypatch.setattr(gpt.GPT, "initial", lambda *_: pytest.fail("initialised"))
+    initial.leave(model)
+    for one in (copy.deepcopy(model), model):
+        for name, tensor in initial.materialize(one, 0, CPU, torch.float32).state_dict().items():
+            assert bool(tensor.isnan().all()), name
+            assert tensor.is_contiguous(), name
+
+
 def test_tied_weights_stay_tied() -> None:
     tied = gpt.Shape(13, num_layers=1, num_heads=2, width=12, mlp_width=14, tied=True)
     state = initial.materialize(make(tied), 0, CPU, torch.float64).state_dict()

@@ -191,6 +191,7 @@ def _run(args: Args, kept: Any, files: Path, rows: Rows | None) -> None:
         )
     model = recipe.make_model(flags, train)
     checkpoint.check_fits(folder, model)
+    initial.leave(model)
     dtype = precision.compute_dtype(flags.dtype, world.device)
     model = initial.materialize(model, flags.seed, world.device, precision.param_dtype(dtype))
     tensors = keymap.model_tensors(model)
