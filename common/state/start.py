@@ -69,10 +69,8 @@ def find(out: str, name: str, resume: str, model: nn.Module | None = None, **fin
         return Found(run, fingerprint, None, {})
     ranks.print0(f"resuming from step {progress['step']} of {path}")
     for key, value in fingerprint.items():
-        if progress.get(key, value) != value:
-            ranks.print0(
-                f"note: the checkpoint was written with {key} {progress[key]!s:.80}, this run has {key} {value}"
-            )
+        if (was := progress.get(key, value)) != value:
+            ranks.print0(f"note: the checkpoint was written with {key} {was!s:.80}, this run has {key} {value}")
     if model is not None:
         checkpoint.check_fits(path, model)
         initial.leave(model)

@@ -43,14 +43,18 @@ def materialize(model: Any, run_seed: int, device: torch.device, dtype: torch.dt
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             value = torch.empty_like(parameter, device=device, requires_grad=False)
-            own = keymap.canonical(name)
-            generator = torch.Generator().manual_seed(int(seed.mix(run_seed, seed.INIT, zlib.crc32(own.encode()))))
-            value.copy_(keymap.part_of(model.initial(own, value.shape, generator), value))
+            value.copy_(_draw(model, name, value, run_seed))
             filled[parameter] = nn.Parameter(value, parameter.requires_grad)
     for module in model.modules():  # tied weights have several
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             setattr(module, key, filled.get(parameter, parameter))
     return model.to(device)
+
+
+def _draw(model: Any, wrapped_name: str, parameter: torch.Tensor, run_seed: int) -> torch.Tensor:
+    name = keymap.canonical(wrapped_name)
+    generator = torch.Generator().manual_seed(int(seed.mix(run_seed, seed.INIT, zlib.crc32(name.encode()))))
+    return keymap.part_of(model.initial(name, parameter.shape, generator), parameter)
 
 
 def leave(model: Any) -> None:

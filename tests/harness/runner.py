@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import multiprocessing.util
 import os
+import random
 import re
 import runpy
 import signal
@@ -379,10 +380,12 @@ def _run(
 
 
 def free_port() -> int:
-    """Of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Of this machine, below those that the system gives to connections: none of these has it before a rank listens."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)  # others who choose one are seeded alike
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _serve(connection: Any) -> None:
