@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -246,15 +246,7 @@ def run_recipe(
     """
     path = recipe if isinstance(recipe, Path) else ROOT / "recipes" / recipe / "train.py"
     argv = [[str(path), *flags, *(rank_flags or {}).get(rank, ())] for rank in range(world_size)]
-    return rerun(target or run_unmeasured, [(str(path), one) for one in argv], timeout_s, (str(path), *alike(flags)))
-
-
-ELSEWHERE = {"--out", "--name", "--resume", "--init", "--data", "--stop-after"}  # change no group and no split
-
-
-def alike(flags: Sequence[str]) -> list[str]:
-    """Flags without those of `ELSEWHERE` and their values: they are the same in trainings that are laid out alike."""
-    return [flag for before, flag in zip(("", *flags), flags, strict=False) if not ELSEWHERE & {before, flag}]
+    return rerun(target or run_unmeasured, [(str(path), one) for one in argv], timeout_s)
 
 
 class _Rank:
@@ -289,23 +281,17 @@ class _Rank:
         return self.process.exitcode or 0
 
 
-_idle: dict[int, _Rank] = {}  # each keeps its number: what DTensor remembers of a layout depends on the rank
+_idle: dict[int, _Rank] = {}  # each keeps its number: what it remembers of DTensor's splits depends on the rank
 
 
-def rerun(
-    target: Callable[..., None],
-    args: Sequence[tuple[Any, ...]],
-    timeout_s: float = HANG_S,
-    layout: Hashable = None,
-) -> Result:
+def rerun(target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_s: float = HANG_S) -> Result:
     """Call `target(*args[rank])` in one process per rank, which may have run other trainings before.
 
     `target` must leave the process as it was, but for what `_State` knows; a process in which threads or a process
-    group are left is not used again. From one call to the next with the same `layout`, a process keeps what DTensor
-    has found out about operations on it, which is most of the time of a short training.
+    group are left is not used again.
     """
     here = [_idle.pop(rank, None) or _Rank() for rank in range(len(args))]
-    result = _run(here, target, args, timeout_s, layout)
+    result = _run(here, target, args, timeout_s)
     _idle.update((rank, one) for rank, one in enumerate(here) if one.ended)
     return result
 
@@ -352,18 +338,12 @@ def end_idle() -> None:
 multiprocessing.util.Finalize(None, end_idle, exitpriority=0)  # before multiprocessing waits for its processes
 
 
-def _run(
-    here: list[_Rank],
-    target: Callable[..., None],
-    args: Sequence[tuple[Any, ...]],
-    timeout_s: float,
-    layout: Hashable = None,
-) -> Result:
+def _run(here: list[_Rank], target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_s: float) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / str(rank) for rank in range(len(here))]
         port = free_port()
         for rank, one in enumerate(here):
-            one.begin(rank, len(here), port, str(outputs[rank]), layout, target, args[rank])
+            one.begin(rank, len(here), port, str(outputs[rank]), target, args[rank])
         deadline = time.monotonic() + timeout_s
         failed = False
         while any(one.busy for one in here) and time.monotonic() < deadline:
@@ -391,23 +371,21 @@ def free_port() -> int:
 def _serve(connection: Any) -> None:
     """A rank's life: jobs, until the other end of the connection is closed."""
     import torch
-    from torch.distributed.tensor import debug
     from tqdm import tqdm
 
+    from tests.harness import propagation
+
+    propagation.keep()
     tqdm.monitor_interval = 0  # else a thread for bars, which nobody sees here, outlives each of them
     multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a process that torchrun starts
     torch.set_num_threads(1)  # the same sums in the same order, however busy the machine is
     flops.peak_flops = functools.cache(flops.peak_flops)  # measuring takes as long as a short training
     as_it_was = _State()
-    last = None
     while True:
         try:
-            rank, world_size, port, output, layout, target, args = connection.recv()
+            rank, world_size, port, output, target, args = connection.recv()
         except EOFError:
             return
-        if not layout or layout != last:
-            debug._clear_sharding_prop_cache()
-        last = layout
         with Path(output).open("wb", buffering=0) as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -447,6 +425,8 @@ class _State:
         import torch._functorch.config as functorch
         from accelerate.state import AcceleratorState, GradientState
 
+        from tests.harness import propagation
+
         os.environ.clear()
         os.environ.update(self._environ)
         sys.argv[:], sys.path[:] = self._argv, self._path
@@ -460,6 +440,7 @@ class _State:
         functorch.donated_buffer = self._donated
         devices.configure("highest", deterministic=False)
         torch._dynamo.reset()
+        propagation.forget_groups()
         gc.collect()
         # DTensor's caches outlive a process group: with torch 2.11 the next training uses the groups of the last one.
         clean = torch.__version__ >= "2.15"

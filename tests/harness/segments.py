@@ -46,7 +46,7 @@ def run(segments: Sequence[Segment], ends: bool = True) -> runner.Result:
         argv = [str(segment.recipe), *segment.flags]
         how = (str(segment.recipe), argv, segment.notes, {**segment.env})
         args = [(*how, rank, ends) for rank in range(segment.layout.size)]
-        result = runner.rerun(_run_noted, args, layout=segment.layout)
+        result = runner.rerun(_run_noted, args)
         if not result.ok:
             break
     return result

@@ -399,7 +399,7 @@ def static_stages(recipe: Any, args: Any, whole: Any, division: sampler.Division
 
     def make(stage: Any, index: int, num_stages: int, device: torch.device, group: Any) -> Any:
         size = (division.micro_batch_size, args.seq_len)
-        first = copy.deepcopy(whole).to_empty(device=device)  # its first block gives the type that stages send
+        first = copy.deepcopy(whole).to_empty(device=device)  # its first block gives the shape that stages send
         for name in list(first.blocks)[1:]:
             del first.blocks[name]
         first.norm = first.head = None
@@ -407,7 +407,7 @@ def static_stages(recipe: Any, args: Any, whole: Any, division: sampler.Division
         first.to(recipe["precision"].param_dtype(dtype))
         with torch.no_grad():
             tokens = torch.empty(size, dtype=torch.long, device=device)
-            sent = recipe["precision"].autocast(device, dtype)(first.forward)(tokens)
+            sent = recipe["precision"].autocast(device, dtype)(first.forward)(tokens).to(dtype)
         given = tokens if index == 0 else torch.empty_like(sent, requires_grad=True)
         is_last = index == num_stages - 1
         with torch.enable_grad():
