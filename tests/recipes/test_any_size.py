@@ -57,8 +57,12 @@ def flags(layout: runner.Layout, micro: int) -> list[str]:
 
 
 def micro_sizes(layout: runner.Layout) -> Sequence[int]:
-    """A pipeline needs several micro-batches, but for the naive one."""
-    return MICRO[1:2] if "--pp" in layout.flags and layout.size > layout.dp_size else MICRO
+    """All in the first layout of each recipe: how it divides a step does not depend on who shares a model.
+
+    A pipeline needs several micro-batches, but for the naive one.
+    """
+    naive = "--pp" not in layout.flags or layout.size == layout.dp_size
+    return MICRO if naive and layout == runner.layout(layout.recipe, layout.size) else MICRO[1:2]
 
 
 def close(found: float, wanted: float) -> bool:

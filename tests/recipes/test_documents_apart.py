@@ -1,6 +1,6 @@
 """Documents that share a row are trained on as if each were alone, and the mean is over what counts in the whole step.
 
-In every layout, against a plain loop that computes the documents one by one.
+In every layout, against a plain loop that computes the documents one by one; in most of them with Muon as well.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +15,7 @@ from common import seed
 from tests.harness import runner
 from tests.harness.once import Once
 from tests.recipes.test_equivalence import EVAL_EVERY, Curve, curves, plain_gpt_loop, worst
+from tests.recipes.test_muon import MUON, plain_muon
 from tests.workloads.test_documents import write_tokenizer
 
 GPT = [recipe for recipe in runner.SUPERVISED if runner.workload(recipe) == "gpt"]
@@ -57,31 +58,34 @@ def table(once: Once) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(table: Path, once: Once) -> Callable[..., Curve]:
-    def get(sizes: tuple, what: str) -> Curve:
-        loop = lambda: plain_gpt_loop(str(table), torch.float64, sizes, read=READ[what](table))  # noqa: E731
-        return once.value(loop, "documents apart", sizes, what)
+    def get(sizes: tuple, what: str, muon: bool) -> Curve:
+        how: dict[str, Any] = {"moved": plain_muon} if muon else {}
+        loop = lambda: plain_gpt_loop(str(table), torch.float64, sizes, read=READ[what](table), **how)  # noqa: E731
+        return once.value(loop, "documents apart", sizes, what, muon)
 
     return get
 
 
 def ways() -> Iterator[Any]:
-    """Every layout counts the answers, and one of each recipe all tokens: that is known where samples are read.
+    """One layout of each recipe counts the answers, or all tokens; every other one the answers, and has Muon.
 
-    A plain `pytest` counts answers on two ranks: in whole models, and in slices of sequences.
+    What is read does not depend on the optimizer, nor does Muon on what is read: a layout that has one of them wrong
+    shows it. A plain `pytest` counts answers in slices of sequences.
     """
     for layout in (layout for recipe in GPT for layout in runner.layouts(recipe)):
-        first = layout == runner.layout(layout.recipe, 2)
-        marks = () if first and layout.recipe in ("ddp_gpt", "context_gpt") else pytest.mark.rest
-        yield pytest.param(layout, "answers", id=f"{layout}-answers", marks=marks)
-        if first:
-            yield pytest.param(layout, "all", id=f"{layout}-all", marks=pytest.mark.rest)
+        if layout == runner.layout(layout.recipe, 2):
+            marks = () if layout.recipe == "context_gpt" else pytest.mark.rest
+            yield pytest.param(layout, "answers", False, id=f"{layout}-answers", marks=marks)
+            yield pytest.param(layout, "all", False, id=f"{layout}-all", marks=pytest.mark.rest)
+        else:
+            yield pytest.param(layout, "answers", True, id=f"{layout}-answers-muon", marks=pytest.mark.rest)
 
 
-@pytest.mark.parametrize(("layout", "what"), list(ways()))
-def test_float64(layout: runner.Layout, what: str, plain: Callable, table: Path, tmp_path: Path) -> None:
-    wanted = plain(layout.sizes, what)
+@pytest.mark.parametrize(("layout", "what", "muon"), list(ways()))
+def test_float64(layout: runner.Layout, what: str, muon: bool, plain: Callable, table: Path, tmp_path: Path) -> None:
+    wanted = plain(layout.sizes, what, muon)
     tokenizer, columns, _, loss_on = READ[what](table)
-    how = ("--tokenizer", tokenizer, "--text-columns", columns, "--loss-on", loss_on)
+    how = ("--tokenizer", tokenizer, "--text-columns", columns, "--loss-on", loss_on, *(MUON if muon else ()))
     found = curves(layout, tmp_path, "--data", str(table), "--dtype", "float64", *how)
     steps = len(wanted.losses)
     assert steps > EVAL_EVERY

@@ -58,15 +58,12 @@ def plain(small_text: Path, epochs: dict[str, Path], once: Once) -> Callable[...
 
 
 def ways() -> Iterator[Any]:
-    """Every layout that splits the matrices in another way; a plain `pytest` has two, and a way of `test_state_moves`.
+    """One layout of each recipe, and one in uneven parts; tests/recipes/test_documents_apart.py has all others.
 
-    Which blocks a rank of a pipeline holds is the same in two schedules each; one of them stands for both.
+    A plain `pytest` has two, and a way of `test_state_moves`.
     """
     core = ("ddp_gpt-2", "fsdp_gpt-3")
-    same = {"GPipe", "InterleavedZeroBubble", "ZBVZeroBubble"}  # as 1F1B, Interleaved1F1B, DualPipeV
-    for layout in (layout for recipe in RECIPES for layout in runner.layouts(recipe)):
-        if same & {*layout.flags}:
-            continue
+    for layout in (*(runner.layout(recipe, 2) for recipe in RECIPES), runner.layout("fsdp_gpt", 3)):
         marks = () if str(layout).startswith(core) else pytest.mark.rest
         yield pytest.param(layout, id=str(layout), marks=marks)
 

@@ -21,7 +21,7 @@ from common.run import cli, process_group
 from common.train import data, guard, initial, metrics, sampler
 
 from tests.harness import runner
-from tests.recipes.test_any_size import CPU, LENGTH, TOLERANCE, VOCABULARY, flags, layouts
+from tests.recipes.test_any_size import CPU, LENGTH, TOLERANCE, VOCABULARY, flags, layouts, micro_sizes
 
 PAGE = (runner.ROOT / "docs" / "losses.md").read_text()
 FORWARD, SCHEDULE = re.findall(r"```python\n((?:    .*\n)+)```", PAGE)
@@ -175,7 +175,5 @@ def test_mutant_of_a_weight(mutant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_token_mean_in_all_layouts(size: int, tmp_path: Path) -> None:
     every = [layout for layout in layouts(size) if layout.recipe in GPT]
-    result = run(
-        size, [(one, micro) for one in every for micro in ((1,) if "--pp" in one.flags else (0, 1, 2))], tmp_path
-    )
+    result = run(size, [(one, micro) for one in every for micro in micro_sizes(one)], tmp_path)
     assert result.ok, str(result)
