@@ -396,7 +396,6 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ep 4": (4, ("--ep", "4", *GATHER)),
     "hsdp, ep 2": (4, (*HSDP, "--ep", "2")),
 }
-STOP = 3
 
 
 def curve_of(run: Path) -> dict[str, dict[int, float]]:
@@ -410,26 +409,20 @@ def check_moved(found: dict[str, dict[int, float]], wanted: Curve, steps: list[i
         assert max(abs(found[tag][step] / values[step - 1] - 1) for step in steps) < 1e-9, tag
 
 
-def test_one_training_through_several_kinds(once: Once, epoch_text: Path, tmp_path: Path) -> None:
-    """Each goes on where another one has stopped: weights, moments and biases; `test_any_to_any` has all pairs."""
-    way = ("ep 2", "one process", "hsdp, ep 2", "ep 2")
-    for step, kind in enumerate(way, 1):
+WAYS = {  # a plain `pytest` has the first
+    "some": ["ep 2", "one process", "hsdp, ep 2", "ep 2"],
+    "all": [*KINDS, "one process"],
+    "all, backwards": [*reversed(KINDS), "hsdp, ep 2"],
+}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way == "some" else pytest.mark.rest) for way in WAYS])
+def test_one_training_through_kinds(way: str, once: Once, epoch_text: Path, tmp_path: Path) -> None:
+    """Each goes on where another one has stopped: weights, moments and biases."""
+    for step, kind in enumerate(WAYS[way], 1):
         size, flags = KINDS[kind]
         run = train(tmp_path, epoch_text, MOVED, size, *flags, "--stop-after", str(step))
-    check_moved(curve_of(run), plain_curve(once, epoch_text, MOVED), [*range(1, len(way) + 1)])
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("source", KINDS)  # one after the other for the same target, which then starts faster
-@pytest.mark.parametrize("target", KINDS)
-def test_any_to_any(source: str, target: str, once: Once, epoch_text: Path, tmp_path: Path) -> None:
-    size, flags = KINDS[source]
-    begun = once.folder(
-        lambda out: train(out, epoch_text, MOVED, size, *flags, "--stop-after", str(STOP)), "moe begun", source
-    )
-    size, flags = KINDS[target]
-    run = train(tmp_path, epoch_text, MOVED, size, *flags, "--resume", str(begun / "run"), "--stop-after", "5")
-    check_moved(curve_of(run), plain_curve(once, epoch_text, MOVED), [4, 5])
+    check_moved(curve_of(run), plain_curve(once, epoch_text, MOVED), [*range(1, len(WAYS[way]) + 1)])
 
 
 @pytest.mark.parametrize(
