@@ -56,7 +56,7 @@ OF_RANKS = {
 OF_TORCHRUN = "TORCHELASTIC_"
 IMPORT_S = 300.0  # for the imports, on a cold disk
 FORK_S = 30.0  # on a machine that has other work
-FROZEN_S = 3.0  # for a server that is stopped, and does not answer before somebody continues it
+LOOK_S = 0.25  # between looks whether a server that does not answer is stopped
 END_S = 5.0
 READY = b"+"
 LENGTH = struct.Struct("!Q")
@@ -171,20 +171,25 @@ class Server:
         return Child(pid, args)
 
     def _answer(self, connection: socket.socket, num_bytes: int, limit_s: float) -> bytes:
-        """An answer; complete, as a short one is one piece.
+        """An answer; complete, as a short one is one piece. A server that is stopped is continued.
 
         Raises:
-            TimeoutError: none has come in time, or the server is stopped.
+            TimeoutError: none has come in time, or the server is stopped and stays so, as in a debugger.
         """
         end = time.monotonic() + limit_s
-        connection.settimeout(FROZEN_S)
+        connection.settimeout(LOOK_S)
+        continued = False
         while True:
             try:
                 return connection.recv(num_bytes)
             except TimeoutError:
-                state = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(") ")[2][0]
-                if state in "Tt" or time.monotonic() > end:
+                is_stopped = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(") ")[2][0] in "Tt"
+                if (is_stopped and continued) or time.monotonic() > end:
                     raise
+                if is_stopped:
+                    print("note: the process that ranks are forked from was stopped: it continues", file=sys.stderr)
+                    self._process.send_signal(signal.SIGCONT)
+                    continued = True
 
     def _can_fork(self, args: tuple[str, ...], env: Mapping[str, str]) -> bool:
         """Whether this is `python -u SCRIPT ...`, with an environment in which the imports would be the same."""

@@ -364,31 +364,33 @@ def test_server_is_killed(waiting: Any) -> None:
 
 
 def test_server_is_stopped(waiting: Any) -> None:
-    """It could be continued at any time, so it is ended, and the ranks start without it."""
+    """It is continued, so the ranks start at once."""
     process, server, rank, go = waiting
     os.kill(server, signal.SIGSTOP)
     go.touch()
     result = wait(process)
     assert result.returncode == 0, result.stderr
-    assert result.stderr == "note: rank 0 imports alone: no process was forked (timed out)\n"
+    assert result.stderr == "note: the process that ranks are forked from was stopped: it continues\n"
     assert not alive(server)
     assert not alive(rank)
 
 
-@pytest.mark.parametrize("is_stopped", [True, False])
-def test_only_a_stopped_server_is_given_up_early(is_stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["busy", "stopped", "stays stopped"])
+def test_only_a_server_that_stays_stopped_is_given_up_early(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine that has other work, an answer may take longer than a start without it."""
-    monkeypatch.setattr(forkserver, "FROZEN_S", 0.1)
+    monkeypatch.setattr(forkserver, "LOOK_S", 0.1)
     ours, theirs = socket.socketpair()
     if not (pid := os.fork()):
-        if is_stopped:
+        if how == "stays stopped":
+            signal.signal(signal.SIGCONT, lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+        if how != "busy":
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.5)
         theirs.send(forkserver.READY)
         os._exit(0)
     server = forkserver.Server(forkserver.Child(pid, ["python"]), ours, "train.py")
     with ours, theirs:
-        if is_stopped:
+        if how == "stays stopped":
             with pytest.raises(TimeoutError):
                 server._answer(ours, 1, runner.HANG_S)
         else:
