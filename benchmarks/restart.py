@@ -1,7 +1,8 @@
 """From SIGKILL to the next step: `uv run python -m benchmarks.restart` fills a part of docs/measured/survival.md.
 
 The launcher trains with MAX_RESTARTS=1 on two ranks and saves every five steps. A rank is killed after step 12; the
-others find out, all ranks are started again, and the run resumes at the newest checkpoint.
+others find out, all ranks are started again, and the run resumes at the newest checkpoint. By turns, the process that
+ranks are forked from is stopped when the rank is killed.
 """
 
 import os
@@ -25,7 +26,7 @@ MARKS = {
 }
 
 
-def once() -> dict[str, float]:
+def once(stopped: bool) -> dict[str, float]:
     """Seconds from the command to the first step, and from the kill to each of MARKS."""
     with tempfile.TemporaryDirectory() as out:
         flags = [f"--{name}={value}" for name, value in FLAGS.items()]
@@ -43,10 +44,11 @@ def once() -> dict[str, float]:
                 if re.match(r"step +1/", line):
                     found["from the command to the end of the first step"] = now - began
                 if not killed and re.match(rf"step +{KILL_AFTER}/", line):
-                    who = ["pgrep", "-P", str(launcher.pid), "-f", "python.* -u .*train.py"]
-                    pids = subprocess.run(who, capture_output=True, text=True, check=True).stdout.split()
+                    server, rank = child(launcher.pid, "launch/agent.py"), child(launcher.pid, "python.* -u .*train.py")
+                    if stopped:
+                        os.kill(server, signal.SIGSTOP)
                     killed = time.monotonic()
-                    os.kill(int(pids[-1]), signal.SIGKILL)
+                    os.kill(rank, signal.SIGKILL)
                 for name, pattern in MARKS.items():
                     if killed and name not in found and re.search(pattern, line):
                         found[name] = now - killed
@@ -56,14 +58,23 @@ def once() -> dict[str, float]:
         return found
 
 
+def child(launcher: int, pattern: str) -> int:
+    """The youngest process that the launcher has started with such a command."""
+    who = ["pgrep", "-P", str(launcher), "-f", pattern]
+    return int(subprocess.run(who, capture_output=True, text=True, check=True).stdout.split()[-1])
+
+
 def main() -> None:
     """Measure, and write."""
     began = time.monotonic()
-    runs = [once() for _ in range(TIMES)]
-    rows = ["| | seconds, median | range |", "|---|---|---|"]
-    for name in runs[0]:
-        values = [run[name] for run in runs]
-        rows.append(f"| {name} | {statistics.median(values):.1f} | {min(values):.1f} to {max(values):.1f} |")
+    pairs = [(once(stopped=False), once(stopped=True)) for _ in range(TIMES)]
+    rows = ["| seconds: median, and range | | with that process stopped |", "|---|---|---|"]
+    for name in pairs[0][0]:
+        cells = []
+        for runs in zip(*pairs, strict=True):
+            values = [run[name] for run in runs]
+            cells.append(f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})")
+        rows.append(f"| {name} | {' | '.join(cells)} |")
     pages.write(
         ROOT / "docs" / "measured" / "survival.md",
         restart_measured=pages.measured(
