@@ -210,7 +210,8 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """Logits (B, T, vocab_size) of tokens (B, T), or with targets (B, T) the loss of each sequence, (B,).
 
-        A part without the embedding takes the residual stream (B, T, C); a part without the last norm returns it.
+        A part without the embedding takes the residual stream (B, T, C), in any type; a part without the last norm
+        returns it, in the parameters' type.
 
         Args:
             x: tokens, (B, T); with documents that are kept apart, (B, 2, T): tokens, and their positions.
@@ -235,7 +236,9 @@ class GPT(nn.Module):
         documents: torch.Tensor | None,
     ) -> torch.Tensor:
         length = x.shape[1]  # of the whole sequences; after the embedding, a rank may have a part of each
-        if not x.is_floating_point():
+        if x.is_floating_point():
+            x = x.to(next(self.parameters()).dtype)
+        else:
             assert self.embed is not None
             x = self.embed(x)
         # Once, for the queries and keys of all blocks.

@@ -154,20 +154,6 @@ def make_stage(args: Args, model: Any, i: int, num_stages: int) -> Any:
     return stage
 
 
-def send_in(dtype: torch.dtype, stage: Any) -> None:
-    """Let a stage send its activations in the compute type, and so get their gradients: bfloat16 has half the bytes.
-
-    Within a stage, the residual stream keeps the parameters' type, as it does where one rank has all layers.
-    """
-    whole = stage.forward
-
-    def forward(x: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
-        y = whole(x.to(precision.param_dtype(dtype)) if x.is_floating_point() else x, **more)
-        return y if stage.norm else y.to(dtype)  # the last stage has the norm
-
-    stage.forward = forward
-
-
 class Pipeline(nn.Module):
     """This rank's stages, and the schedule that runs them."""
 
@@ -212,7 +198,8 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
         gpt.recompute(stage, args.recompute)
         # A schedule calls the stage itself, without the autocast of section 2's forward.
         stage.forward = precision.autocast(device, dtype)(stage.forward)
-        send_in(dtype, stage)
+        # Stages send in the compute type: bfloat16 has half the bytes. GPT's forward adds up in float32 again.
+        stage.register_forward_hook(lambda stage, x, y: y if stage.norm else y.to(dtype))
     pipeline = Pipeline()
     pipeline.stages = nn.ModuleDict({str(i): stage for i, stage in stages.items()})
     pipeline.ends = stages.get(0), stages.get(num_stages - 1)
