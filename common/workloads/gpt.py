@@ -237,7 +237,7 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         length = x.shape[1]  # of the whole sequences; after the embedding, a rank may have a part of each
         if x.is_floating_point():
-            x = x.to(next(self.parameters()).dtype)
+            x = x.to(next((parameter.dtype for parameter in self.parameters()), x.dtype))
         else:
             assert self.embed is not None
             x = self.embed(x)

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 # By what DTensor compares: the operation, and shapes, types and splits of its operands over the ranks of a mesh.
 _found: dict[OpSchema, OutputSharding] = {}
+_new: list[OpSchema] = []  # of this training
 
 
 def keep() -> None:
@@ -31,6 +32,7 @@ def keep() -> None:
             return find(self, schema)
         if schema not in _found:
             _found[schema] = find(self, schema)
+            _new.append(schema)
         return _on(mesh, _found[schema])
 
     ShardingPropagator.propagate_op_sharding_non_cached = look_up  # type: ignore[method-assign]
@@ -41,10 +43,12 @@ def keep() -> None:
 def forget_groups() -> None:
     """Before another training: let go of the groups of the last one, whose connections else stay open."""
     _clear_sharding_prop_cache()
-    for schema, sharding in _found.items():
+    for schema in _new:
+        sharding = _found[schema]
         for spec in (*_specs(schema), *_specs(sharding.redistribute_schema), *_specs(sharding.output_spec)):
             for mesh in (spec.mesh, spec.mesh._get_root_mesh()):
                 mesh._pg_registry = {}
+    _new.clear()
 
 
 def _specs(of: Any) -> list[DTensorSpec]:
