@@ -68,7 +68,7 @@ def main() -> None:
     """Measure, and write."""
     began = time.monotonic()
     pairs = [(once(stopped=False), once(stopped=True)) for _ in range(TIMES)]
-    rows = ["| seconds: median, and range | | with that process stopped |", "|---|---|---|"]
+    rows = ["| seconds: median, and range | | that process stopped |", "|---|---|---|"]
     for name in pairs[0][0]:
         cells = []
         for runs in zip(*pairs, strict=True):
