@@ -222,6 +222,15 @@ def test_chained_parts_are_the_whole(tied: bool, cuts: list[int]) -> None:
     assert seen == {name: tensor.shape for name, tensor in model.state_dict().items()}, "names are those of the whole"
 
 
+def test_part_adds_up_in_its_own_type() -> None:
+    """What it gets may be rounded; what it adds to that is not."""
+    part = make()
+    part.embed = part.norm = part.head = None
+    x = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(5)).bfloat16()
+    assert torch.equal(part(x), part(x.double()))
+    assert part(x).dtype == torch.float64
+
+
 def test_sequence_losses() -> None:
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(3, 5, 7, generator=generator, dtype=torch.float64, requires_grad=True)
