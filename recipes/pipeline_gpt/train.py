@@ -199,7 +199,7 @@ def parallelize(args: Args, model: Any, mesh: DeviceMesh, device: torch.device) 
         # A schedule calls the stage itself, without the autocast of section 2's forward.
         stage.forward = precision.autocast(device, dtype)(stage.forward)
         # Stages send in the compute type: bfloat16 has half the bytes. GPT's forward adds up in float32 again.
-        stage.register_forward_hook(lambda stage, x, y: y if stage.norm else y.to(dtype))
+        stage.register_forward_hook(lambda stage, x, y: y.to(dtype) if stage.norm is None else y)
     pipeline = Pipeline()
     pipeline.stages = nn.ModuleDict({str(i): stage for i, stage in stages.items()})
     pipeline.ends = stages.get(0), stages.get(num_stages - 1)
