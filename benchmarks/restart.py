@@ -44,9 +44,9 @@ def once(stopped: bool) -> dict[str, float]:
                 if re.match(r"step +1/", line):
                     found["from the command to the end of the first step"] = now - began
                 if not killed and re.match(rf"step +{KILL_AFTER}/", line):
-                    server, rank = child(launcher.pid, "launch/agent.py"), child(launcher.pid, "python.* -u .*train.py")
+                    rank = child(launcher.pid, "python.* -u .*train.py")
                     if stopped:
-                        os.kill(server, signal.SIGSTOP)
+                        os.kill(child(launcher.pid, "launch/agent.py"), signal.SIGSTOP)
                     killed = time.monotonic()
                     os.kill(rank, signal.SIGKILL)
                 for name, pattern in MARKS.items():
