@@ -291,13 +291,13 @@ class Session:
         if not self.saves(step):
             return
         state_check.check_own(more or {})
-        self._pace.begin()  # of a save  # measure
         with self._rewinds(), record_function(marks.BESIDE):
+            self._pace.begin_save()  # measure
             self._report_skips()  # first: a checkpoint must not hide what has led to it
             tensors = keymap.to_save(self._model, self._optimizer) | self._average.to_save() | (more or {})
             scale = self.finite.scale_state() if self._optimizer else []
             self._saver.save(step, tensors, self._plan.position(step), self._is_last(step), self._best.step, scale)
-            self._pace.compare()  # measure
+            self._pace.end_save()  # measure
         self._doubts.confirm(step, self._is_last(step))
 
     def _report_skips(self) -> None:

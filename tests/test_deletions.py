@@ -274,7 +274,7 @@ def run_copy(path: str, argv: list[str]) -> None:
     sys.path.insert(0, str(project))
     from common.train import flops
 
-    flops.peak_flops = lambda *_: 1e12  # measuring takes as long as a short training
+    flops.peak_flops = lambda *_: (1e12, "")  # measuring takes as long as a short training
     runner.run_path(path, argv)
     files = {Path(module.__file__ or "") for name, module in sys.modules.items() if name.partition(".")[0] == "common"}
     assert len(files) > 20

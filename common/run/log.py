@@ -77,9 +77,8 @@ class Run:
         self._devices = computes_on
         self._num_devices = world.size * len(computes_on)
         # Seconds that a sample would take on one device at its peak.
-        peak_flops = flops.peak_flops(world.device, dtype) if sample.flops else 0.0
+        peak_flops, source = flops.peak_flops(world.device, dtype) if sample.flops else (0.0, "")
         self._ideal_s = peak_flops and sample.flops / peak_flops
-        source = flops.source(world.device, dtype)
         mfu_is_of = f"{peak_flops / 1e12:,.6g} TFLOP/s a device, {source}" if peak_flops else ""
         self._began = self._since = time.perf_counter()
         self._seconds = 0.0  # of training, until `_since`

@@ -69,26 +69,26 @@ def peak_on_paper(device: torch.device, dtype: torch.dtype) -> float:
     return peaks[0] if peaks and not OTHERS.search(name) else 0.0
 
 
-def source(device: torch.device, dtype: torch.dtype) -> str:
-    """Where `peak_flops` has its figure from."""
-    return "by its data sheet" if peak_on_paper(device, dtype) else "reached by a large matmul (no data sheet)"
-
-
 LONG_S = 0.02  # of a product that shows what a processor can do
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak FLOP/s of one device: by its data sheet, else what a large matmul reaches, which is less."""
+def product_s(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """Seconds of the fastest of four products of two square matrices, (size, size)."""
+    a = torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device))  # not the training's
+    best = float("inf")
+    for _ in range(4):  # the first one warms up
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """Peak FLOP/s of one device, and whence: by its data sheet, else what a large matmul reaches, which is less."""
     if peak := peak_on_paper(device, dtype):
-        return peak
+        return peak, "by its data sheet"
     # The larger the faster; but a processor without instructions for a type takes 2.5 s for what others do in 0.05.
     for size in (8192,) if device.type == "cuda" else (256, 512, 1024):
-        a = torch.randn(size, size, device=device, dtype=dtype)
-        best = float("inf")
-        for _ in range(4):  # the first one warms up
-            start = time.perf_counter()
-            (a @ a)[0, 0].item()
-            best = min(best, time.perf_counter() - start)
-        if best > LONG_S:
+        if (best_s := product_s(device, dtype, size)) > LONG_S:
             break
-    return 2 * size**3 / best
+    return 2 * size**3 / best_s, "reached by a large matmul (no data sheet)"

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from common import ranks
 from common.measure import pace
+from common.train import flops
 
 from tests.harness import runner
 
@@ -61,31 +64,63 @@ def test_waiting_for_a_thread_is_no_work() -> None:
     assert one.worked_s < other[0] / 2
 
 
-def test_a_gpu_is_not_looked_at() -> None:
-    one = pace.Pace(torch.device("cuda"), "this rank")
-    one.begin()
-    spin(0.01)
-    one.end()
-    assert one.worked_s == 0
+def look_at_products(products_s: list[float], took_s: float) -> None:
+    """A rank whose GPU, which is not there, takes so long for a product: it says whom the others wait for."""
+    dist.init_process_group("gloo")
+    mine = products_s[ranks.rank()]
+    flops.product_s = lambda *_: mine
+    one = pace.Pace(torch.device("cuda", ranks.rank()), f"rank {ranks.rank()} on n1")
+    one.worked_s = float(ranks.rank())  # of its thread, which starts kernels and shows nothing
+    one.took_s = took_s
+    for _ in range(2):  # said once
+        one.begin_save()
+    share, slow = one.slow
+    print((round(share, 6), slow))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("products_s", "took_s", "wanted", "note"),
+    [
+        ([2e-4, 2.5e-4, 2e-4], 100.0, (0.2, "rank 1 on n1 (cuda:1)"), "they wait for it in 20% of the training\n"),
+        ([2e-4, 2.1e-4, 2e-4], 100.0, (0.0, ""), ""),
+        ([2e-4, 9e-4, 2e-4], 10.0, (0.0, ""), ""),  # a few seconds show nothing
+    ],
+    ids=["slow", "little", "soon"],
+)
+def test_gpus_are_compared_by_a_product(
+    products_s: list[float], took_s: float, wanted: tuple[float, str], note: str
+) -> None:
+    """A rank that waits keeps its GPU as busy as the others, and its thread has nothing to do."""
+    result = runner.spawn(look_at_products, [(products_s, took_s)] * 3)
+    assert result.ok, str(result)
+    assert [one.splitlines()[-1] for one in result.outputs] == [str(wanted)] * 3
+    assert result.outputs[0].count("note: ") == bool(note)
+    assert note in result.outputs[0]
+
+
+def test_product_leaves_the_generator_of_the_training_alone() -> None:
+    before = torch.random.get_rng_state()
+    assert flops.product_s(CPU, torch.float32, 64) > 0
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
     ("worked", "wanted"),
     [
-        ([8.0, 8.2, 9.9, 8.1], (2, 0.18)),  # of ten parts of the time, the others wait for 1.8
-        ([8.0, 8.5, 8.9, 8.2], (2, 0.0)),  # little
-        ([5.0, 9.0], (1, 0.4)),
-        ([9.0], (0, 0.0)),  # alone
-        ([0.0, 0.0], (0, 0.0)),  # GPUs
+        ([8.0, 8.2, 9.9, 8.1], (0.18, "rank 2")),  # of ten parts of the time, the others wait for 1.8
+        ([8.0, 8.5, 8.9, 8.2], (0.0, "")),  # little
+        ([5.0, 9.0], (0.4, "rank 1")),
+        ([9.0], (0.0, "")),  # alone
+        ([0.0, 0.0], (0.0, "")),
     ],
     ids=str,
 )
-def test_slow_rank(worked: list[float], wanted: tuple[int, float]) -> None:
-    rank, share = pace.slow_rank([(10 * one, 100.0) for one in worked])
-    assert (rank, share) == (wanted[0], pytest.approx(wanted[1]))
-    assert pace.slow_rank([(one, 10.0) for one in worked])[1] == 0, "a few seconds show nothing"
+def test_slow_rank(worked: list[float], wanted: tuple[float, str]) -> None:
+    share, name = pace.slow_rank([(10 * one, 100.0, f"rank {i}") for i, one in enumerate(worked)])
+    assert (share, name) == (pytest.approx(wanted[0]), wanted[1])
 
 
 def test_no_time() -> None:
     """A run that is resumed at its end has no step."""
-    assert pace.slow_rank([(0.0, 0.0), (0.0, 0.0)]) == (0, 0.0)
+    assert pace.slow_rank([(0.0, 0.0, "rank 0"), (0.0, 0.0, "rank 1")]) == (0.0, "")

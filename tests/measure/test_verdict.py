@@ -65,7 +65,7 @@ def test_verdict_on_slow_reading(
     """Ten seconds of training before each line, of which some were spent waiting; the first line does not count."""
     now = [0.0]
     monkeypatch.setattr(log, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(flops, "peak_flops", lambda *_: 1e12)
+    monkeypatch.setattr(flops, "peak_flops", lambda *_: (1e12, ""))
     run = test_log.make_run(tmp_path, args=args)
     for step, wait_s in enumerate(waits, start=1):
         now[0] += 10
