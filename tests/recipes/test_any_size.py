@@ -127,7 +127,8 @@ def check_all(layouts: Sequence[runner.Layout], sizes: Sequence[int] = ()) -> No
 def layouts(size: int) -> list[runner.Layout]:
     """All on this many ranks, of recipes that train on a set of samples; and slices of one rank, of tensor_gpt."""
     apart = runner.Layout("tensor_gpt", size, ("--tp", "1"), size)
-    found = [one for recipe in runner.SUPERVISED for one in runner.layouts(recipe) if one.size == size]
+    every = runner.schedules_once(one for recipe in runner.SUPERVISED for one in runner.layouts(recipe))
+    found = [one for one in every if one.size == size]
     return found if apart in found else [*found, apart]
 
 

@@ -1,6 +1,7 @@
 """Documents that share a row are trained on as if each were alone, and the mean is over what counts in the whole step.
 
-In every layout, against a plain loop that computes the documents one by one; in most of them with Muon as well.
+In every layout, but for schedules that repeat, against a plain loop that computes the documents one by one; in most of
+them with Muon as well.
 """
 
 from collections.abc import Callable, Iterator
@@ -72,7 +73,7 @@ def ways() -> Iterator[Any]:
     What is read does not depend on the optimizer, nor does Muon on what is read: a layout that has one of them wrong
     shows it. A plain `pytest` counts answers in slices of sequences.
     """
-    for layout in (layout for recipe in GPT for layout in runner.layouts(recipe)):
+    for layout in runner.schedules_once(layout for recipe in GPT for layout in runner.layouts(recipe)):
         if layout == runner.layout(layout.recipe, 2):
             marks = () if layout.recipe == "context_gpt" else pytest.mark.rest
             yield pytest.param(layout, "answers", False, id=f"{layout}-answers", marks=marks)

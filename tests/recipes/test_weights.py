@@ -21,7 +21,7 @@ from common.run import cli, process_group
 from common.train import data, guard, initial, metrics, sampler
 
 from tests.harness import runner
-from tests.recipes.test_any_size import CPU, LENGTH, TOLERANCE, VOCABULARY, flags, layouts, micro_sizes
+from tests.recipes.test_any_size import CPU, LENGTH, TOLERANCE, VOCABULARY, flags, micro_sizes
 
 PAGE = (runner.ROOT / "docs" / "losses.md").read_text()
 FORWARD, SCHEDULE = re.findall(r"```python\n((?:    .*\n)+)```", PAGE)
@@ -172,8 +172,10 @@ def test_mutant_of_a_weight(mutant: str, tmp_path: Path) -> None:
     assert "AssertionError" in str(result)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_token_mean_in_all_layouts(size: int, tmp_path: Path) -> None:
-    every = [layout for layout in layouts(size) if layout.recipe in GPT]
-    result = run(size, [(one, micro) for one in every for micro in micro_sizes(one)], tmp_path)
+@pytest.mark.parametrize("size", [1, 2])
+def test_token_mean_of_all_recipes(size: int, tmp_path: Path) -> None:
+    """With the page's line, in one layout of each; test_documents_apart.py has this mean in all, without that line."""
+    first = [runner.layout(recipe, 2) for recipe in GPT]
+    some = [(one, micro) for one in first if one.size == size for micro in micro_sizes(one)]
+    result = run(size, some, tmp_path)
     assert result.ok, str(result)
