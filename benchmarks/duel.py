@@ -1,10 +1,12 @@
 """Each recipe's loop beside its bare twin: `uv run python -m benchmarks.duel`.
 
-It writes docs/measured/performance.md. Arms take turns in one run of a recipe, 10 steps each: its own loop, and twice
-the step of its bare.py on a second model. So all have the same process, caches and neighbours. The second of these is
-the noise floor: it differs from the first by chance alone. A twin averages its loss over the ranks in each step, a
-recipe where it logs: what that takes is measured as well. The models are tiny, because the loop costs the same beside
-the training of any model. Names of recipes as arguments: measure these alone; the rows of the others stay.
+It writes docs/measured/performance.md. Arms take turns in one run of a recipe, 10 steps each: its own loop, the same
+loop without a model, and twice the step of its bare.py on a second model. So all have the same process, caches and
+neighbours. The second of the twin's is the noise floor: it differs from the first by chance alone. The loop without a
+model reads its batches, judges a gradient norm and logs: it does all that the recipe does beside the training. A twin
+averages its loss over the ranks in each step, a recipe where it logs: what that takes is measured as well. The models
+are tiny, because the loop costs the same beside the training of any model. Names of recipes as arguments: measure these
+alone; the rows of the others stay.
 """
 
 import dataclasses
@@ -21,16 +23,18 @@ from typing import Any
 import torch.distributed as dist
 from benchmarks import plots, twins
 from common import ranks, session
+from common.train import metrics
 from tests.harness import pages, runner, short_resnet  # noqa: F401 (--model resnet6)
 from tests.harness.runner import ROOT
 
-ROUNDS = 40
+ROUNDS = 24
 ARMS = ("recipe", "twin", "twin again")
 MEANS = "means of losses"
+ALONE = "loop without a model"
 JSON = ROOT / "docs" / "measured" / "performance.json"
 HEAD = """\
-| recipe | twin, ms a step | mean loss | loop adds, ms | that is | twin against itself | steps/s, twin | loop | less |
-|---|---|---|---|---|---|---|---|---|"""
+| recipe | twin, ms a step | mean loss | loop adds, ms | loop alone, ms | loop adds | twin against itself | steps/s, twin | loop | less |
+|---|---|---|---|---|---|---|---|---|---|"""  # noqa: E501
 
 
 # --- One rank ---------------------------------------------------------------------------------------------
@@ -39,7 +43,7 @@ HEAD = """\
 def measure(recipe: str, path: str, argv: list[str], out: str) -> None:
     """Run a recipe, whose loop pauses after each segment for one of each other arm; writes what this rank took."""
     real_steps, real_init = session.Session.steps, session.Session.__init__
-    found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in (*ARMS, MEANS)}
+    found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in (*ARMS, ALONE, MEANS)}
     meshes: list[Any] = []
 
     def clock() -> tuple[float, float]:
@@ -55,19 +59,40 @@ def measure(recipe: str, path: str, argv: list[str], out: str) -> None:
         real_init(run, args, world, mesh, *more)
 
     def steps(run: session.Session, dp_rank: int) -> Iterator[int]:
+        recipe_file = sys._getframe(1).f_globals  # whose main loop calls its train_step
+        train_step = recipe_file["train_step"]
+        last: list[tuple[metrics.Sums, Any]] = []
+
+        def train(*args: Any) -> tuple[metrics.Sums, Any]:
+            last[:] = [train_step(*args)]
+            return last[0]
+
+        def train_nothing(_args: Any, _model: Any, _optimizer: Any, finite: Any, batches: Any, _size: int) -> Any:
+            for _ in batches.step():
+                pass
+            sums, norm = last[0]
+            finite.unscale_gradients(sums)
+            finite.skip_if_not_finite(norm)
+            return sums, norm
+
         twin = twins.loop(recipe, runpy.run_path(path, run_name="twin"), run._args, meshes[0])
+        arm = "recipe"
+        recipe_file["train_step"] = train
         began = clock()
         for number, step in enumerate(real_steps(run, dp_rank)):
             if number % twins.SEGMENT == 0 and number:
-                note("recipe", began)
-                # In turn first, so that neither has always the other's warm caches.
-                for arm in ARMS[1:] if number // twins.SEGMENT % 2 else ARMS[:0:-1]:
+                note(arm, began)
+                arm = ALONE if arm == "recipe" else "recipe"
+                recipe_file["train_step"] = train_nothing if arm == ALONE else train
+                if arm == "recipe":
+                    # In turn first, so that neither has always the other's warm caches.
+                    for other in ARMS[1:] if number // twins.SEGMENT % 4 else ARMS[:0:-1]:
+                        began = clock()
+                        twin.segment()
+                        note(other, began)
                     began = clock()
-                    twin.segment()
-                    note(arm, began)
-                began = clock()
-                twin.means()
-                note(MEANS, began)
+                    twin.means()
+                    note(MEANS, began)
                 began = clock()
             yield step
 
@@ -83,13 +108,13 @@ def measure(recipe: str, path: str, argv: list[str], out: str) -> None:
 def duel(recipe: str, folder: Path) -> dict[str, Any]:
     """Seconds a step of each arm and round: of processors, all ranks together; and by the clock."""
     path = str(ROOT / "recipes" / recipe / "train.py")
-    steps = (ROUNDS + 1) * twins.SEGMENT + 1
+    steps = 2 * (ROUNDS + 1) * twins.SEGMENT + 1
     argv = twins.argv(path, recipe, folder / "runs", steps, *runner.small(recipe))
     result = runner.spawn(measure, [(recipe, path, argv, str(folder))] * twins.SIZE, timeout_s=900.0)
     assert result.ok, str(result)
     each = [json.loads((folder / str(rank)).read_text()) for rank in range(twins.SIZE)]
     found = {}
-    for arm in (*ARMS, MEANS):
+    for arm in (*ARMS, ALONE, MEANS):
         rounds = [*zip(*(one[arm] for one in each), strict=True)]  # of all ranks
         found[arm] = {
             "cpu_s": [sum(cpu_s for cpu_s, _ in one) / twins.SEGMENT for one in rounds],
@@ -105,6 +130,7 @@ class Cost:
     twin_ms: list[float]
     mean_ms: list[float]
     added_ms: list[float]
+    alone_ms: list[float]
     added: list[float]  # in percent
     noise: list[float]
     noise_ms: list[float]
@@ -120,6 +146,7 @@ class Cost:
             [1e3 * s for s in plain],
             [1e3 * s for s in found[MEANS]["cpu_s"]],
             [1e3 * (mine - theirs) for mine, theirs in zip(own, plain, strict=True)],
+            [1e3 * s for s in found[ALONE]["cpu_s"]],
             [100 * (mine / theirs - 1) for mine, theirs in zip(own, plain, strict=True)],
             [100 * (b / a - 1) for a, b in zip(one, two, strict=True)],
             [1e3 * (b - a) for a, b in zip(one, two, strict=True)],
@@ -147,6 +174,7 @@ def row(recipe: str, cost: Cost) -> str:
         spread(cost.twin_ms, ".2f"),
         f"{statistics.median(cost.mean_ms):.2f}",
         spread(cost.added_ms, "+.2f"),
+        spread(cost.alone_ms, ".2f"),
     ]
     cells += [f"{spread(one, '+.1f')} %" for one in (cost.added, cost.noise)]
     rates = [statistics.median(one) for one in (cost.twin_rate, cost.rate)]

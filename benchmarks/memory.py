@@ -2,12 +2,14 @@
 
 It writes a part of docs/measured/performance.md. Each arm is a run of its own, because memory that an allocator
 keeps after one would hide the other. A rank's peak is the largest part of it that ever was in memory, program and
-libraries included (proc(5), VmHWM). Names of recipes as arguments: measure these alone; the rows of the others stay.
+libraries included (proc(5), VmHWM). Names of recipes as arguments, with or without
+flags: measure these alone; the rows of the others stay.
 """
 
 import json
 import re
 import runpy
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ SIZES = {
     "resnet": ("--model", "resnet18", "--image-size", "32"),
     "gpt": ("--num-layers", "4", "--width", "768", "--num-heads", "12", "--seq-len", "128"),
 }
+NAMES = sorted([*twins.RECIPES, "allreduce_resnet --sync parameter"])  # without buckets, which copy the gradients
 HEAD = """\
 | recipe | twin, MiB | recipe, MiB | the recipe needs more, MiB | with evaluation and save, MiB |
 |---|---|---|---|---|"""
@@ -67,11 +70,13 @@ def measure_recipe(_recipe: str, path: str, argv: list[str], out: str) -> None:
     Path(out, str(ranks.rank())).write_text(json.dumps([*peaks, peak_mib()]))
 
 
-def once(recipe: str, arm: Any) -> list[float]:
+def once(name: str, arm: Any) -> list[float]:
     """The peaks of the rank that needs most."""
+    recipe, *flags = name.split()
     path = str(ROOT / "recipes" / recipe / "train.py")
     with tempfile.TemporaryDirectory() as folder:
-        argv = twins.argv(path, recipe, f"{folder}/runs", twins.SEGMENT + 1, *SIZES[runner.workload(recipe)])
+        more = (*SIZES[runner.workload(recipe)], *flags)
+        argv = twins.argv(path, recipe, f"{folder}/runs", twins.SEGMENT + 1, *more)
         result = runner.spawn(arm, [(recipe, path, argv, folder)] * twins.SIZE, timeout_s=600.0)
         assert result.ok, str(result)
         each = [json.loads(Path(folder, str(rank)).read_text()) for rank in range(twins.SIZE)]
@@ -89,7 +94,7 @@ def row(recipe: str, peaks: dict[str, list[list[float]]]) -> str:
 
 def main() -> None:
     """Measure recipes one after the other, the arms by turns; each is written at once."""
-    for recipe in sys.argv[1:] or twins.RECIPES:
+    for recipe in sys.argv[1:] or NAMES:
         arms = {"twin": measure_twin, "recipe": measure_recipe}
         peaks: dict[str, list[list[float]]] = {name: [] for name in arms}
         for _ in range(ROUNDS):
@@ -97,11 +102,13 @@ def main() -> None:
                 peaks[name].append(once(recipe, arm))
         print(row(recipe, peaks), flush=True)
         conditions = f"{twins.SIZE} ranks of one thread on gloo, {ROUNDS} rounds"
-        measured = pages.measured(" ".join(["uv run python -m benchmarks.memory", *sys.argv[1:]]), conditions)
+        measured = pages.measured(
+            shlex.join(["uv", "run", "python", "-m", "benchmarks.memory", *sys.argv[1:]]), conditions
+        )
         known: dict[str, Any] = json.loads(JSON.read_text()) if JSON.exists() else {}
         known[recipe] = {"measured": measured, "MiB": peaks}
         JSON.write_text(json.dumps(known) + "\n")
-        found = {name: known[name] for name in twins.RECIPES if name in known}
+        found = {name: known[name] for name in NAMES if name in known}
         pages.write(
             ROOT / "docs" / "measured" / "performance.md",
             measured_memory="\n\n".join(dict.fromkeys(one["measured"] for one in found.values())),
