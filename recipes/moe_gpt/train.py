@@ -350,9 +350,10 @@ def mean_weight(sums: metrics.Sums, several: bool) -> Any:
 def average_experts(model: Any) -> None:
     """Divide the gradients of experts by ep: FSDP has divided the sum over all ranks' tokens by its own ranks only."""
     grads: list[Any] = [one.grad for layer in moe.layers(model).values() for one in layer.experts.parameters()]
+    ep = model.mesh.get_group("ep").size()
     for grad in grads:
         if grad is not None:  # of one that is frozen
-            grad.to_local().div_(model.mesh["ep"].size())
+            grad.to_local().div_(ep)
 
 
 def forward_only(args: Args, model: Any, batches: Iterator[data.Batch]) -> metrics.Sums:
@@ -368,7 +369,7 @@ def clip_gradients(args: Args, model: Any) -> torch.Tensor:
     """Clip to the global gradient norm, (), and return it; the norm is over all ranks' parts, also of experts."""
     grads = [parameter.grad.to_local() for parameter in model.parameters() if parameter.grad is not None]
     # The groups have equal gradients by now. Over all ranks, so that all have the same bits.
-    square = nn.utils.get_total_norm(grads).square() / model.mesh["dp_replicate"].size()
+    square = nn.utils.get_total_norm(grads).square() / model.mesh.get_group("dp_replicate").size()
     dist.all_reduce(square)
     norm = square.sqrt()
     if args.max_grad_norm:

@@ -1,5 +1,7 @@
 """What a rank holds, measured as benchmarks/strategies.py does it: docs/measured/strategies.md rests on that."""
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from common import keymap, ranks
+from common import keymap, ranks, session
 from common.train import data
 from common.workloads import gpt
 from common.workloads.resnet import make_resnet
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.harness import module, mutants, probes, runner, short_resnet, theory  # noqa: F401 (resnet6)
 
@@ -170,3 +173,53 @@ def look_at_parts(recipe: str) -> None:
 def test_parts_are_dropped_after_use(recipe: str) -> None:
     result = runner.spawn(look_at_parts, [(recipe,)] * NUM_RANKS)
     assert result.ok, str(result)
+
+
+# --- what a step does not do ---
+
+
+def run_counted(path: str, argv: list[str]) -> None:
+    """A training that fails if a step after the first takes a part of a mesh."""
+    slices, inside = [0], [False]
+    take, steps = DeviceMesh.__getitem__, session.Session.steps
+
+    def counted(mesh: DeviceMesh, name: Any) -> DeviceMesh:
+        slices[0] += inside[0]
+        return take(mesh, name)
+
+    def numbered(run: session.Session, dp_rank: int) -> Iterator[int]:
+        recipe_file = sys._getframe(1).f_globals  # whose main loop calls its train_step
+        train_step = recipe_file["train_step"]
+        for step in steps(run, dp_rank):
+
+            def train(*args: Any, after: bool = step > 1) -> Any:
+                inside[0] = after
+                done = train_step(*args)
+                inside[0] = False
+                return done
+
+            recipe_file["train_step"] = train
+            yield step
+        assert slices[0] == 0, f"{slices[0]} slices of a mesh"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceMesh, "__getitem__", counted)
+        patch.setattr(session.Session, "steps", numbered)
+        runner.run_unmeasured(path, argv)
+
+
+SLICES: mutants.Changes = {
+    "average_experts": {"grad.to_local().div_(ep)": 'grad.to_local().div_(model.mesh["ep"].size())'}
+}
+
+
+@pytest.mark.parametrize("recipe", ["mutant", *(one for one in runner.SUPERVISED if runner.world_sizes(one)[-1] > 1)])
+def test_a_step_takes_no_part_of_a_mesh(recipe: str, small_data: dict[str, Path], tmp_path: Path) -> None:
+    """It takes half a millisecond: once for each gradient of an expert, a sixth of a step of a small model."""
+    name = "moe_gpt" if recipe == "mutant" else recipe
+    path = mutants.mutate(name, tmp_path, SLICES if recipe == "mutant" else {})
+    data_of = str(small_data[runner.workload(name)])
+    flags = (*runner.small(name), *runner.layout(name, 2).with_experts, "--data", data_of, "--max-steps", "3")
+    result = runner.run_recipe(path, 2, *flags, "--out", str(tmp_path / "runs"), target=run_counted)
+    assert result.ok == (recipe != "mutant"), str(result)
+    assert ("slices of a mesh" in str(result)) == (recipe == "mutant")
