@@ -56,13 +56,21 @@ def flags(layout: runner.Layout, micro: int) -> list[str]:
     return found if "--micro-batch-size" in layout.flags else [*found, "--micro-batch-size", str(micro)]
 
 
-def micro_sizes(layout: runner.Layout) -> Sequence[int]:
-    """All in the first layout of each recipe: how it divides a step does not depend on who shares a model.
+def is_first(layout: runner.Layout) -> bool:
+    """Of its recipe, on its number of ranks: how it divides samples does not depend on who shares a model."""
+    return layout == runner.layout(layout.recipe, layout.size)
 
-    A pipeline needs several micro-batches, but for the naive one.
-    """
+
+def micro_sizes(layout: runner.Layout) -> Sequence[int]:
+    """All in a first layout; but a pipeline needs several micro-batches, if it is not the naive one."""
     naive = "--pp" not in layout.flags or layout.size == layout.dp_size
-    return MICRO if naive and layout == runner.layout(layout.recipe, layout.size) else MICRO[1:2]
+    return MICRO if naive and is_first(layout) else MICRO[1:2]
+
+
+def sizes_of(layout: runner.Layout) -> Sequence[int]:
+    """All in a first layout; else one where most have none, one where some have more, and one where all have two."""
+    dp_size = layout.dp_size
+    return range(1, 2 * dp_size + 1) if is_first(layout) else sorted({1, dp_size + 1, 2 * dp_size})
 
 
 def close(found: float, wanted: float) -> bool:
@@ -81,7 +89,7 @@ def check(layout: runner.Layout, micros: Sequence[int], world: Any, sizes: Seque
     model = train.parallelize(args, train.make_model(args, some), mesh, CPU)
     next(one for one in model.modules() if not any(one.children())).eval()  # as make_model may have put one
     modes = [one.training for one in model.modules()]
-    for micro, size in itertools.product(micros, sizes or range(1, 2 * layout.dp_size + 1)):
+    for micro, size in itertools.product(micros, sizes or sizes_of(layout)):
         args = cli.parse(train.Args, flags(layout, micro))
         division = sampler.divide_batch(args.global_batch_size, args.micro_batch_size, dp_size)
         where = f"{layout}, micro-batches of {micro}, {size} samples"
