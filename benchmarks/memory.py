@@ -2,8 +2,8 @@
 
 It writes a part of docs/measured/performance.md. Each arm is a run of its own, because memory that an allocator
 keeps after one would hide the other. A rank's peak is the largest part of it that ever was in memory, program and
-libraries included (proc(5), VmHWM). Names of recipes as arguments, with or without
-flags: measure these alone; the rows of the others stay.
+libraries included (proc(5), VmHWM). Arguments are recipes, with or without flags in the same argument: measure these
+alone; the rows of the others stay.
 """
 
 import json

@@ -174,7 +174,7 @@ def test_mutant_of_a_weight(mutant: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_token_mean_of_all_recipes(size: int, tmp_path: Path) -> None:
-    """With the page's line, in one layout of each; test_documents_apart.py has this mean in all, without that line."""
+    """With the line of the page, in one layout of each; test_documents_apart.py has this mean in others, without it."""
     first = [runner.layout(recipe, 2) for recipe in GPT]
     some = [(one, micro) for one in first if one.size == size for micro in micro_sizes(one)]
     result = run(size, some, tmp_path)
