@@ -5,6 +5,7 @@ equally long for a step, and the slow one alone works all the time. A GPU that w
 each computes the same product before every save, and the slow one takes longer for it.
 """
 
+import contextlib
 import statistics
 import time
 from collections.abc import Iterable
@@ -57,8 +58,10 @@ class Pace:
     def begin_save(self) -> None:
         """Report a rank that the others wait for (all ranks): a GPU comes from a step, and still runs at its clock."""
         work = self.worked_s, self.took_s
-        if self._device.type != "cpu":  # what one takes longer for a product (of 64 MiB), the others wait for
-            work = (flops.product_s(self._device, torch.float16, 4096),) * 2
+        if self._device.type != "cpu":  # what one takes longer for a product, the others wait for
+            work = float("inf"), float("inf")  # nobody is named, where memory for it is missing: 64 MiB
+            with contextlib.suppress(torch.OutOfMemoryError):
+                work = (flops.product_s(self._device, torch.float16, 4096),) * 2
         everyone = ranks.gather((*work, self._name))
         share, slow = slow_rank(everyone) if self.took_s > LEAST_S else (0.0, "")
         if slow and slow != self.slow[1]:

@@ -2,7 +2,7 @@
 
 import copy
 import re
-import time
+import timeit
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -75,12 +75,7 @@ LONG_S = 0.02  # of a product that shows what a processor can do
 def product_s(device: torch.device, dtype: torch.dtype, size: int) -> float:
     """Seconds of the fastest of four products of two square matrices, (size, size)."""
     a = torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device))  # not the training's
-    best = float("inf")
-    for _ in range(4):  # the first one warms up
-        start = time.perf_counter()
-        (a @ a)[0, 0].item()
-        best = min(best, time.perf_counter() - start)
-    return best
+    return min(timeit.repeat(lambda: float((a @ a)[0, 0]), number=1, repeat=4))  # the first one warms up
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,10 +66,15 @@ def test_waiting_for_a_thread_is_no_work() -> None:
 
 
 def look_at_products(products_s: list[float], took_s: float) -> None:
-    """A rank whose GPU, which is not there, takes so long for a product: it says whom the others wait for."""
+    """A rank whose GPU, which is not there, takes so long for a product, or has no memory for it if that is no time."""
     dist.init_process_group("gloo")
-    mine = products_s[ranks.rank()]
-    flops.product_s = lambda *_: mine
+
+    def product_s(*_: Any) -> float:
+        if not (mine := products_s[ranks.rank()]):
+            raise torch.OutOfMemoryError
+        return mine
+
+    flops.product_s = product_s
     one = pace.Pace(torch.device("cuda", ranks.rank()), f"rank {ranks.rank()} on n1")
     one.worked_s = float(ranks.rank())  # of its thread, which starts kernels and shows nothing
     one.took_s = took_s
@@ -85,8 +91,9 @@ def look_at_products(products_s: list[float], took_s: float) -> None:
         ([2e-4, 2.5e-4, 2e-4], 100.0, (0.2, "rank 1 on n1 (cuda:1)"), "they wait for it in 20% of the training\n"),
         ([2e-4, 2.1e-4, 2e-4], 100.0, (0.0, ""), ""),
         ([2e-4, 9e-4, 2e-4], 10.0, (0.0, ""), ""),  # a few seconds show nothing
+        ([2e-4, 0.0, 9e-4], 100.0, (0.0, ""), ""),  # a rank without memory is not named, and nothing ends
     ],
-    ids=["slow", "little", "soon"],
+    ids=["slow", "little", "soon", "full"],
 )
 def test_gpus_are_compared_by_a_product(
     products_s: list[float], took_s: float, wanted: tuple[float, str], note: str
