@@ -15,6 +15,7 @@ from tests.harness import inject, runner
 from tests.harness.fault_case import (
     HANG,
     PROMPT,
+    UNHURRIED,
     FaultCase,
     checkpoints,
     events_in,
@@ -84,7 +85,8 @@ def test_save_that_hangs(case: FaultCase) -> None:
 def save_without_memory(case: FaultCase, how: str, mutant: str = "") -> runner.Result:
     pause = ("end of a step", "let the save end", 0, 3)
     faults = [*patient(case), pause, ("before the data", "no memory", -1, 4)]
-    return case.start(*flags_for(how), faults=faults, mutant=mutant)
+    flags = (*flags_for(how), *UNHURRIED) if how == "asynchronous" else ()  # the pause lasts as long as a save
+    return case.start(*flags, faults=faults, mutant=mutant)
 
 
 @pytest.mark.fault("rank: one has no memory for a save, {how}")

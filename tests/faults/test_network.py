@@ -9,11 +9,10 @@ import pytest
 from common.run import exits
 
 from tests.harness import runner, stranger
-from tests.harness.fault_case import FaultCase, events_in, wait_for_beats
+from tests.harness.fault_case import UNHURRIED, FaultCase, events_in, wait_for_beats
 from tests.harness.runner import wait_for
 
 LOOKS = 8  # of every rank into the store
-UNHURRIED = ("--hang-timeout", "60")
 Meddle = Callable[[Sequence[stranger.Place], Callable[[], None]], object]  # gets what waits until all have looked
 
 

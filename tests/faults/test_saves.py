@@ -10,7 +10,7 @@ from common import manifest
 
 from tests.harness import inject, runner
 from tests.harness.disks import FEW_FILES, QUOTA, SMALL, mounted
-from tests.harness.fault_case import STEPS, FaultCase, checkpoints, temporaries
+from tests.harness.fault_case import STEPS, UNHURRIED, FaultCase, checkpoints, temporaries
 
 HOW = ["synchronous", pytest.param("asynchronous", marks=pytest.mark.whole)]
 KILLS = {  # point -> which rank, how, from which step the run continues
@@ -102,7 +102,7 @@ def test_disk_for_a_while(what: str, how: str, disk: Path, case: FaultCase) -> N
     action, *more = DISKS[what].mended
     pause = ("end of a step", "let the save end", 0, 5)  # the one beside the training, which fails
     mended = ("end of a step", action, 0, 5, str(disk), *more)
-    result = case.start(*flags_for(how), faults=[fault_of(what, disk), pause, mended])
+    result = case.start(*flags_for(how), *UNHURRIED, faults=[fault_of(what, disk), pause, mended])
     assert result.ok, str(result)
     assert "Traceback" not in str(result), str(result)
     case.record_message(

@@ -42,6 +42,7 @@ OF_TRAINING = ("reading", "backward")  # points of the faults that only a traini
 # What finding out may take, in heartbeats of who finds out: no clock, which would tell how busy the machine is. A rank
 # beats 12 times in the --hang-timeout of these runs, and compares for 6; an end of a process is felt without either.
 PROMPT, HANG = 14, 28
+UNHURRIED = ("--hang-timeout", "60")  # where ranks wait for what a busy machine does slowly
 
 
 def flags_of(recipe: str, size: int) -> list[str]:
