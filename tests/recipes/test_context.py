@@ -7,6 +7,7 @@ import torch
 
 from tests.conftest import write_text
 from tests.harness import runner
+from tests.recipes.conftest import SAMPLES
 from tests.recipes.test_equivalence import curves, plain_gpt_loop, worst
 
 NUM_RANKS, LENGTH = 3, 12
@@ -18,7 +19,7 @@ FLAGS = [part for name, size in SIZES for part in (f"--{name.replace('_', '-')}"
 @pytest.fixture(scope="module")
 def short_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As many sequences as the generic tests have, of another length."""
-    return write_text(tmp_path_factory.mktemp("short") / "text", 181, 30, LENGTH)
+    return write_text(tmp_path_factory.mktemp("short") / "text", SAMPLES, 30, LENGTH)
 
 
 @pytest.mark.parametrize("kind", runner.choices("context_gpt", "--cp-kind"))

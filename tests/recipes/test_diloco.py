@@ -17,7 +17,7 @@ from common.workloads import gpt, text
 from torch.nn import functional as F
 
 from tests.harness import mutants, probes, runner, states
-from tests.recipes.test_equivalence import BATCH, CLIP, DECAY, RATES, Curve, clip_and_step, worst
+from tests.recipes.test_equivalence import BATCH, CLIP, DECAY, RATES, WARMUP, Curve, clip_and_step, worst
 
 RECIPE = "diloco_gpt"
 STEPS = 12
@@ -27,7 +27,7 @@ FLAGS = [
     *runner.small(RECIPE),
     *("--epochs", "1", "--max-steps", "0", "--stop-after", str(STEPS), "--global-batch-size", str(BATCH)),
     *("--max-grad-norm", str(CLIP), "--lr", str(RATES["gpt"]), "--lr-reference-batch", str(BATCH)),
-    *("--weight-decay", str(DECAY), "--warmup-steps", "5", "--log-every", "1", "--save-every", "1000"),
+    *("--weight-decay", str(DECAY), "--warmup-steps", str(WARMUP), "--log-every", "1", "--save-every", "1000"),
     *("--eval-every", str(EVAL_EVERY), "--check-every", "1", "--dtype", "float64"),
 ]
 

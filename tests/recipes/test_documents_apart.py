@@ -33,7 +33,7 @@ def words(number: int, i: int) -> str:
 
 def write_table(folder: Path) -> Path:
     """Documents of 2 to 30 bytes; and chats of other numbers of tokens, of which few are answers, or none."""
-    for split, number in (("train", 330), ("validation", 40)):
+    for split, number in (("train", 160), ("validation", 40)):
         lengths = [1 + seed.mix_ints(5, i) % 6 for i in range(number)]
         bodies = [words(length, i) for i, length in enumerate(lengths)]
         chats = [

@@ -20,15 +20,15 @@ from tests.conftest import each_recipe
 from tests.harness import mutants, runner, short_resnet  # noqa: F401 (--model resnet6)
 from tests.harness.once import Once
 
-# One epoch of 181 samples: 7 steps of 24, in two micro-batches each, and a last one of 13, which divides by none of
-# 2, 3 and 4. Augmentation, weight decay, warm-up, clipping at a norm that every step exceeds, and an evaluation in
-# the middle, which the steps after it must not notice.
+# One epoch: 4 steps of 24, in two micro-batches each, and a last one of 13, which divides by none of 2, 3 and 4.
+# Augmentation, weight decay, warm-up, clipping at a norm that every step exceeds, and an evaluation in the middle,
+# which the steps after it must not notice.
 BATCH = 24
 MICRO_BATCH = 12  # over all ranks
-STEPS = 8
-EVAL_EVERY = 4
+STEPS = 5
+EVAL_EVERY = 3
 CLIP = 0.25
-WARMUP = 5
+WARMUP = 2
 DECAY = 5e-4
 SMOOTHING = 0.1
 RATES = {"resnet": 0.1, "gpt": 0.005}  # Adam's step is as long as its rate, however small the gradient

@@ -19,10 +19,10 @@ from tests.recipes.test_documents_apart import write_table
 from tests.recipes.test_equivalence import BATCH, DECAY, EVAL_EVERY, FLAGS, MICRO_BATCH, RATES, clip_and_step, mean_loss
 
 GPT = [recipe for recipe in runner.SUPERVISED if runner.workload(recipe) == "gpt"]
-STEPS = 8
+STEPS = 5
 FIRST = {"lines": "0.7", "table": "0.3"}  # lines are one row; documents of the table are kept apart
 OTHER = {"lines": "0.25", "table": "0.75"}
-CHANGE = 3  # the steps after this one have the other weights
+CHANGE = 2  # the steps after this one have the other weights
 
 
 class Curve(NamedTuple):
@@ -176,7 +176,7 @@ def test_other_weights_and_another_recipe_after_a_stop(
         assert all(math.isclose(curve[step], values[step - 1], rel_tol=1e-9) for step in curve), tag
     for tag, some in wanted.held_out.items():
         assert runner.records(tmp_path / "1" / "run", tag) == pytest.approx(some, rel=1e-9)
-    kept = json.loads((tmp_path / "1/run/checkpoints/step_00000008" / manifest.NAME).read_text())
+    kept = json.loads((tmp_path / "1/run/checkpoints" / f"step_{STEPS:08d}" / manifest.NAME).read_text())
     written = [[start, weights] for start, weights, _ in kept["mixture"]]
     as_numbers = [{name: float(weight) for name, weight in weights.items()} for weights in (FIRST, OTHER)]
     assert written == [[0, as_numbers[0]], [CHANGE * BATCH, as_numbers[1]]]

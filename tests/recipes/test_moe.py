@@ -25,13 +25,12 @@ from torch.nn import functional as F
 
 from tests.harness import mutants, runner, states
 from tests.harness.once import Once
-from tests.recipes.test_equivalence import CLIP, DECAY, RATES, clip_and_step, worst
+from tests.recipes.conftest import SAMPLES
+from tests.recipes.test_equivalence import CLIP, DECAY, RATES, WARMUP, clip_and_step, worst
 
 RECIPE = "moe_gpt"
 LAYERS, LENGTH = 2, 16
-SAMPLES = 181  # of an epoch, of which the last step of 24 has 13: the ranks get unequal numbers of tokens
-STEPS = 8
-EVAL_EVERY = 4
+EVAL_EVERY = 3
 DEAD = (1, 2)  # a layer, and an expert of it that no token chooses where `How.dead`
 FAR = -100.0  # a bias that no score reaches
 
@@ -56,7 +55,7 @@ class How:
     @property
     def steps(self) -> int:
         """Of the training."""
-        return min(STEPS, math.ceil(SAMPLES / self.batch))
+        return math.ceil(SAMPLES / self.batch)  # the ranks get unequal numbers of tokens of the last one
 
     def flags(self, dp_size: int) -> list[str]:
         """The same for the recipe on some ranks."""
@@ -156,7 +155,7 @@ def plain_loop(folder: str, how: How) -> Curve:
         (loss + how.balance_loss * balance + how.z_loss * z).backward()
         found.counts.append([layer.counts.sum(0).tolist() for layer in layers])
         found.dropped.append(sum(layer.dropped for layer in layers))
-        found.norms.append(clip_and_step(model, optimizer, step, math.ceil(SAMPLES / how.batch), RATES["gpt"]))
+        found.norms.append(clip_and_step(model, optimizer, step, how.steps, RATES["gpt"]))
         found.losses.append(loss.item())
         found.balance.append(balance.item())
         found.z.append(z.item())
@@ -173,8 +172,17 @@ def train(
     out: Path, folder: Path, how: How, size: int, *flags: str, recipe: str | Path = RECIPE, target: Any = None
 ) -> Path:
     """Let the recipe, or a mutant of it, train on some ranks; returns the run's folder."""
-    more = ["--epochs", "1", "--max-steps", "0", "--stop-after", str(STEPS), "--max-grad-norm", str(CLIP)]
-    more += ["--lr", str(2 * RATES["gpt"]), "--weight-decay", str(DECAY), "--warmup-steps", "5", "--log-every", "1"]
+    more = ["--epochs", "1", "--max-steps", "0", "--max-grad-norm", str(CLIP)]
+    more += [
+        "--lr",
+        str(2 * RATES["gpt"]),
+        "--weight-decay",
+        str(DECAY),
+        "--warmup-steps",
+        str(WARMUP),
+        "--log-every",
+        "1",
+    ]
     more += ["--save-every", "1000", "--eval-every", str(EVAL_EVERY), "--dtype", "float64", "--check-every", "1"]
     more += ["--data", str(folder), "--out", str(out), "--name", "run", *how.flags(size)]
     if how.dead:
@@ -227,7 +235,7 @@ CAPACITY = How(capacity_factor=1.0)
 MICRO = How(balance="micro")
 WHOLE = How(micro=24)
 FOUR = How(micro=6)  # micro-batches of a step
-FEW_LEFT = How(batch=44, micro=44)  # the last step has five samples, of which one rank gets two
+FEW_LEFT = How(batch=52, micro=52)  # the last step has five samples, of which one rank gets two
 DEAD_ONE = How(router="sigmoid", balance_loss=0.0, dead=True)
 GATHER = ("--ep-kind", "gather")
 HSDP = ("--dp-replicate", "2")
@@ -382,12 +390,13 @@ def test_muon_and_averages_are_those_of_one_process(kind: str, once: Once, epoch
     for tag in ("train/loss", "train/grad_norm", "val/loss"):
         assert runner.records(run, tag) == pytest.approx(runner.records(alone, tag), rel=1e-9), tag
     wanted = plain_curve(once, epoch_text, MOVED).held_out
-    assert abs(runner.records(run, "val/loss")[STEPS] - wanted[STEPS]) > 0.01, "AdamW has another loss"
+    assert abs(runner.records(run, "val/loss")[MOVED.steps] - wanted[MOVED.steps]) > 0.01, "AdamW has another loss"
 
 
 # --- Checkpoints --------------------------------------------------------------------------------------------
 
-MOVED = How(router="sigmoid", shared_experts=1, capacity_factor=1.0)  # with biases, which are buffers
+# With biases, which are buffers; and as many steps as there are ways to deal out the experts, and one more.
+MOVED = How(router="sigmoid", shared_experts=1, capacity_factor=1.0, batch=16, micro=8)
 KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one process": (1, ()),
     "ep 1 of 3": (3, ("--ep", "1")),
@@ -431,10 +440,10 @@ def test_resumes_bitwise(kind: str, epoch_text: Path, tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     how = (*flags, "--dtype", "float32")
     whole = train(tmp_path, epoch_text, MOVED, size, *how)
-    for stop in ("3", str(STEPS)):
-        parts = train(tmp_path / "parts", epoch_text, MOVED, size, *how, "--stop-after", stop)
+    for stop in (3, MOVED.steps):
+        parts = train(tmp_path / "parts", epoch_text, MOVED, size, *how, "--stop-after", str(stop))
     assert curve_of(parts) == curve_of(whole)
-    last = f"checkpoints/step_{STEPS:08d}"
+    last = f"checkpoints/step_{MOVED.steps:08d}"
     assert states.same_tensors(parts / last, whole / last)
 
 
