@@ -72,7 +72,7 @@ def plain_resnet_loop(folder: str, dtype: torch.dtype, name: str = "resnet6", st
         loss.backward()
         norms.append(clip_and_step(model, optimizer, step, steps, RATES["resnet"]))
         losses.append(loss.item())
-        if (step + 1) % EVAL_EVERY == 0:
+        if (step + 1) % EVAL_EVERY == 0 or step + 1 == steps:
             pixels, labels = validation.read(np.zeros_like(every), every)
             logits = model.eval()(pixels.to(dtype) / 127.5 - 1)
             held_out[step + 1] = F.cross_entropy(logits, labels, label_smoothing=SMOOTHING).item()
@@ -116,7 +116,7 @@ def plain_gpt_loop(
         loss.backward()
         norms.append(clip_and_step(model, optimizer, step, steps, RATES["gpt"]))
         losses.append(loss.item())
-        if (step + 1) % EVAL_EVERY == 0:
+        if (step + 1) % EVAL_EVERY == 0 or step + 1 == steps:
             tokens, targets = validation.read(np.zeros_like(every), every)
             held_out[step + 1] = mean_loss(model, tokens, targets).item()
     return Curve(losses, norms, held_out)

@@ -86,7 +86,7 @@ def plain_loop(folders: dict[str, Path], stages: dict[int, dict[str, str]], size
         for name, (one, number) in sums.items():
             every[f"train/loss/{name}"].append(one.item() / number)
             every[f"train/epochs/{name}"].append(read[name] / len(sets[name][0]))
-        if (step + 1) % EVAL_EVERY == 0:
+        if (step + 1) % EVAL_EVERY == 0 or step + 1 == STEPS:
             with torch.no_grad():
                 all_of = {
                     name: part.read(np.zeros(len(part)), np.arange(len(part))) for name, (_, part) in sets.items()
