@@ -224,13 +224,15 @@ def test_sends_all_differences_once_a_round(tmp_path: Path) -> None:
     assert calls(tmp_path / "int8", 2, "--inner-steps", "2", "--compress", "int8") == sorted(alone + codes)
 
 
-def run(out: Path, size: int, data: Path, *flags: str, recipe: str | Path = RECIPE) -> dict[str, dict[int, float]]:
-    """Run until it stops, in float32; returns the curves so far."""
+def run(
+    out: Path, size: int, data: Path, *flags: str, recipe: str | Path = RECIPE, fails: bool = False
+) -> dict[str, dict[int, float]]:
+    """Run until it stops, in float32, or possibly `fails`; returns the curves so far."""
     how = (*runner.small(RECIPE), "--data", str(data), "--dtype", "float32", "--global-batch-size", "24")
     how += ("--max-steps", "14", "--warmup-steps", "2", "--log-every", "1", "--save-every", "1000")
     where = ("--out", str(out.parent), "--name", out.name)
     result = runner.run_recipe(recipe, size, *how, *where, *flags)
-    assert result.ok, str(result)
+    assert result.ok or fails, str(result)
     curves = {tag: runner.records(out, tag) for tag in ("train/loss", "train/grad_norm", "val/loss")}
     return curves | {"output": result.outputs[0]}  # type: ignore[dict-item]
 
@@ -267,8 +269,10 @@ FORGETS: dict[str, mutants.Changes] = {
 def test_resume_notices(mutant: str, small_text: Path, tmp_path: Path) -> None:
     path = mutants.mutate(RECIPE, tmp_path, FORGETS[mutant])
     whole = run(tmp_path / "whole", 2, small_text, *ROUND)
-    for stop in ("6", "0"):
-        parts = run(tmp_path / "parts", 2, small_text, *ROUND, "--stop-after", stop, recipe=path)
+    run(tmp_path / "parts", 2, small_text, *ROUND, "--stop-after", "6", recipe=path)
+    # What no checkpoint fills is whatever the memory holds, which may be no number.
+    parts = run(tmp_path / "parts", 2, small_text, *ROUND, recipe=path, fails=True)
+    assert len(parts["train/loss"]) > 6
     assert parts["train/loss"] != whole["train/loss"]
 
 
