@@ -65,7 +65,8 @@ class Mirror:
             client.delete_object(Bucket=server.BUCKET, Key=f"{self.prefix}/{name}")
         for name in found:
             if found[name] != self._seen.get(name):
-                client.upload_file(str(self.folder / name), server.BUCKET, f"{self.prefix}/{name}")
+                content = (self.folder / name).read_bytes()
+                client.put_object(Bucket=server.BUCKET, Key=f"{self.prefix}/{name}", Body=content)
         self._seen = found
 
     def pull(self) -> None:
@@ -76,7 +77,7 @@ class Mirror:
             file = self.folder / key.removeprefix(f"{self.prefix}/")
             if file.name != "lock":
                 file.parent.mkdir(parents=True, exist_ok=True)
-                client.download_file(server.BUCKET, key, str(file))
+                file.write_bytes(client.get_object(Bucket=server.BUCKET, Key=key)["Body"].read())
         # What only this machine has: the note to its launcher, and logs of ranks that had no time to copy them.
         working = self.machine / "runs" / "s3" / server.BUCKET / self.prefix
         for file in [*working.glob("stopped.json"), *working.glob("logs/*")]:
