@@ -59,9 +59,9 @@ def answered(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 STEPS = [
-    ("fsdp_gpt", 4, "--micro-batch-size 1 --global-batch-size 24"),
+    ("fsdp_gpt", 4, "--micro-batch-size 1 --global-batch-size 20"),
     ("pipeline_gpt", 4, "--pp 2 --micro-batch-size 1 --global-batch-size 32"),
-    ("tensor_gpt", 4, "--tp 2 --micro-batch-size 1 --global-batch-size 24 --recompute full"),
+    ("tensor_gpt", 4, "--tp 2 --micro-batch-size 1 --global-batch-size 10 --recompute full"),
 ]
 
 
