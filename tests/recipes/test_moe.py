@@ -419,7 +419,7 @@ def check_moved(found: dict[str, dict[int, float]], wanted: Curve, steps: list[i
 
 
 WAYS = {  # a plain `pytest` has the first
-    "some": ["ep 2", "one process", "hsdp, ep 2", "ep 2"],
+    "some": ["ep 2", "one process", "ep 2"],
     "all": [*KINDS, "one process"],
     "all, backwards": [*reversed(KINDS), "hsdp, ep 2"],
 }
