@@ -11,7 +11,7 @@ import pytest
 from tools.judge import __main__ as command
 from tools.judge import findings, page, symptoms
 
-from tests.harness import judged, libraries, pages, planted, runner, shapes
+from tests.harness import judged, libraries, pages, planted, runner, shapes, twins
 from tools import about
 
 ONE_EACH = ("set_epoch is missing", "sum of gradients", "not all ranks come")  # of the data, of numbers, of a hang
@@ -153,15 +153,12 @@ def test_as_people_call_it(tmp_path: Path) -> None:
     assert f"train.py:{one.number()}: error: set_epoch is missing: " in done.stdout
 
 
-TWINS = [path.parent.name for path in sorted(about.ROOT.glob("recipes/*/bare.py"))]
-
-
 @pytest.mark.rest
-@pytest.mark.parametrize("recipe", TWINS)
-def test_twin_without_alarm(recipe: str) -> None:
-    """A bare.py of this repository."""
+@pytest.mark.parametrize("recipe", twins.TWINS)
+def test_twin_without_alarm(recipe: str, tmp_path: Path) -> None:
+    """A bare.py of this repository, with a small model."""
     words = [sys.executable, "-m", "tools.judge", "--json", "--no-gpu", "--timeout", str(runner.HANG_S)]
-    words.append(f"recipes/{recipe}/bare.py")
+    words.append(str(twins.write_small(recipe, tmp_path)))
     done = subprocess.run(words, cwd=about.ROOT, capture_output=True, text=True, timeout=3 * runner.HANG_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     kinds = [one["kind"] for one in json.loads(done.stdout)["findings"]]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tools.judge import launch, port, port_seen, port_table
 
-from tests.harness import runner, shapes
+from tests.harness import runner, shapes, twins
 from tools import about
 
 # By hand: which recipe a reader would begin with.
@@ -31,7 +31,6 @@ NEAREST = dict.fromkeys(shapes.ALL, "ddp_resnet") | {
 }
 # What names alone do not tell: how often something is sent, and whether a flag is on.
 ONLY_RUNS_TELL = {"local sgd": "allreduce_resnet", "module without accumulation": "multinode_resnet"}
-TWINS = [path.parent.name for path in sorted(about.ROOT.glob("recipes/*/bare.py"))]
 TWINS_ONLY_RUNS_TELL = {"context_gpt": "fsdp_gpt", "diloco_gpt": "allreduce_resnet"}
 NAMED = [one for one in about.RECIPES if any(one.startswith(f"{rule.strategy}_") for rule in port_table.STRATEGIES)]
 
@@ -70,8 +69,8 @@ def test_nearest_by_names(tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(text)
         found[name] = port.nearest({}, said(tmp_path / "train.py"))[0]
     assert found == NEAREST | ONLY_RUNS_TELL
-    twins = {name: port.nearest({}, said(about.ROOT / "recipes" / name / "bare.py"))[0] for name in TWINS}
-    assert twins == {name: name for name in TWINS} | TWINS_ONLY_RUNS_TELL
+    found = {name: port.nearest({}, said(about.ROOT / "recipes" / name / "bare.py"))[0] for name in twins.TWINS}
+    assert found == {name: name for name in twins.TWINS} | TWINS_ONLY_RUNS_TELL
 
 
 def step(*sends: str) -> list[launch.Event]:
@@ -176,7 +175,7 @@ def test_nearest_of_runs(first: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("recipe", TWINS)
-def test_twin_is_nearest_to_its_recipe(recipe: str) -> None:
-    """A bare.py of this repository."""
-    assert recipes_of(about.ROOT, [f"recipes/{recipe}/bare.py"]) == [recipe]
+@pytest.mark.parametrize("recipe", twins.TWINS)
+def test_twin_is_nearest_to_its_recipe(recipe: str, tmp_path: Path) -> None:
+    """A bare.py of this repository, with a small model."""
+    assert recipes_of(tmp_path, [twins.write_small(recipe, tmp_path).name]) == [recipe]
