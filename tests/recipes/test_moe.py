@@ -173,17 +173,9 @@ def train(
 ) -> Path:
     """Let the recipe, or a mutant of it, train on some ranks; returns the run's folder."""
     more = ["--epochs", "1", "--max-steps", "0", "--max-grad-norm", str(CLIP)]
-    more += [
-        "--lr",
-        str(2 * RATES["gpt"]),
-        "--weight-decay",
-        str(DECAY),
-        "--warmup-steps",
-        str(WARMUP),
-        "--log-every",
-        "1",
-    ]
-    more += ["--save-every", "1000", "--eval-every", str(EVAL_EVERY), "--dtype", "float64", "--check-every", "1"]
+    more += ["--lr", str(2 * RATES["gpt"]), "--weight-decay", str(DECAY), "--warmup-steps", str(WARMUP)]
+    more += ["--log-every", "1", "--save-every", "1000", "--eval-every", str(EVAL_EVERY)]
+    more += ["--dtype", "float64", "--check-every", "1"]
     more += ["--data", str(folder), "--out", str(out), "--name", "run", *how.flags(size)]
     if how.dead:
         bias = torch.zeros(how.experts, dtype=torch.float64)
