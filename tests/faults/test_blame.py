@@ -11,11 +11,11 @@ import pytest
 from common.protect.watch import BEAT_S, DEAD_S
 
 from tests.faults.test_ranks import DEAD, _patient, end_frozen, who  # noqa: F401
+from tests.faults.test_saves import flags_for
 from tests.harness import inject, runner
 from tests.harness.fault_case import (
     HANG,
     PROMPT,
-    UNHURRIED,
     FaultCase,
     checkpoints,
     events_in,
@@ -28,10 +28,6 @@ from tests.harness.runner import wait_for
 HOW = ("synchronous", "asynchronous")
 SAVE_S = 5.0  # process_group.TIMEOUT_S of these runs, longer than --hang-timeout
 SLOW_S = 8.0  # a save that takes longer than both
-
-
-def flags_for(how: str) -> tuple[str, ...]:
-    return ("--async-save",) if how == "asynchronous" else ()
 
 
 def patient(case: FaultCase, seconds: float = SAVE_S) -> list[inject.Fault]:
@@ -85,8 +81,7 @@ def test_save_that_hangs(case: FaultCase) -> None:
 def save_without_memory(case: FaultCase, how: str, mutant: str = "") -> runner.Result:
     pause = ("end of a step", "let the save end", 0, 3)
     faults = [*patient(case), pause, ("before the data", "no memory", -1, 4)]
-    flags = (*flags_for(how), *UNHURRIED) if how == "asynchronous" else ()  # the pause lasts as long as a save
-    return case.start(*flags, faults=faults, mutant=mutant)
+    return case.start(*flags_for(how, pauses=True), faults=faults, mutant=mutant)
 
 
 @pytest.mark.fault("rank: one has no memory for a save, {how}")

@@ -25,8 +25,9 @@ KILLS = {  # point -> which rank, how, from which step the run continues
 }
 
 
-def flags_for(how: str) -> tuple[str, ...]:
-    return ("--async-save",) if how == "asynchronous" else ()
+def flags_for(how: str, pauses: bool = False) -> tuple[str, ...]:
+    """`pauses`: the main loop waits for the save beside it, for as long as a busy machine takes."""
+    return ("--async-save", *UNHURRIED * pauses) if how == "asynchronous" else ()
 
 
 @pytest.mark.fault("save: SIGKILL {point}, {how}")
@@ -102,7 +103,7 @@ def test_disk_for_a_while(what: str, how: str, disk: Path, case: FaultCase) -> N
     action, *more = DISKS[what].mended
     pause = ("end of a step", "let the save end", 0, 5)  # the one beside the training, which fails
     mended = ("end of a step", action, 0, 5, str(disk), *more)
-    result = case.start(*flags_for(how), *UNHURRIED, faults=[fault_of(what, disk), pause, mended])
+    result = case.start(*flags_for(how, pauses=True), faults=[fault_of(what, disk), pause, mended])
     assert result.ok, str(result)
     assert "Traceback" not in str(result), str(result)
     case.record_message(

@@ -272,8 +272,8 @@ def test_resume_notices(mutant: str, small_text: Path, tmp_path: Path) -> None:
     run(tmp_path / "parts", 2, small_text, *ROUND, "--stop-after", "6", recipe=path)
     # What no checkpoint fills is whatever the memory holds, which may be no number.
     parts = run(tmp_path / "parts", 2, small_text, *ROUND, recipe=path, fails=True)
-    assert len(parts["train/loss"]) > 6
-    assert parts["train/loss"] != whole["train/loss"]
+    losses = parts["train/loss"]
+    assert any(losses[step] != whole["train/loss"][step] for step in losses if step > 6), losses
 
 
 def test_any_recipe_gets_the_mean_and_the_first_optimizer(small_text: Path, tmp_path: Path) -> None:
