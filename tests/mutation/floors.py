@@ -809,6 +809,13 @@ FAULTS = (
     ),
     of(
         "state/replicas",
+        "a processor hashes the first element alone",
+        "elements.view(torch.uint8).numpy().data",
+        "elements[:1].view(torch.uint8).numpy().data",
+        f"{GUARD}::test_hash_sees_what_an_xor_does_not",
+    ),
+    of(
+        "state/replicas",
         "parts of one tensor are compared with each other",
         'return f" {[(mesh.size(i), coordinate[i]) for i in split]}"',
         'return ""',
