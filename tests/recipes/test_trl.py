@@ -42,8 +42,8 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
 }
 FAMILIES = {
-    "Llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, ("--norm-eps", "1e-06")),
-    "Qwen": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, ("--qkv-bias", "--norm-eps", "1e-06")),
+    "Llama": ("LlamaConfig", "LlamaForCausalLM", ("--norm-eps", "1e-06")),
+    "Qwen": ("Qwen2Config", "Qwen2ForCausalLM", ("--qkv-bias", "--norm-eps", "1e-06")),
 }
 ROUNDED = 2e-6  # transformers rounds its norms and rotary positions to float32
 
@@ -58,7 +58,7 @@ def chat(i: int) -> list[dict[str, str]]:
 
 
 def write_model(folder: Path, family: str, vocab_size: int) -> Any:
-    config, kind, _ = FAMILIES[family]
+    config, kind = (getattr(transformers, name) for name in FAMILIES[family][:2])  # slow to import
     torch.manual_seed(0)
     positions = {"rope_type": "default", "rope_theta": 1e4}
     model = kind(config(**SIZES, vocab_size=vocab_size, tie_word_embeddings=False, rope_parameters=positions))
