@@ -71,11 +71,9 @@ def table(workload: str, found: dict[str, list[dict[str, float]]]) -> str:
     return "\n".join(rows)
 
 
-def measure(workload: str, rounds: int, half: bool, avx2: bool) -> dict[str, list[dict[str, float]]]:
+def measure(workload: str, rounds: int, half: bool) -> dict[str, list[dict[str, float]]]:
     """All trainings of a workload, by the words of a row; half: `--dtype auto` is bfloat16."""
     same = {SAME[workload], ("--dtype", "bfloat16" if half else "float32")}
-    if avx2:
-        same.add(("--dtype", "bfloat16"))  # oneDNN's of AVX2 is a thousand times slower than what torch takes there
     knobs = [flags for flags in KNOBS[workload] if flags not in same]
     ways: dict[str, tuple[str, ...]] = {"defaults": (), AGAIN: ()}
     ways |= {f"`{' '.join(flags)}`": flags for flags in knobs}
@@ -83,7 +81,7 @@ def measure(workload: str, rounds: int, half: bool, avx2: bool) -> dict[str, lis
     for number in range(rounds):
         for name in list(found)[:: -1 if number % 2 else 1]:
             size, threads = (1, 2) if name == ONE else (SIZE, 1)
-            ran = once("Brigade", workload, number, STEPS, ways.get(name, ()), size, threads, avx2=avx2)
+            ran = once("Brigade", workload, number, STEPS, ways.get(name, ()), size, threads)
             found[name].append(ran)
             print(workload, number, name, json.dumps(ran), flush=True)
     return found
@@ -94,14 +92,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workloads", nargs="*", default=list(KNOBS), help=f"of {', '.join(KNOBS)}; default: all")
     parser.add_argument("--rounds", type=int, default=3, help="trainings with each flag, each with another seed")
-    parser.add_argument("--avx2", action="store_true", help="as a processor that has AVX2 and no more")
     args = parser.parse_args()
-    half = not args.avx2 and precision.compute_dtype("auto", torch.device("cpu")) == torch.bfloat16
+    half = precision.compute_dtype("auto", torch.device("cpu")) == torch.bfloat16
     for workload in args.workloads:
         began = time.monotonic()
-        found = measure(workload, args.rounds, half, args.avx2)
+        found = measure(workload, args.rounds, half)
         how = f"{SIZE} ranks of one thread on gloo, {args.rounds} rounds of {STEPS} steps"
-        command = f"uv run python -m benchmarks.knobs {workload}{' --avx2' if args.avx2 else ''}"
+        command = f"uv run python -m benchmarks.knobs {workload}"
         measured = pages.measured(command, how, began=began)
         known: dict[str, Any] = json.loads(JSON.read_text()) if JSON.exists() else {}
         known[f"{workload}, {'bfloat16' if half else 'float32'}"] = {"measured": measured, "runs": found}

@@ -1,34 +1,33 @@
 """One rank of benchmarks/peers.py: the same model, data, rates and batches in the loop of one library.
 
-    torchrun --nproc-per-node 2 -m benchmarks.peer_loops LOOP WORKLOAD STEPS SEED FOLDER [FLAGS of the recipe]
+    torchrun --nproc-per-node 2 -m benchmarks.peer_loops LOOP WORKLOAD STEPS SEED GIVEN FOLDER
 
-Each loop is what the library's own examples show, in float32, one also in bfloat16. It leaves in FOLDER what each of
-its ranks has measured.
+Each loop is what the library's own examples show, in float32, one also in bfloat16. It reads its data and its start
+weights from the folder GIVEN, and leaves in FOLDER what each of its ranks has measured. Of Brigade, this program
+imports the models alone, so that its first step comes as early as a user's of that library.
 """
 
 import contextlib
 import functools
 import hashlib
 import json
+import math
 import os
 import resource
-import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from common import session
-from common.train import initial, schedule
-from common.workloads import gpt, images, resnet, text
-from tests.harness.runner import ROOT
+from common.workloads import gpt, resnet
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 
 class Workload(NamedTuple):
@@ -43,6 +42,7 @@ class Workload(NamedTuple):
         warmup: steps.
         clip: global gradient norm; 0 for never.
         side: of images, in pixels; 0 for text.
+        flags: of the recipe, besides its defaults.
     """
 
     recipe: str
@@ -53,16 +53,20 @@ class Workload(NamedTuple):
     warmup: int
     clip: float
     side: int
+    flags: tuple[str, ...] = ()
 
 
-DIGITS = Workload("ddp_resnet", 101, "top1", 0.95, batch=128, warmup=10, clip=0.0, side=8)  # nine passes over them
+RESNET18 = ("--model", "resnet18", "--lr", "0.2")
+DIGITS = Workload("ddp_resnet", 101, "top1", 0.95, batch=128, warmup=10, clip=0.0, side=8, flags=RESNET18)  # 9 epochs
 WORKLOADS = {
     "resnet": DIGITS,
-    "resnet32": DIGITS._replace(steps=31, goal=0.0, side=32),  # not quite three passes
+    # Not quite three passes.
+    "resnet32": DIGITS._replace(steps=31, goal=0.0, side=32, flags=(*RESNET18, "--image-size", "32")),
     "gpt": Workload("ddp_gpt", 100, "loss", 2.25, batch=32, warmup=20, clip=1.0, side=0),
 }
 JUDGE_EVERY, JUDGED_SAMPLES = int(os.environ.get("PEER_JUDGE_EVERY", "0")), 512  # steps, 0 for never
-CPU = torch.device("cpu")
+SEQ_LEN = 128
+SHAPE = gpt.Shape(256, num_layers=4, num_heads=4, width=192, mlp_width=512)
 
 
 class Clock:
@@ -74,7 +78,7 @@ class Clock:
         paused: both times of all judging.
     """
 
-    def __init__(self, held_out: TensorDataset) -> None:
+    def __init__(self, held_out: Dataset) -> None:
         self.ticks: list[tuple[float, float]] = []
         self.learned: list[dict[str, float]] = []
         self.paused = (0.0, 0.0)
@@ -92,24 +96,79 @@ class Clock:
 # --- What all loops share ---------------------------------------------------------------------------------
 
 
-class Task:
-    """A model that returns its loss, data as tensors, an optimizer and its rates: the defaults of Brigade's recipe."""
+class Digits(Dataset):
+    """Images as torchvision's sets give them: one at a time, cropped at random for training, floats of -1 to 1.
 
-    def __init__(self, workload: str, steps: int, seed: int) -> None:
+    Args:
+        given: the folder with `pixels_SPLIT.npy`, (N, C, H, W) uint8, and `labels_SPLIT.npy`, (N,) int64.
+        split: "train" or "held_out".
+    """
+
+    def __init__(self, given: Path, split: str) -> None:
+        from torchvision.transforms import v2  # 2 s of import, which text does not need
+
+        self.pixels, self.labels = (
+            torch.from_numpy(np.load(given / f"{what}_{split}.npy")) for what in ("pixels", "labels")
+        )
+        side = self.pixels.shape[-1]
+        crop = [v2.RandomCrop(side, padding=max(1, side // 8))] if split == "train" else []
+        scale = [v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5], [0.5])]
+        self.transform = v2.Compose([*crop, *scale])
+
+    def __len__(self) -> int:
+        """Samples in the split."""
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """An image, (C, H, W), and its label, ()."""
+        return self.transform(self.pixels[index]), self.labels[index]
+
+
+class Windows(Dataset):
+    """Sequences of a row of tokens in a memory map, as nanoGPT reads them.
+
+    Args:
+        given: the folder with `tokens_SPLIT.npy`, (num_tokens,) of an unsigned type.
+        split: "train" or "held_out".
+    """
+
+    def __init__(self, given: Path, split: str) -> None:
+        self.tokens = np.load(given / f"tokens_{split}.npy", mmap_mode="r")
+
+    def __len__(self) -> int:
+        """Sequences in the split."""
+        return (len(self.tokens) - 1) // SEQ_LEN
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A sequence and the tokens that follow its own, (seq_len,) int64 each."""
+        row = torch.from_numpy(self.tokens[index * SEQ_LEN : (index + 1) * SEQ_LEN + 1].astype(np.int64))
+        return row[:-1], row[1:]
+
+
+def read(what: Workload, given: Path, split: str) -> Any:
+    """A split of a workload's data."""
+    return Digits(given, split) if what.side else Windows(given, split)
+
+
+def warmup_cosine(step: int, warmup: int, steps: int) -> float:
+    """Factor on the rate in a step, from 0: linear warm-up, then half a cosine to zero."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+class Task:
+    """A model that returns its loss, data, an optimizer and its rates: the defaults of Brigade's recipe."""
+
+    def __init__(self, workload: str, steps: int, seed: int, given: Path) -> None:
         self.what, self.steps, self.seed = WORKLOADS[workload], steps, seed
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.batch = self.what.batch // self.size
         self.clip = self.what.clip
         torch.manual_seed(seed)
-        splits = load(self.what, seed)
-        if self.what.side:
-            train = splits[0]
-            plain: nn.Module = resnet.make_resnet("resnet18", train.channels, len(train.class_names), train.size)
-        else:
-            with torch.device("meta"):
-                plain = gpt.GPT(gpt.Shape(splits[0].vocab_size, num_layers=4, num_heads=4, width=192, mlp_width=512))
-            plain = initial.materialize(plain, seed, CPU, torch.float32)
-        self.train, self.held_out = (_tensors(split) for split in splits)
+        self.train, self.held_out = (read(self.what, given, split) for split in ("train", "held_out"))
+        plain: nn.Module = resnet.make_resnet("resnet18", 1, 10, self.what.side) if self.what.side else gpt.GPT(SHAPE)
+        plain.load_state_dict(torch.load(given / "start.pt", weights_only=True))
         self.model = WithLoss(plain, self.what)
         self.clock = Clock(self.held_out)
 
@@ -138,25 +197,8 @@ class Task:
 
     def rates(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         """Warm-up and half a cosine."""
-        last = self.steps - 1
-        factor = lambda done: schedule.warmup_cosine(min(done, last), self.what.warmup, self.steps)  # noqa: E731
+        factor = lambda done: warmup_cosine(min(done, self.steps - 1), self.what.warmup, self.steps)  # noqa: E731
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
-def load(what: Workload, seed: int) -> Any:
-    """Training data, and what is held out."""
-    if what.side:
-        return images.load("digits", seed, flip=False, image_size=what.side)
-    return text.load("stdlib", 128)
-
-
-def _tensors(split: Any, most: int = 20_000) -> TensorDataset:
-    """A split in memory; pixels scaled once for all, which spares these loops the work."""
-    import numpy as np
-
-    indices = np.arange(min(len(split), most))
-    inputs, targets = split.read(np.zeros_like(indices), indices)
-    return TensorDataset(inputs.float().div_(127.5).sub_(1) if inputs.dtype == torch.uint8 else inputs, targets)
 
 
 class WithLoss(nn.Module):
@@ -318,39 +360,14 @@ LOOPS: dict[str, Callable[[Task], None]] = {
 }
 
 
-def brigade(workload: str, steps: int, seed: int, out: str, flags: list[str]) -> dict[str, Any]:
-    """The recipe, which evaluates and saves at its end; what it has noted."""
-    real, what = session.Session.steps, WORKLOADS[workload]
-    held: list[nn.Module] = []
-    clocks: list[Clock] = []
-
-    def ticking(run: session.Session, dp_rank: int) -> Iterator[int]:
-        held[:] = [run._model]
-        began = time.time(), time.process_time()
-        clocks[:] = [Clock(_tensors(load(what, seed)[1]))]
-        clocks[0].paused = (time.time() - began[0], time.process_time() - began[1])
-        model = WithLoss(cast(nn.Module, run._model.module), what)
-        for step in real(run, dp_rank):
-            yield step
-            clocks[0].tick(model)
-
-    session.Session.steps = ticking  # type: ignore[method-assign,assignment]
-    never = ("--eval-every", "1000000", "--save-every", "1000000")
-    where = ("--out", out, "--name", "run", "--seed", str(seed), "--max-steps", str(steps))
-    side = ("--image-size", str(what.side), "--model", "resnet18", "--lr", "0.2") if what.side else ()
-    sys.argv = [str(ROOT / "recipes" / what.recipe / "train.py"), *where, *never, *side, *flags]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    return {"clock": clocks[0], "model": held[0]}
-
-
 # --- One rank ---------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def judge(model: WithLoss, held_out: TensorDataset, most: int) -> dict[str, float]:
+def judge(model: WithLoss, held_out: Any, most: int) -> dict[str, float]:
     """Loss and top-1 accuracy on what was held out, or its first samples, each rank with its share (all ranks)."""
     model.eval()
-    mine = torch.utils.data.Subset(held_out, range(dist.get_rank(), min(most, len(held_out)), dist.get_world_size()))
+    mine = Subset(held_out, range(dist.get_rank(), min(most, len(held_out)), dist.get_world_size()))
     sums = torch.zeros(3, dtype=torch.float64)
     for inputs, labels in DataLoader(mine, 64):
         found = model(inputs, labels)
@@ -369,23 +386,21 @@ def digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def main() -> None:
-    """Train once, and write what this rank has measured."""
-    loop, workload, steps, seed, folder, *flags = sys.argv[1:]
-    out = str(Path(folder, "runs"))
-    if loop == "Brigade":
-        found = brigade(workload, int(steps), int(seed), out, flags)
-        clock, model, judged = found["clock"], found["model"], {}
-    else:
-        os.environ["PEER_OUT"] = out
-        task = Task(workload, int(steps), int(seed))
-        (LOOPS | {ALONE: alone})[loop](task)
-        clock, model = task.clock, task.model
-        judged = judge(task.model, task.held_out, len(task.held_out))
+def leave(folder: str, model: nn.Module, clock: Clock, judged: dict[str, float]) -> None:
+    """Write what this rank has measured."""
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     facts = {"digest": digest(model), "peak_mib": kilobytes / 1024, **judged}
     facts |= {"ticks": clock.ticks, "learned": clock.learned, "paused": clock.paused}
     Path(folder, f"{os.environ['RANK']}.json").write_text(json.dumps(facts))
+
+
+def main() -> None:
+    """Train once."""
+    loop, workload, steps, seed, given, folder = sys.argv[1:]
+    os.environ["PEER_OUT"] = str(Path(folder, "runs"))
+    task = Task(workload, int(steps), int(seed), Path(given))
+    (LOOPS | {ALONE: alone})[loop](task)
+    leave(folder, task.model.plain, task.clock, judge(task.model, task.held_out, len(task.held_out)))
     with contextlib.suppress(ValueError, AssertionError):  # no group is left of some
         dist.destroy_process_group()
 

@@ -1,12 +1,16 @@
 """Brigade beside other loops: `uv run --group bench python -m benchmarks.peers` fills docs/measured/peers.md.
 
 Each round runs every loop once, from the command to its end, in another order: Brigade's recipe with its defaults, and
-the same model, data, batch and rates in the loops of benchmarks/peer_loops.py, whose defaults are those of the library.
+the same start weights, data, batch and rates in the loops of benchmarks/peer_loops.py, whose defaults are those of the
+library.
 """
 
 import argparse
+import functools
 import json
 import os
+import re
+import runpy
 import statistics
 import subprocess
 import sys
@@ -16,23 +20,65 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from benchmarks import plots
 from benchmarks.peer_loops import ALONE, LOOPS, WORKLOADS
 from common import precision
+from common.run import cli
+from common.train import initial
+from common.workloads import augment
 from tests.harness import pages, runner
 from tests.harness.runner import ROOT
 
 OWN = {"Brigade, bfloat16": (), "Brigade, float32": ("--dtype", "float32")}  # flags of its recipes; the first: none
 SIZE, WARM = 2, 10  # ranks; steps that are not counted
 JUDGE_EVERY = 5  # steps
+LOOK_S, LATEST_S = 1.0, 900.0  # seconds between two looks at the memory; of one training
 TITLES = {"resnet": "ResNet-18, 8 x 8 pixels", "resnet32": "ResNet-18, 32 x 32 pixels", "gpt": "a GPT"}  # of panels
 JSON = ROOT / "docs" / "measured" / "peers.json"
-HEAD = """\
-| | processor s / step | of bare DDP's | ms / step | first step, s |{} whole command, s | peak of a rank, MiB | {} |
-|---|---|---|---|---|---|---|---|"""
-# What torch, oneDNN and MKL may use of a newer processor, so that it computes as one that has no more: a stand-in.
-AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+GIVEN = tempfile.TemporaryDirectory()  # what all loops start from, by workload and seed
+
+
+@functools.cache
+def given(workload: str, seed: int) -> Path:
+    """The folder with a workload's data, as arrays, and its start weights: those of Brigade's recipe."""
+    what = WORKLOADS[workload]
+    folder = Path(GIVEN.name, f"{workload}_{seed}")
+    folder.mkdir()
+    recipe: dict[str, Any] = runpy.run_path(str(ROOT / "recipes" / what.recipe / "train.py"), run_name="recipe")
+    args = cli.parse(recipe["Args"], [*what.flags, "--seed", str(seed), "--dtype", "float32"])
+    splits = recipe["make_data"](args)
+    model = initial.materialize(recipe["make_model"](args, splits[0]), seed, torch.device("cpu"), torch.float32)
+    torch.save(model.state_dict(), folder / "start.pt")
+    for name, split in zip(("train", "held_out"), splits, strict=True):
+        if what.side:
+            np.save(folder / f"labels_{name}.npy", split.labels.numpy())
+            pixels = augment.resize(split.pixels, what.side) if split.resize else split.pixels
+            np.save(folder / f"pixels_{name}.npy", pixels.numpy())
+        else:
+            np.save(folder / f"tokens_{name}.npy", split.tokens)
+    return folder
+
+
+def memory_mib(folder: str) -> float:
+    """Memory of all processes of a training, launcher and servers too, without the files that they have mapped.
+
+    A page that several processes share counts once. The libraries' own files do not count: most are on the disk and in
+    the memory of the machine once, however many read them, and this program has mapped some itself.
+
+    Args:
+        folder: in the environment of each of its processes, see `once`.
+    """
+    kilobytes = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"PEER_FOLDER={folder}\0".encode() in (process / "environ").read_bytes():
+                found = re.findall(r"^Pss_(?:Anon|Shmem): +(\d+) kB", (process / "smaps_rollup").read_text(), re.M)
+                kilobytes += sum(map(int, found))
+        except (ProcessLookupError, FileNotFoundError, PermissionError):
+            continue  # it has ended, or is another user's
+    return kilobytes / 1024
 
 
 def once(
@@ -43,8 +89,6 @@ def once(
     flags: Sequence[str] = (),
     size: int = SIZE,
     threads: int = 1,
-    *,
-    avx2: bool = False,
     judge_every: int = 0,
 ) -> dict[str, Any]:
     """One training by torchrun: what it took, and what it has learned.
@@ -57,31 +101,36 @@ def once(
         flags: of Brigade's recipe.
         size: ranks.
         threads: of each rank.
-        avx2: with the instructions of AVX2 and no more, where the recipe's `--dtype auto` would be float32.
         judge_every: steps between two measurements of what was learned, whose time does not count; 0 for none.
 
     Raises:
         RuntimeError: it failed, or its ranks do not hold the same parameters.
     """
     what = WORKLOADS[workload]
-    with tempfile.TemporaryDirectory() as folder:
+    common = (workload, str(steps), str(seed), str(given(workload, seed)))
+    with tempfile.TemporaryDirectory() as folder, Path(folder, "output").open("w") as output:
         if loop == "Brigade":  # by its own launcher, as the README has it
-            Path(folder, "train.py").write_text("from benchmarks import peer_loops\n\npeer_loops.main()\n")
-            launcher = ["bash", str(ROOT / "launch" / "torchrun.sh"), folder]
+            Path(folder, "train.py").write_text("from benchmarks import peer_brigade\n\npeer_brigade.main()\n")
+            command = ["bash", str(ROOT / "launch" / "torchrun.sh"), folder, *common, folder, *flags]
         else:
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-            launcher += ["-m", "benchmarks.peer_loops"]
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+            command += ["-m", "benchmarks.peer_loops", loop, *common, folder]
         env = os.environ | {"OMP_NUM_THREADS": str(threads), "NPROC_PER_NODE": str(size), "PYTHONPATH": str(ROOT)}
-        env["PEER_JUDGE_EVERY"] = str(judge_every)
-        env |= AVX2 if avx2 else {}
-        if loop == "Brigade" and avx2:
-            flags = ("--dtype", "float32", *flags)
-        began = time.time()
-        command = [*launcher, loop, workload, str(steps), str(seed), folder, *flags]
-        ran = subprocess.run(command, cwd=ROOT, env=env, check=False, capture_output=True, text=True, timeout=900)
+        env |= {"PEER_JUDGE_EVERY": str(judge_every), "PEER_FOLDER": folder}
+        began, memory = time.time(), 0.0
+        ran = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output)
+        while True:
+            try:
+                ran.wait(LOOK_S)
+                break
+            except subprocess.TimeoutExpired:
+                memory = max(memory, memory_mib(folder))
+                if time.time() - began > LATEST_S:
+                    ran.kill()
+                    raise
         ended = time.time()
         if ran.returncode:
-            raise RuntimeError(f"{loop}, {workload}:\n{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}")
+            raise RuntimeError(f"{loop}, {workload}:\n{Path(folder, 'output').read_text()[-6000:]}")
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(size)]
         if loop != ALONE and len({rank["digest"] for rank in ranks}) > 1:
             raise RuntimeError(f"{loop}, {workload}: the ranks hold different parameters, so they have trained apart")
@@ -99,14 +148,16 @@ def once(
         "goal_s": walls[0][good[0] * judge_every - 1] - began if good else None,
         "learned": learned,
         "whole_s": ended - began - ranks[0]["paused"][0],
+        "memory_mib": memory,
         "peak_mib": max(rank["peak_mib"] for rank in ranks),
         what.metric: ranks[0][what.metric],
     }
 
 
 def cell(runs: list[dict[str, Any]], key: str, form: str) -> str:
-    """Median of a figure, and its range."""
-    return pages.spread([run[key] for run in runs], form)
+    """Median of a figure, and its range; or how many have none."""
+    late = sum(run[key] is None for run in runs)
+    return f"{late} of {len(runs)} never" if late else pages.spread([run[key] for run in runs], form)
 
 
 def ratios(runs: dict[str, list[dict[str, Any]]], loop: str) -> list[float]:
@@ -115,22 +166,32 @@ def ratios(runs: dict[str, list[dict[str, Any]]], loop: str) -> list[float]:
 
 
 def table(workload: str, found: dict[str, list[dict[str, Any]]]) -> str:
-    """A row for each loop."""
+    """A row for each loop, a column for each figure that its runs have."""
     what = WORKLOADS[workload]
     metric = what.metric.replace("top1", "top-1")
-    goal = f" {metric} {what.goal}, s |" if what.goal else ""
-    first, second = HEAD.format(goal, f"{metric} held out").splitlines()
-    rows = [first, second + ("---|" if goal else "")]
-    for loop, runs in found.items():
-        cells = [cell(runs, "cpu_s", ".3f"), pages.spread(ratios(found, loop), ".2f")]
-        cells.append(pages.spread([1e3 * run["wall_s"] for run in runs], ".0f"))
-        cells.append(cell(runs, "first_s", ".1f"))
-        if goal:
-            late = sum(run["goal_s"] is None for run in runs)
-            cells.append(f"{late} of {len(runs)} never" if late else cell(runs, "goal_s", ".1f"))
-        cells += [cell(runs, "whole_s", ".0f"), cell(runs, "peak_mib", ".0f")]
-        rows.append(f"| {' | '.join([loop, *cells, cell(runs, what.metric, '.4f')])} |")
-    return "\n".join(rows)
+    columns = {
+        "cpu_s": ("processor s / step", ".3f"),
+        "of_bare": ("of bare DDP's", ".2f"),
+        "wall_ms": ("ms / step", ".0f"),
+        "first_s": ("first step, s", ".1f"),
+        "goal_s": (f"{metric} {what.goal}, s", ".1f"),
+        "whole_s": ("whole command, s", ".0f"),
+        "memory_mib": ("memory of all, MiB", ".0f"),
+        what.metric: (f"{metric} held out", ".4f"),
+    }
+    rows = {
+        loop: [
+            run | {"of_bare": of_bare, "wall_ms": 1e3 * run["wall_s"]}
+            for run, of_bare in zip(runs, ratios(found, loop), strict=True)
+        ]
+        for loop, runs in found.items()
+    }
+    one = next(iter(rows.values()))[0]
+    shown = {key: how for key, how in columns.items() if key in one and (key != "goal_s" or what.goal)}
+    lines = [f"| | {' | '.join(title for title, _ in shown.values())} |", f"|---|{'---|' * len(shown)}"]
+    for loop, runs in rows.items():
+        lines.append(f"| {' | '.join([loop, *(cell(runs, key, form) for key, (_, form) in shown.items())])} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -140,9 +201,8 @@ def main() -> None:
         "workloads", nargs="*", default=list(WORKLOADS), help=f"of {', '.join(WORKLOADS)}; default: all"
     )
     parser.add_argument("--rounds", type=int, default=3, help="trainings of each loop, each with another seed")
-    parser.add_argument("--avx2", action="store_true", help="as a processor that has AVX2 and no more")
     args = parser.parse_args()
-    half = not args.avx2 and precision.compute_dtype("auto", torch.device("cpu")) != torch.float32
+    half = precision.compute_dtype("auto", torch.device("cpu")) != torch.float32
     loops = [name for name in (*OWN, *LOOPS) if half or not name.endswith("bfloat16")]
     for workload in args.workloads:
         began = time.monotonic()
@@ -152,11 +212,10 @@ def main() -> None:
         for seed in range(args.rounds):
             for loop in list(found)[:: -1 if seed % 2 else 1]:
                 what, flags = ("Brigade", OWN[loop]) if loop in OWN else (loop, ())
-                ran = once(what, workload, seed, steps, flags, avx2=args.avx2, judge_every=every)
+                ran = once(what, workload, seed, steps, flags, judge_every=every)
                 found[loop].append(ran)
                 print(workload, seed, loop, json.dumps(ran), flush=True)
-        more = " --avx2" if args.avx2 else ""
-        command = f"uv run --group bench python -m benchmarks.peers {workload}{more}"
+        command = f"uv run --group bench python -m benchmarks.peers {workload}"
         known: dict[str, Any] = json.loads(JSON.read_text()) if JSON.exists() else {}
         how = f"{SIZE} ranks of one thread on gloo, {steps} steps, {args.rounds} seeds"
         key = workload if half else f"{workload}, float32"

@@ -2,8 +2,9 @@
 
 The state of a training with Adam on 2 ranks (gloo, one thread each), the same on both, as under DDP. By turns in one
 run, each after a `sync` of the whole machine: a plain save and one in the background, torch.save by rank 0 and
-`dcp.save`, both flushed to the disk. Brigade's saves also compare the replicas, write digests and delete the checkpoint
-before; the others' are deleted outside of the clock. Then: how long it takes to verify a checkpoint, and to load it.
+`dcp.save`, both flushed to the disk. Each way then deletes its checkpoint of the round before, as a training does that
+keeps its newest ones. Brigade's saves also compare the replicas and write digests. Then: how long it takes to verify a
+checkpoint, and to load it.
 """
 
 import hashlib
@@ -83,19 +84,22 @@ def measure(folder: str) -> None:
         run_dir.claim(path, world.process)
         dist.barrier()
         found = start.Found(disk.Disk(path), {}, None, {}, newest=0)
-        savers.append(saver.Saver(found, mesh, check, world.process, 2, in_background))
+        savers.append(saver.Saver(found, mesh, check, world.process, 1, in_background))
     plain, background = savers
 
     def save_dcp(i: int) -> None:
         dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(place / f"dcp{i}", sync_files=True))
+        delete(place / f"dcp{i - 1}")
 
     def save_torch(i: int) -> None:
         if world.rank == 0:
-            with (place / f"torch{i}").open("wb") as file:
+            (place / f"torch{i}").mkdir()
+            with (place / f"torch{i}" / "state.pt").open("wb") as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
         dist.barrier()
+        delete(place / f"torch{i - 1}")
 
     def save_in_background(i: int) -> None:
         background.save(i, state, i, last=False)
@@ -107,15 +111,11 @@ def measure(folder: str) -> None:
         TORCH: save_torch,
     }
 
-    def clean(i: int) -> None:
-        shutil.rmtree(place / f"dcp{i}", ignore_errors=True)
-        (place / f"torch{i}").unlink(missing_ok=True)
-
-    rounds = [{name: once(way, i, background, clean) for name, way in ways.items()} for i in range(ROUNDS)]
+    rounds = [{name: once(way, i, background) for name, way in ways.items()} for i in range(ROUNDS)]
     grown = {name: peak_mb(way, background) for name, way in ways.items()}
     size = sum(tensor.nbytes for tensor in state.values()) / 1e6
     rows = [
-        f"| {size:.0f} MB, 2 ranks | training held up, ms | durable after, ms | of dcp.save | processor s | MB more |",
+        f"| {size:.0f} MB, 2 ranks | training held up, ms | done after, ms | of dcp.save | processor s | MB more |",
         "|---|---|---|---|---|---|",
         *(row(name, DCP, rounds[1:], grown[name]) for name in ways),
     ]
@@ -145,10 +145,14 @@ def row(name: str, peer: str, rounds: list[dict[str, tuple[float, float, float]]
     return f"| {name} | {held} | {done} | {ratio} | {used:.2f} | {grown_mb:,.0f} |"
 
 
-def once(
-    save: Callable[[int], None], i: int, background: saver.Saver, clean: Callable[[int], None]
-) -> tuple[float, float, float]:
-    """Seconds that a save holds the training up, and until it is durable; processor seconds of all ranks."""
+def delete(path: Path) -> None:
+    """Delete an older checkpoint, if it is there (rank 0)."""
+    if dist.get_rank() == 0 and path.exists():
+        shutil.rmtree(path)
+
+
+def once(save: Callable[[int], None], i: int, background: saver.Saver) -> tuple[float, float, float]:
+    """Seconds that a save holds the training up, and until it is done; processor seconds of all ranks."""
     if dist.get_rank() == 0:
         os.sync()
     dist.barrier()
@@ -160,9 +164,6 @@ def once(
     done = time.perf_counter() - start
     used = torch.tensor(processor_s() - before, dtype=torch.float64)
     dist.all_reduce(used)
-    if dist.get_rank() == 0:
-        clean(i)
-    dist.barrier()
     return held, done, float(used)
 
 

@@ -56,21 +56,22 @@ def measure(folder: str, env: dict[str, str]) -> None:
         found = start.Found(place, {}, None, {}, newest=0)
         savers.append(saver.Saver(found, mesh, check, world.process, 1, name == "background"))
     plain, background = savers
+
+    def save_dcp(i: int) -> None:
+        dcp.save(dict(state), storage_writer=dcp.FsspecWriter(f"{URL}/dcp{i}"))
+        if world.rank == 0 and files.exists(before := f"{URL}/dcp{i - 1}"):
+            files.rm(before, recursive=True)
+
     ways = {
         PLAIN: lambda i: plain.save(i, state, i, last=False),
-        DCP: lambda i: dcp.save(dict(state), storage_writer=dcp.FsspecWriter(f"{URL}/dcp{i}")),
+        DCP: save_dcp,
         BACKGROUND: lambda i: background.save(i, state, i, last=False),
     }
-
-    def clean(i: int) -> None:
-        if files.exists(f"{URL}/dcp{i}"):
-            files.rm(f"{URL}/dcp{i}", recursive=True)
-
-    rounds = [{name: saves.once(way, i, background, clean) for name, way in ways.items()} for i in range(ROUNDS)]
+    rounds = [{name: saves.once(way, i, background) for name, way in ways.items()} for i in range(ROUNDS)]
     grown = {name: saves.peak_mb(way, background) for name, way in ways.items()}
     size = sum(tensor.nbytes for tensor in state.values()) / 1e6
     rows = [
-        f"| {size:.0f} MB, 2 ranks | training held up, ms | durable after, ms | of dcp.save | processor s | MB more |",
+        f"| {size:.0f} MB, 2 ranks | training held up, ms | done after, ms | of dcp.save | processor s | MB more |",
         "|---|---|---|---|---|---|",
         *(saves.row(name, DCP, rounds[1:], grown[name]) for name in ways),
     ]

@@ -21,7 +21,7 @@ from tests.harness import pages, runner
 from tests.harness.runner import ROOT
 from torch.nn.parallel import DistributedDataParallel
 
-CALLS, IDLE_STEPS, STEP_S = 200, 100, 0.1
+CALLS, STEPS, STEP_S = 200, 100, 0.1
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -34,13 +34,19 @@ def timed(work: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def idle_s(begin_step: Callable[[int], object]) -> float:
-    """Processor time of this process in a step that does nothing: of the threads beside the main one."""
-    before = time.process_time()
-    for step in range(IDLE_STEPS):
+def beside_s(begin_step: Callable[[int], object]) -> float:
+    """Processor time of the threads beside the main one in a step.
+
+    The main one computes meanwhile: a processor that sleeps would have to wake up for each of them.
+    """
+    matrix = torch.zeros(128, 128)
+    before = time.process_time() - time.thread_time()
+    for step in range(STEPS):
         begin_step(step + 2)
-        time.sleep(STEP_S)
-    return (time.process_time() - before) / IDLE_STEPS
+        end = time.perf_counter() + STEP_S
+        while time.perf_counter() < end:
+            torch.mm(matrix, matrix)
+    return (time.process_time() - time.thread_time() - before) / STEPS
 
 
 def measure(folder: str) -> None:
@@ -53,7 +59,7 @@ def measure(folder: str) -> None:
     run_dir.claim(path, world.process)
     division = sampler.Division(100, 100, world.size)
     plan = sampler.make_plan(division, 10000, run_seed=0, epochs=0, max_steps=10**6, progress={})
-    idle_before = idle_s(lambda step: None)
+    before = beside_s(lambda step: None)
     stopping = stop.Stop(world, 0, 0, plan.max_steps)
     watching = watch.Watch(world)
     watching.begin(path, 0, 60.0)
@@ -69,7 +75,7 @@ def measure(folder: str) -> None:
         "FiniteGuard.restore_if_skipped": timed(lambda: finite.restore_if_skipped(1)),
         "StateCheck, every 100 steps": timed(lambda: check.compare(keymap.model_tensors(model), 1)) / 100,
     }
-    rows["threads of Watch and Stop, their processor time"] = idle_s(watching.step) - idle_before
+    rows["threads of Watch and Stop, their processor time"] = beside_s(watching.step) - before
 
     if world.rank == 0:
         total = sum(rows.values())
