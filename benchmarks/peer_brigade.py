@@ -20,7 +20,8 @@ from torch import nn
 def main() -> None:
     """Train once: the recipe, which also evaluates and saves at its end."""
     workload, steps, seed, given, folder, *flags = sys.argv[1:]
-    real, what = session.Session.steps, peer_loops.WORKLOADS[workload]
+    what = peer_loops.WORKLOADS[workload]
+    real = session.Session.steps
     trained: list[nn.Module] = []
     clocks: list[peer_loops.Clock] = []
 

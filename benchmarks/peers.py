@@ -34,7 +34,8 @@ from tests.harness.runner import ROOT
 OWN = {"Brigade, bfloat16": (), "Brigade, float32": ("--dtype", "float32")}  # flags of its recipes; the first: none
 SIZE, WARM = 2, 10  # ranks; steps that are not counted
 JUDGE_EVERY = 5  # steps
-LOOK_S, LATEST_S = 1.0, 900.0  # seconds between two looks at the memory; of one training
+LOOK_S = 1.0  # between two looks at the memory
+LATEST_S = 900.0  # of one training
 TITLES = {"resnet": "ResNet-18, 8 x 8 pixels", "resnet32": "ResNet-18, 32 x 32 pixels", "gpt": "a GPT"}  # of panels
 JSON = ROOT / "docs" / "measured" / "peers.json"
 GIVEN = tempfile.TemporaryDirectory()  # what all loops start from, by workload and seed
@@ -107,17 +108,18 @@ def once(
         RuntimeError: it failed, or its ranks do not hold the same parameters.
     """
     what = WORKLOADS[workload]
-    common = (workload, str(steps), str(seed), str(given(workload, seed)))
+    training = (workload, str(steps), str(seed), str(given(workload, seed)))
     with tempfile.TemporaryDirectory() as folder, Path(folder, "output").open("w") as output:
         if loop == "Brigade":  # by its own launcher, as the README has it
             Path(folder, "train.py").write_text("from benchmarks import peer_brigade\n\npeer_brigade.main()\n")
-            command = ["bash", str(ROOT / "launch" / "torchrun.sh"), folder, *common, folder, *flags]
+            command = ["bash", str(ROOT / "launch" / "torchrun.sh"), folder, *training, folder, *flags]
         else:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-            command += ["-m", "benchmarks.peer_loops", loop, *common, folder]
+            command += ["-m", "benchmarks.peer_loops", loop, *training, folder]
         env = os.environ | {"OMP_NUM_THREADS": str(threads), "NPROC_PER_NODE": str(size), "PYTHONPATH": str(ROOT)}
         env |= {"PEER_JUDGE_EVERY": str(judge_every), "PEER_FOLDER": folder}
-        began, memory = time.time(), 0.0
+        memory = 0.0
+        began = time.time()
         ran = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output)
         while True:
             try:
@@ -126,7 +128,7 @@ def once(
             except subprocess.TimeoutExpired:
                 memory = max(memory, memory_mib(folder))
                 if time.time() - began > LATEST_S:
-                    ran.kill()
+                    ran.terminate()  # the launcher, which ends its ranks
                     raise
         ended = time.time()
         if ran.returncode:
