@@ -31,8 +31,8 @@ SLOW_S = 8.0  # a save that takes longer than both
 
 
 def patient(case: FaultCase, seconds: float = SAVE_S) -> list[inject.Fault]:
-    """Each rank waits so long for a save that stands still."""
-    return [("before the first step", "patience", rank, 0, seconds) for rank in range(case.size)]
+    """Each rank waits so long for a save that stands still; the first may import a store's client, and has longer."""
+    return [("end of a step", "patience", rank, 3, seconds) for rank in range(case.size)]
 
 
 def of_size(case: FaultCase, size: int) -> None:

@@ -3,13 +3,13 @@
 import math
 import multiprocessing
 import multiprocessing.connection
-import socket
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tools.about import free_port
 from tools.exercise import preload, rank  # noqa: F401 (the ranks are forks of this process)
 from tools.exercise.compare import Record, differs
 from tools.exercise.exercises import Exercise
@@ -73,13 +73,6 @@ def check(exercise: Exercise, path: Path, say: Callable[[str], None], timeout_s:
 def processes(size: int) -> str:
     """How many, in words."""
     return f"on {size} process{'es' if size > 1 else ''}"
-
-
-def free_port() -> int:
-    """Of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run(path: Path, argv: list[str], size: int, crash: bool, timeout_s: float) -> list[Record]:

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,13 +53,6 @@ class Run:
         """The ends of ranks that raised, the first first."""
         ends = [self.of("end", rank) for rank in range(len(self.ranks))]
         return [one[-1] for one in ends if one and one[-1]["code"]]
-
-
-def free_port() -> int:
-    """Of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(places: list[child.Place], argv: list[str], timeout_s: float, memory_gib: float) -> Run:

@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tools.about import free_port
 from tools.judge import folders, judge_data, judge_files, judge_group, judge_model, judge_step, launch, port_seen
 from tools.judge.child import Place
 from tools.judge.findings import Finding
@@ -113,7 +114,7 @@ def _judge(asked: Asked, folder: Path) -> Verdict:
         place, cwd, back = folders.prepare(asked.script, Path.cwd(), where) if not keep else kept[keep]
         kept[name] = (place, cwd, back)
         names.update(back)
-        port, roots = launch.free_port(), (*back,)
+        port, roots = free_port(), (*back,)
         places = [
             Place(rank, size, machines, port, place, cwd, own, where, roots, gpu, steps or asked.steps)
             for rank in range(size)
