@@ -22,7 +22,7 @@ from common.store.objects.paths import StorePath
 from tests.harness import inject, runner
 from tests.store import server
 
-PART_BYTES = 1000  # so that the files of small models, too, travel in several parts
+PART_BYTES = 200  # so that the files of small models, too, travel in several parts
 
 
 @dataclass
