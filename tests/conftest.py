@@ -8,6 +8,7 @@ import atexit
 import gc
 import math
 import os
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -119,12 +120,22 @@ def group() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpus", action="store_true", help="let the tests see the GPUs; run those that need one")
     parser.addoption("--begin", default=0, type=int, metavar="N", help="the first test, modulo their number")
+    parser.addoption("--part", default="1/1", metavar="K/N", help="of each N tests the K-th, from the first on")
     parser.addoption("--until", default=math.inf, type=float, metavar="TIME", help="skip what begins later (Unix time)")
+
+
+def part(config: pytest.Config) -> tuple[int, int]:
+    """The first test that --part takes, and from each one to the next."""
+    asked = config.getoption("part")
+    numbers = re.fullmatch(r"(\d+)/(\d+)", asked)
+    if not numbers or not 1 <= int(numbers[1]) <= int(numbers[2]):
+        raise pytest.UsageError(f"--part {asked} is not K/N, such as 2/8, with K from 1 to N")
+    return int(numbers[1]) - 1, int(numbers[2])
 
 
 @pytest.hookimpl(wrapper=True)  # around the others, which look at `-m` and `-k`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Mark what tests/rest.txt lists; without --gpus, skip what needs one; begin where --begin says."""
+    """Mark what tests/rest.txt lists; without --gpus, skip what needs one; take --part; begin where --begin says."""
     listed = rest.patterns()
     if config.args == config.getini("testpaths") and (stale := rest.unmatched(listed, [one.nodeid for one in items])):
         raise pytest.UsageError(f"{rest.FILE}: no test begins with {', '.join(stale)}")
@@ -135,6 +146,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu") and not config.getoption("gpus"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: pytest --gpus"))
     yield
+    first, step = part(config)
+    config.hook.pytest_deselected(items=[one for i, one in enumerate(items) if i % step != first])
+    items[:] = items[first::step]
     begin = config.getoption("begin") % max(1, len(items))
     items[:] = items[begin:] + items[:begin]
 
@@ -145,6 +159,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Both hold for pytest's workers and for ranks too: every process that one of these starts inherits the environment.
     The marks are those of the fault matrix, tests/faults, whose rows tests/store has as well.
     """
+    part(config)  # if it is wrong, no worker begins
     config.addinivalue_line("markers", "fault(name, core=False, least=1, recipes=None): a row; `least` ranks it needs")
     config.addinivalue_line("markers", "waits(fault, flag='', meanwhile=None): begun beside others, as it mostly waits")
     config.addinivalue_line("markers", "whole: a row that only the whole matrix has")

@@ -90,12 +90,38 @@ def test_begins_where_it_is_asked_and_says_what_it_left(tmp_path: Path) -> None:
     assert re.search(r"SKIPPED \[3\] .*NOT RUN: the time is over", printed), printed
 
 
+def test_parts_are_the_whole(tmp_path: Path) -> None:
+    printed = run_pytest(tmp_path, "--collect-only", "--part=2/2")
+    assert "1/3 tests collected (2 deselected)" in printed, printed
+    names = [f"test_{i}" for i in range(11)]
+    parts = [taken(names, f"{k}/4") for k in range(1, 5)]
+    assert sorted(name for part in parts for name in part) == sorted(names)
+    assert {len(one) for one in parts} == {2, 3}
+    for wrong in ("", "0/4", "5/4", "1/0", "1", "1/4/2", "-1/4"):
+        asked: Any = SimpleNamespace(getoption={"part": wrong}.get)
+        with pytest.raises(pytest.UsageError, match=f"--part {wrong} is not K/N"):
+            conftest.part(asked)
+
+
+def taken(names: list[str], part: str) -> list[str]:
+    items: list[Any] = [SimpleNamespace(nodeid=name, get_closest_marker=nothing) for name in names]
+    options = {"part": part, "begin": 0, "gpus": False}
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    config: Any = SimpleNamespace(getoption=options.get, hook=hook, args=[], getini=nothing)
+    steps = conftest.pytest_collection_modifyitems(config, items)
+    for _ in steps:
+        pass
+    return [one.nodeid for one in items]
+
+
 @pytest.mark.parametrize("gpus", [True, False])
 def test_gpus_are_shown_where_that_is_asked(gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", os.environ["HF_HOME"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     ends: list[Callable[[], None]] = []
-    given: Any = SimpleNamespace(getoption={"gpus": gpus}.get, add_cleanup=ends.append, addinivalue_line=nothing)
+    given: Any = SimpleNamespace(
+        getoption={"gpus": gpus, "part": "1/1"}.get, add_cleanup=ends.append, addinivalue_line=nothing
+    )
     conftest.pytest_configure(given)
     ends[0]()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ("0,1" if gpus else "")
