@@ -14,6 +14,7 @@ import errno
 import fcntl
 import ipaddress
 import os
+import random
 import re
 import secrets
 import socket
@@ -31,7 +32,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousHandler,
+    RendezvousInfo,
     RendezvousParameters,
+    RendezvousStoreInfo,
     RendezvousTimeoutError,
     rendezvous_handler_registry,
 )
@@ -141,7 +144,16 @@ def make_handler(params: RendezvousParameters) -> RendezvousHandler:
     """
     if params.endpoint == HERE:
         here = dist.HashStore()
-        return create_handler(here, Backend(here, params.run_id), params)
+        handler = create_handler(here, Backend(here, params.run_id), params)
+        meet = handler.next_rendezvous
+
+        def meet_at_quiet_port() -> RendezvousInfo:
+            found = meet()
+            place = RendezvousStoreInfo(str(params.local_addr), quiet_port())
+            return RendezvousInfo(found.store, found.rank, found.world_size, place)
+
+        handler.next_rendezvous = meet_at_quiet_port  # type: ignore[method-assign]
+        return handler
     hosts = params.get_as_bool("is_host")
     read_timeout = timedelta(seconds=params.get_as_int("read_timeout", 60) or 60)
     host, port = parse_rendezvous_endpoint(params.endpoint, default_port=PORT)
@@ -168,6 +180,22 @@ def make_handler(params: RendezvousParameters) -> RendezvousHandler:
     if job != params.run_id:
         raise RendezvousClosedError
     return create_handler(store, Backend(store, params.run_id), params)
+
+
+def quiet_port() -> int:
+    """A port that is free at all of this machine's addresses, for the ranks' store.
+
+    Seconds pass until rank 0 listens there. torch takes a port of those that the system gives to whoever asks for any,
+    so another program may get it meanwhile. These lie below, and below the NodePorts of Kubernetes.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 29_000)  # a launcher beside this one may be seeded alike
+        try:
+            with socket.create_server(("", port)):
+                return port
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
 
 
 class Backend(RendezvousBackend):

@@ -3,6 +3,7 @@
 import argparse
 import os
 import pickle
+import random
 import secrets
 import socket
 import time
@@ -49,8 +50,16 @@ def test_one_machine_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
         found = handler.next_rendezvous()
         assert (found.rank, found.world_size) == (0, 1)
         assert found.bootstrap_store_info.master_addr == "127.0.0.1"
+        assert 20_000 <= found.bootstrap_store_info.master_port < 29_000, "the system gives it to nobody else meanwhile"
     assert stranger.listening([os.getpid()]) == before
     assert handler.shutdown()
+
+
+def test_quiet_port_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        offered = [other.getsockname()[1], first := rendezvous.quiet_port()]
+        monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: offered.pop(0))
+        assert rendezvous.quiet_port() == first
 
 
 def test_listens_at_its_address_alone(port: int) -> None:
