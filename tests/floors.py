@@ -64,6 +64,12 @@ def parse(text: str) -> ast.Module:
     return ast.parse(text)
 
 
+@functools.cache
+def import_nodes(text: str) -> list[ast.Import | ast.ImportFrom]:
+    """The imports of a source, also those inside functions."""
+    return [node for node in ast.walk(parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imports(root: Path) -> list[Import]:
     """All imports of modules of common/ by modules of common/."""
     known = modules(root)
@@ -124,7 +130,7 @@ def names(path: Path, known: Mapping[str, Path]) -> Mapping[str, str]:
 @functools.cache
 def _names(text: str, known: tuple[str, ...]) -> Mapping[str, str]:
     found = {}
-    for node in ast.walk(parse(text)):
+    for node in import_nodes(text):
         for alias in node.names if isinstance(node, ast.ImportFrom) else ():
             if _targets(node, "", dict.fromkeys(known)):
                 found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
@@ -201,11 +207,10 @@ def foreign(root: Path) -> list[str]:
     for path in [*sorted(root.glob("recipes/*/*.py")), *modules(root).values()]:
         part = path.relative_to(root).parts[0]
         beside = {file.stem for file in path.parent.glob("*.py")} if part == "recipes" else set()
-        for node in ast.walk(parse(path.read_text())):
-            names = []
+        for node in import_nodes(path.read_text()):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 names = [node.module or "."] if not node.level else [] if part == "common" else ["."]
             tops = {name.partition(".")[0] or "." for name in names}
             for top in sorted(tops & {".", *PARTS, *beside} - {"common"}):

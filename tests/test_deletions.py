@@ -196,7 +196,7 @@ def faults(project: Path) -> list[str]:
         return [f"session.py: {error}"]
     whole = floors.modules(runner.ROOT)
     for path in [project / "train.py", *project.glob("common/**/*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in floors.import_nodes(path.read_text()):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("common"):
                 names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)} & whole.keys()
                 missing = [

@@ -85,14 +85,13 @@ def test_failing_training_is_printed_with_its_command(
 
 
 def test_begins_where_it_is_asked_and_says_what_it_left(tmp_path: Path) -> None:
-    printed = run_pytest(tmp_path, "--begin=4", "--until=1", "-vv")
-    assert re.findall("::test_(bad|good|gpu) SKIPPED", printed) == ["bad", "gpu", "good"], printed
-    assert re.search(r"SKIPPED \[3\] .*NOT RUN: the time is over", printed), printed
+    printed = run_pytest(tmp_path, "--begin=3", "--part=1/2", "--until=1", "-vv")
+    assert re.findall("::test_(bad|good|gpu) SKIPPED", printed) == ["gpu", "good"], printed
+    assert re.search(r"SKIPPED \[2\] .*NOT RUN: the time is over", printed), printed
+    assert "2 skipped, 1 deselected" in printed, printed
 
 
-def test_parts_are_the_whole(tmp_path: Path) -> None:
-    printed = run_pytest(tmp_path, "--collect-only", "--part=2/2")
-    assert "1/3 tests collected (2 deselected)" in printed, printed
+def test_parts_are_the_whole() -> None:
     names = [f"test_{i}" for i in range(11)]
     parts = [taken(names, f"{k}/4") for k in range(1, 5)]
     assert sorted(name for part in parts for name in part) == sorted(names)
