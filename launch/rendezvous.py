@@ -14,7 +14,6 @@ import errno
 import fcntl
 import ipaddress
 import os
-import random
 import re
 import secrets
 import socket
@@ -43,6 +42,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from common import seal
 from common.run.exits import USAGE_ERROR
+from launch.ports import free_port
 from launch.store import POLL_S, WaitingStore
 
 NAME = "brigade"  # of this rendezvous, for torchrun's --rdzv-backend
@@ -147,12 +147,12 @@ def make_handler(params: RendezvousParameters) -> RendezvousHandler:
         handler = create_handler(here, Backend(here, params.run_id), params)
         meet = handler.next_rendezvous
 
-        def meet_at_quiet_port() -> RendezvousInfo:
+        def meet_at_free_port() -> RendezvousInfo:
             found = meet()
-            place = RendezvousStoreInfo(str(params.local_addr), quiet_port())
+            place = RendezvousStoreInfo(str(params.local_addr), free_port())
             return RendezvousInfo(found.store, found.rank, found.world_size, place)
 
-        handler.next_rendezvous = meet_at_quiet_port  # type: ignore[method-assign]
+        handler.next_rendezvous = meet_at_free_port  # type: ignore[method-assign]
         return handler
     hosts = params.get_as_bool("is_host")
     read_timeout = timedelta(seconds=params.get_as_int("read_timeout", 60) or 60)
@@ -180,22 +180,6 @@ def make_handler(params: RendezvousParameters) -> RendezvousHandler:
     if job != params.run_id:
         raise RendezvousClosedError
     return create_handler(store, Backend(store, params.run_id), params)
-
-
-def quiet_port() -> int:
-    """A port that is free at all of this machine's addresses, for the ranks' store.
-
-    Seconds pass until rank 0 listens there. torch takes a port of those that the system gives to whoever asks for any,
-    so another program may get it meanwhile. These lie below, and below the NodePorts of Kubernetes.
-    """
-    while True:
-        port = random.SystemRandom().randrange(20_000, 29_000)  # a launcher beside this one may be seeded alike
-        try:
-            with socket.create_server(("", port)):
-                return port
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
 
 
 class Backend(RendezvousBackend):

@@ -1,11 +1,10 @@
-"""The recipes that there are, as their source declares them; this machine's processor, and a port of it."""
+"""The recipes that there are, as their source declares them, and this machine's processor."""
 
 import ast
 import functools
 import importlib.util
 import platform
 import re
-import socket
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -19,12 +18,6 @@ def cpu_name() -> str:
     file = Path("/proc/cpuinfo")
     names = re.findall(r"^model name\s*: (.*)$", file.read_text() if file.exists() else "", re.MULTILINE)
     return names[0] if names else platform.machine()
-
-
-def free_port() -> int:
-    """Of all addresses of this machine."""
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def source(recipe: str) -> str:

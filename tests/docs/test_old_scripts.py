@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from launch.ports import free_port
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -100,7 +101,7 @@ def said(folder: Path, text: str, *command: str | Path, **variables: str) -> tup
     """Exit code and words of a script that is started so."""
     (folder / "script.py").write_text(text)
     words = [folder / "script.py" if word == "SCRIPT" else word for word in command]
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(runner.free_port())} | variables
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | variables
     result = shell(words, **where)
     return result.returncode, result.stdout + result.stderr
 
@@ -144,7 +145,7 @@ def test_torchrun_passes_no_flag(tmp_path: Path) -> None:
 
 
 def test_spawn_trains_as_torchrun(tmp_path: Path, new: list[float]) -> None:
-    code, words = said(tmp_path, SPAWN, sys.executable, "SCRIPT", str(runner.free_port()))
+    code, words = said(tmp_path, SPAWN, sys.executable, "SCRIPT", str(free_port()))
     assert code == 0, words
     assert weights(words) == new
 
@@ -192,7 +193,7 @@ def groups(folder: str, port: int) -> None:
 
 
 def test_methods_meet_alike(tmp_path: Path) -> None:
-    result = runner.spawn(groups, [(str(tmp_path), runner.free_port())] * 2)
+    result = runner.spawn(groups, [(str(tmp_path), free_port())] * 2)
     assert result.ok, str(result)
     for words in result.outputs:
         assert all(f"{name} [2.0, 1.0]" in words for name in ("none", "env", "tcp", "file")), words

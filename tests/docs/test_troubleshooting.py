@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from common.run import process_group
 from common.train import sampler
+from launch.ports import free_port
 from torch import nn
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.nn import functional as F
@@ -162,7 +163,7 @@ def port_in_use() -> None:
 
 
 def nobody_answers() -> None:
-    dist.TCPStore("127.0.0.1", runner.free_port(), is_master=False, timeout=datetime.timedelta(seconds=1))
+    dist.TCPStore("127.0.0.1", free_port(), is_master=False, timeout=datetime.timedelta(seconds=1))
 
 
 def machine(hosts: str) -> str:
@@ -171,7 +172,7 @@ def machine(hosts: str) -> str:
         patch.setenv("RUN_KEY", 32 * "0a")
         patch.setattr(rendezvous, "met", [])
         patch.setattr(rendezvous.Address, "number", 0, raising=False)
-        port = runner.free_port()
+        port = free_port()
         if hosts == "1":
             stack.enter_context(socket.create_server(("127.0.0.1", port)))
         with pytest.raises(RendezvousConnectionError) as refusal:
@@ -204,7 +205,7 @@ def _(folder: Path, text: Path) -> Said:
         'import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument("--local_rank")\nparser.parse_args()'
     )
     launcher = (sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node=1")
-    in_torch = shell([*launcher, folder / "script.py"], MASTER_PORT=str(runner.free_port()))
+    in_torch = shell([*launcher, folder / "script.py"], MASTER_PORT=str(free_port()))
     return in_torch.stderr, recipe(folder, text, {}, "--local-rank=0", size=1)
 
 

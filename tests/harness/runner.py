@@ -13,11 +13,9 @@ import json
 import multiprocessing
 import multiprocessing.util
 import os
-import random
 import re
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -30,6 +28,7 @@ from typing import Any
 from common import devices
 from common.run import stop
 from common.train import flops, guard, metrics
+from launch.ports import free_port
 from tools.about import RECIPES, ROOT, choices, has_flag, is_single, source, trainings, workload
 
 # As launch/torchrun.sh has it: a rank whose store ends may print a stack of C++, or not, as the threads happen to run.
@@ -370,15 +369,6 @@ def _run(here: list[_Rank], target: Callable[..., None], args: Sequence[tuple[An
         result = Result(codes, [path.read_text() for path in outputs], target, args)
         results.append(result)
         return result
-
-
-def free_port() -> int:
-    """Of this machine, below those that the system gives to connections: none of these has it before a rank listens."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)  # others who choose one are seeded alike
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _serve(connection: Any) -> None:

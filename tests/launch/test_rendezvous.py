@@ -3,7 +3,6 @@
 import argparse
 import os
 import pickle
-import random
 import secrets
 import socket
 import time
@@ -12,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from common import seal
+from launch.ports import PORTS, free_port
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
 
-from launch import rendezvous
+from launch import ports, rendezvous
 from tests.harness import stranger
-from tests.harness.runner import free_port
 
 KEY = secrets.token_hex(32)
 
@@ -50,16 +49,23 @@ def test_one_machine_needs_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
         found = handler.next_rendezvous()
         assert (found.rank, found.world_size) == (0, 1)
         assert found.bootstrap_store_info.master_addr == "127.0.0.1"
-        assert 20_000 <= found.bootstrap_store_info.master_port < 29_000, "the system gives it to nobody else meanwhile"
+        assert found.bootstrap_store_info.master_port in PORTS, "the system gives it to nobody else meanwhile"
     assert stranger.listening([os.getpid()]) == before
     assert handler.shutdown()
 
 
-def test_quiet_port_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PORTS.stop < 30_000, "Kubernetes has those"
     with socket.create_server(("127.0.0.1", 0)) as other:
-        offered = [other.getsockname()[1], first := rendezvous.quiet_port()]
-        monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: offered.pop(0))
-        assert rendezvous.quiet_port() == first
+        taken = other.getsockname()[1]
+        free = free_port()
+        monkeypatch.setattr(ports, "PORTS", [taken, free])
+        monkeypatch.setattr(ports, "TRIES", 2)
+        assert free_port() == free
+        monkeypatch.setattr(ports, "PORTS", [taken])
+        monkeypatch.setattr(ports, "TRIES", 1)
+        with pytest.raises(OSError, match=f"1 ports from {taken} to {taken} are in use"):
+            free_port()
 
 
 def test_listens_at_its_address_alone(port: int) -> None:

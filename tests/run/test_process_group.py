@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from common import UserError, ranks
 from common.run import process, process_group
+from launch.ports import free_port
 
 from tests.harness import runner
 
@@ -108,7 +109,7 @@ def test_nonsense_in_the_environment(changes: dict[str, str], message: str, monk
 )
 def test_rank_0_listens_at_its_address_alone(address: str, wanted: str) -> None:
     """Not at a name's, which other machines may resolve to another one, nor at one that it does not have."""
-    listening = process_group._listen(address, runner.free_port())
+    listening = process_group._listen(address, free_port())
     found = ""
     if listening is not None:
         with socket.socket(fileno=listening) as server:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.about import free_port
+from launch.ports import free_port
 from tools.exercise import preload, rank  # noqa: F401 (the ranks are forks of this process)
 from tools.exercise.compare import Record, differs
 from tools.exercise.exercises import Exercise

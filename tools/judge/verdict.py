@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tools.about import free_port
+from launch.ports import free_port
 from tools.judge import folders, judge_data, judge_files, judge_group, judge_model, judge_step, launch, port_seen
 from tools.judge.child import Place
 from tools.judge.findings import Finding
@@ -114,7 +114,8 @@ def _judge(asked: Asked, folder: Path) -> Verdict:
         place, cwd, back = folders.prepare(asked.script, Path.cwd(), where) if not keep else kept[keep]
         kept[name] = (place, cwd, back)
         names.update(back)
-        port, roots = free_port(), (*back,)
+        roots = (*back,)
+        port = free_port()
         places = [
             Place(rank, size, machines, port, place, cwd, own, where, roots, gpu, steps or asked.steps)
             for rank in range(size)
@@ -125,7 +126,8 @@ def _judge(asked: Asked, folder: Path) -> Verdict:
 
     kept: dict[str, tuple[Path, Path, dict[str, str]]] = {}
     notes = []
-    two, gpu = run("two", 2), asked.gpu
+    gpu = asked.gpu
+    two = run("two", 2)
     negative = any(one["index"] < 0 for one in two.of("device"))  # which is why it fails
     if gpu and two.errors and not two.of("stepped") and not negative:
         plain = run("plain", 2, gpu=False)
@@ -133,7 +135,8 @@ def _judge(asked: Asked, folder: Path) -> Verdict:
             notes.append(
                 "it fails where torch.cuda.is_available() is answered with True; judged as on a machine without GPUs"
             )
-            two, gpu = plain, False
+            two = plain
+            gpu = False
     seen = Seen(two)
     if not asked.once and two.of("init"):
         seen = replace(seen, one=run("one", 1, gpu=gpu, steps=2))

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def environment(alone: bool, config: str, run_key: str, gpus: str | None) -> dic
     given = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "ROLE_"))}
     for name in ("RUN_DIR_FILE", "CUDA_VISIBLE_DEVICES", "SLURM_STEP_NUM_TASKS", "ACCELERATE_CONFIG", "LAUNCHED_AS"):
         given.pop(name, None)
-    port = ranks.from_rank0(about.free_port)
+    port = ranks.from_rank0(_free_port)
     several = ranks.env_int("GROUP_WORLD_SIZE", default=1) > 1
     given |= {"MASTER_ADDR": os.environ["MASTER_ADDR"] if several else "127.0.0.1", "MASTER_PORT": str(port)}
     given |= {"RUN_KEY": run_key} if run_key else {}
@@ -100,6 +101,12 @@ def environment(alone: bool, config: str, run_key: str, gpus: str | None) -> dic
     if alone:
         given |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1"}
     return given
+
+
+def _free_port() -> int:
+    """A port that the system chooses: between machines, a firewall may open no others."""
+    with socket.create_server(("", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def run(job: Job, run_key: str, gpus: str | None) -> Outcome:
