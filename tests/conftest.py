@@ -5,6 +5,7 @@ which none of these begins, needs none of it.
 """
 
 import atexit
+import contextlib
 import gc
 import math
 import os
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests import rest
+from tests.harness import forks
 from tests.harness.once import Once
 
 
@@ -170,6 +172,15 @@ def pytest_configure(config: pytest.Config) -> None:
     cache = tempfile.TemporaryDirectory(prefix="brigade-hf-")
     os.environ["HF_HOME"] = cache.name
     config.add_cleanup(cache.cleanup)
+
+
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    """Let the workers, and the fork server of each, begin as forks of one process that has imported."""
+    ends = contextlib.ExitStack()
+    python = ends.enter_context(forks.server(config.rootpath))
+    config.add_cleanup(ends.close)
+    for spec in specs:
+        spec.python = python
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

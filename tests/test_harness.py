@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 
 from tests import conftest
 from tests.harness import again, runner
+from tests.launch.test_forkserver import alive
 
 # A training that fails on rank 1, and whose log is where a run has it; and what the tests see of GPUs.
 RECIPE = """
@@ -44,13 +46,29 @@ def test_gpu():
     raise AssertionError("it is not run")
 """
 
+# In both of two workers, which then are told to end or are killed.
+WAITS = """
+import os
+from pathlib import Path
+import pytest
+from tests.harness import runner
+
+@pytest.mark.parametrize("number", range(2))
+def test_waits(number):
+    assert runner.rerun(print, [()]).ok
+    pids = (os.getpid(), os.getppid(), runner._idle[0].process.pid)
+    folder = Path(__file__).parent
+    (folder / f"{number}.txt").write_text(" ".join(map(str, pids)) + "\\n")
+    runner.wait_for((folder / "go on").exists)
+"""
+PYTEST = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
+
 
 def run_pytest(folder: Path, *more: str) -> str:
     folder.joinpath("own").mkdir()
     folder.joinpath("own", "train.py").write_text(RECIPE)
     folder.joinpath("test_some.py").write_text(TESTS)
-    pytest_ = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
-    command = [*pytest_, "-n", "0", "-rs", *more, str(folder / "test_some.py")]
+    command = [*PYTEST, "-n", "0", "-rs", *more, str(folder / "test_some.py")]
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": "0,1", "COLUMNS": "200"}
     done = subprocess.run(
         command, cwd=runner.ROOT, env=environ, capture_output=True, text=True, timeout=runner.HANG_S, check=False
@@ -89,6 +107,21 @@ def test_begins_where_it_is_asked_and_says_what_it_left(tmp_path: Path) -> None:
     assert re.findall("::test_(bad|good|gpu) SKIPPED", printed) == ["gpu", "good"], printed
     assert re.search(r"SKIPPED \[2\] .*NOT RUN: the time is over", printed), printed
     assert "2 skipped, 1 deselected" in printed, printed
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_workers_are_forks_of_one_process_and_none_is_left(killed: bool, tmp_path: Path) -> None:
+    """Nor a rank that waits for another training, however pytest ends."""
+    tmp_path.joinpath("test_some.py").write_text(WAITS)
+    files = [tmp_path / f"{number}.txt" for number in range(2)]
+    with subprocess.Popen([*PYTEST, "-n", "2", str(tmp_path)], cwd=runner.ROOT) as process:
+        runner.wait_for(lambda: all(file.exists() and file.read_text().endswith("\n") for file in files))
+        process.kill() if killed else tmp_path.joinpath("go on").touch()
+    assert process.returncode == (-signal.SIGKILL if killed else 0)
+    (one, parent, rank), (other, other_parent, other_rank) = (map(int, file.read_text().split()) for file in files)
+    assert parent == other_parent != process.pid
+    for pid in (parent, one, other, rank, other_rank):
+        runner.wait_for(lambda pid=pid: not alive(pid), f"{pid} is left")
 
 
 def test_parts_are_the_whole() -> None:

@@ -6,6 +6,7 @@ is used for the next one (`rerun` says what is put back in between); one that fa
 tests/launch/test_launch.py covers the real torchrun.
 """
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -347,7 +348,7 @@ def end_idle() -> None:
         _idle.popitem()[1].end()
 
 
-multiprocessing.util.Finalize(None, end_idle, exitpriority=0)  # before multiprocessing waits for its processes
+atexit.register(end_idle)  # before multiprocessing waits for its processes; in a fork of this one, too
 
 
 def _run(here: list[_Rank], target: Callable[..., None], args: Sequence[tuple[Any, ...]], timeout_s: float) -> Result:

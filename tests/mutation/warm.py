@@ -24,7 +24,6 @@ SLOW = (
     *("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor.debug", "torch.utils.flop_counter"),
     *("torch.utils.tensorboard", "torchvision.transforms.v2.functional", "tqdm", "tyro", "xxhash"),
 )
-SPAWN = multiprocessing.util.spawnv_passfds
 OURS = ("common", "recipes", "tools", "tests.harness", "tests.conftest")
 
 
@@ -98,9 +97,11 @@ def _test(args: list[str], folder: Path) -> NoReturn:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[assignment]
         import pytest
 
+        from tests.harness import forks
+
+        multiprocessing.util.spawnv_passfds = forks.spawn_by_fork  # type: ignore[assignment]
         failure = Failure()
         code = int(pytest.main([*args, f"--basetemp={folder / 'temporary'}"], plugins=[failure]))
         _check_places()
@@ -120,24 +121,6 @@ def _check_places() -> None:
     for name in OURS:
         file = getattr(sys.modules.get(name), "__file__", None)
         assert not file or Path(file).is_relative_to(Path.cwd()), file
-
-
-def _spawn(path: Any, args: Any, fds: Any) -> int:
-    """As `multiprocessing.util.spawnv_passfds`, but a fork server is a fork of this process, which has no threads."""
-    if "multiprocessing.forkserver" not in args[-1]:
-        return SPAWN(path, args, fds)
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) not in (0, 1, 2, nothing, *fds):
-                os.dup2(nothing, int(name))  # not closed: objects of pytest write to these numbers, whatever has them
-        sys.stdout, sys.stderr = (os.fdopen(fd, "w", closefd=False) for fd in (1, 2))
-        exec(args[-1], {})  # it never returns
-    finally:
-        os._exit(0)
 
 
 if __name__ == "__main__":
