@@ -12,7 +12,12 @@ import pytest
 import torch.distributed as dist
 from common import seal
 from launch.ports import PORTS, free_port
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+    dynamic_rendezvous,
+)
 
 from launch import ports, rendezvous
 from tests.harness import stranger
@@ -26,6 +31,8 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "met", [])
     monkeypatch.setattr(rendezvous, "stores", [])
     monkeypatch.setattr(rendezvous.Address, "number", 0, raising=False)
+    # For a log that nobody asked for it looks at every module, for each frame of pytest: seconds, with all tests here.
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", lambda *_: "")
 
 
 def make(endpoint: str, address: str = "127.0.0.1", hosts: str = "1") -> RendezvousHandler:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import boto3
-from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.moto_server.werkzeug_app import create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 BUCKET = "bucket"
@@ -136,7 +136,7 @@ def _forward(environ: dict[str, Any], start: Any) -> Iterable[bytes]:
 def run() -> Iterator[Server]:
     """Start a server with an empty bucket, and end it."""
     server = Server()
-    app = _faulty(server, _forward if OTHER else DomainDispatcherApplication(create_backend_app))
+    app = _faulty(server, _forward if OTHER else create_backend_app("s3"))
     listening = make_server("127.0.0.1", 0, app, threaded=True, request_handler=_Quiet)
     server.url = f"http://127.0.0.1:{listening.server_port}"
     thread = threading.Thread(target=listening.serve_forever, daemon=True)

@@ -53,7 +53,8 @@ def run(s3: Server, recipe: str, size: int, data: Path, folder: Path, *flags: st
     path = str(runner.ROOT / "recipes" / recipe / "train.py")
     argv = [path, *FLAGS, *how, "--name", "run", *flags]
     env = {**s3.env, "STORE_RETRY_S": "20", "STORE_LEASE_S": "4"}
-    return runner.spawn(train, size * [(path, argv, str(folder), env, without)])
+    start = runner.spawn if without else runner.rerun
+    return start(train, size * [(path, argv, str(folder), env, without)])
 
 
 def tool(s3: Server, folder: Path, name: str, *args: str) -> str:
