@@ -66,8 +66,12 @@ def parse(text: str) -> ast.Module:
 
 @functools.cache
 def import_nodes(text: str) -> list[ast.Import | ast.ImportFrom]:
-    """The imports of a source, also those inside functions."""
-    return [node for node in ast.walk(parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    """The imports of a source, also those inside functions: of all nodes, only statements are looked at."""
+    nodes: list[ast.AST] = [parse(text)]
+    for node in nodes:
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            nodes += getattr(node, field, [])
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def imports(root: Path) -> list[Import]:

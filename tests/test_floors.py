@@ -18,12 +18,31 @@ KEPT = {
 }
 
 
-@pytest.fixture
-def house(tmp_path: Path) -> Path:
-    """A copy of common/ and the recipes to plant something in."""
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of common/ and the recipes."""
+    folder = tmp_path_factory.mktemp("house")
     for part in ("common", "recipes"):
-        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
-    return tmp_path
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    return folder
+
+
+@pytest.fixture
+def house(copied: Path) -> Iterator[Path]:
+    """The same to plant something in, which is taken out again."""
+    before = sizes(copied)
+    yield copied
+    for path in {path for path, _ in sizes(copied).items() ^ before.items()}:
+        if path in before:
+            shutil.copy2(ROOT / path.relative_to(copied), path)
+        else:
+            path.unlink()
+    assert sizes(copied) == before
+
+
+def sizes(folder: Path) -> dict[Path, int]:
+    """Of its sources."""
+    return {path: path.stat().st_size for path in folder.rglob("*.py")}
 
 
 def plant(house: Path, file: str, text: str) -> str:

@@ -5,6 +5,7 @@ itself moves. A wait has a limit for hangs only, `runner.HANG_S`, as in `runner.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,8 @@ def reads_clock(node: ast.AST, clocks: set[str], dated: set[str]) -> bool:
 
 def asserted_times(text: str) -> Iterator[int]:
     """Lines of the asserts that depend on a clock of `time`, directly or by a variable of their function."""
+    if not re.search(r"^\s*(from time import|import .*\btime\b)", text, re.MULTILINE):
+        return
     tree = ast.parse(text)
     clocks = {
         alias.asname or alias.name

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tools.about import ROOT
 
+from tests import floors
 from tests.harness import pages
 
 PAGE = ROOT / "CONTRIBUTING.md"
@@ -45,6 +46,12 @@ def sources(under: str = "") -> list[str]:
     return sorted(name for name in {*listed} if (ROOT / name).is_file())
 
 
+@functools.cache
+def text(name: str) -> str:
+    """Of a file."""
+    return (ROOT / name).read_text()
+
+
 def is_test(name: str) -> bool:
     """Whether pytest finds tests in it."""
     return name.startswith("tests/") and Path(name).name.startswith("test_") and name.endswith(".py")
@@ -64,13 +71,13 @@ def imported(name: str) -> frozenset[str]:
     """Files of the modules that a file imports, by itself or, of tests/, through what it imports there."""
     known = modules()
     found = set()
-    for node in ast.walk(ast.parse((ROOT / name).read_text())):
+    for node in floors.import_nodes(text(name)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for one in names:
             module = one if one in known else one.rpartition(".")[0]  # what is no module is a name in one
-            found |= {known[module]} & {*known.values()} if module in known else set()
+            found |= {known[module]} if module in known else set()
     return frozenset(found)
 
 
@@ -100,12 +107,12 @@ def of_file(name: str) -> set[str]:
         return {*ALL}
     path = Path(name)
     found = {*ALWAYS}
-    found |= {one for one in tests() if name in imported(one) | through_tests(one)}
+    found |= {one for one in tests() if name in imported(one) or name in through_tests(one)}
     found |= {one for folder, own in OWN.items() if name.startswith(folder) for one in own}
     if path.suffix == ".md":
         found.add("tests/docs")
     if path.suffix not in ("", ".py"):  # what a test reads instead of importing it
-        found |= {one for one in tests() if path.name in (ROOT / one).read_text()}
+        found |= {one for one in tests() if path.name in text(one)}
     if name.startswith("recipes/"):
         found.add("tests/recipes")
     if name.startswith(("common/", "tests/")) and (ROOT / "tests" / path.parts[1]).is_dir() and len(path.parts) > 2:
