@@ -8,7 +8,7 @@ from common import UserError, ranks
 
 SIZE = 256  # of the matrices
 MEMORY_BYTES = 2**23
-PATTERNS = (0x55555555, -0x55555556)  # each bit once as 0 and once as 1, beside its opposite
+PATTERN = 0x55555555  # of each 32 bits, each beside its opposite
 
 
 def check(device: torch.device) -> None:
@@ -23,17 +23,16 @@ def check(device: torch.device) -> None:
 
 
 def find_fault(device: torch.device) -> str:
-    """What this device does wrongly; "" if nothing. Takes 30 ms on a CPU."""
+    """What this device does wrongly; "" if nothing. Takes 15 ms on a CPU."""
     # No sum exceeds 256, so that every type is exact, in whatever order a device adds.
     rows = torch.arange(SIZE * SIZE).view(SIZE, SIZE) % 3 - 1  # (SIZE, SIZE), int64
-    wanted = multiply(rows, torch.device("cpu"), torch.int64)
+    wanted = multiply(rows, torch.device("cpu"), torch.int32)
     for dtype in (torch.float32, torch.bfloat16):
         if not torch.equal(multiply(rows, device, dtype), wanted.to(dtype)):
             return f"multiplies matrices of {str(dtype).removeprefix('torch.')} wrongly"
-    for pattern in PATTERNS:
-        kept = torch.full((MEMORY_BYTES // 4,), pattern, dtype=torch.int32, device=device)
-        if not bool((kept == pattern).all()):
-            return f"does not keep the {MEMORY_BYTES / 1e6:.0f} MB that are written to its memory"
+    kept = torch.full((MEMORY_BYTES // 4,), PATTERN, dtype=torch.int32, device=device)
+    if not bool((kept == PATTERN).all() & (kept.bitwise_not_() == ~PATTERN).all()):  # each bit as 1 and as 0
+        return f"does not keep the {MEMORY_BYTES / 1e6:.0f} MB that are written to its memory"
     return ""
 
 
