@@ -177,8 +177,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
     """Let the workers, and the fork server of each, begin as forks of one process that has imported."""
     ends = contextlib.ExitStack()
-    python = ends.enter_context(forks.server(config.rootpath))
     config.add_cleanup(ends.close)
+    try:
+        python = ends.enter_context(forks.server(config.rootpath))
+    except ImportError as error:
+        raise pytest.UsageError(str(error)) from None
     for spec in specs:
         spec.python = python
 

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests import conftest
-from tests.harness import again, runner
+from tests.harness import again, forks, runner
 from tests.launch.test_forkserver import alive
 
 # A training that fails on rank 1, and whose log is where a run has it; and what the tests see of GPUs.
@@ -122,6 +123,21 @@ def test_workers_are_forks_of_one_process_and_none_is_left(killed: bool, tmp_pat
     assert parent == other_parent != process.pid
     for pid in (parent, one, other, rank, other_rank):
         runner.wait_for(lambda pid=pid: not alive(pid), f"{pid} is left")
+
+
+def test_what_the_workers_cannot_import_is_said(tmp_path: Path) -> None:
+    package = tmp_path / "tests" / "harness"
+    package.mkdir(parents=True)
+    for file in (package.parent / "__init__.py", package / "__init__.py"):
+        file.touch()
+    shutil.copy(forks.__file__, package)
+    (package / "preload.py").write_text("print('a note')\nraise ArithmeticError('deliberately')\n")
+    with pytest.raises(ImportError, match=r"(?s)cannot begin:.*preload.py.*ArithmeticError: deliberately"):
+        forks.server(tmp_path).__enter__()
+    (package / "preload.py").write_text("print('a note')\n")
+    with forks.server(tmp_path) as python:
+        done = subprocess.run([*shlex.split(python), "-c", "print(1 + 1)"], capture_output=True, text=True, check=True)
+    assert done.stdout == "2\n"
 
 
 def test_parts_are_the_whole() -> None:

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
@@ -23,19 +24,29 @@ from typing import Any, NoReturn
 
 SPAWN = multiprocessing.util.spawnv_passfds
 MOST = 1 << 16  # bytes of code
+READY = "ready\n"
 
 
 @contextlib.contextmanager
 def server(root: Path) -> Iterator[str]:
-    """Run a process that serves, in the root of the repository; gives what replaces `python` in a command."""
+    """Run a process that serves, in the root of the repository; gives what replaces `python` in a command.
+
+    Raises:
+        ImportError: what the tests import cannot be imported.
+    """
     with tempfile.TemporaryDirectory(prefix="brigade-forks-") as folder, socket.socket(socket.AF_UNIX) as listener:
         address = f"{folder}/address"
         listener.bind(address)
         listener.listen()
         code = f"from tests.harness import forks; exec(forks.serve({listener.fileno()})); forks.end()"
-        with subprocess.Popen(
-            [sys.executable, "-c", code], cwd=root, stdin=subprocess.PIPE, pass_fds=[listener.fileno()]
-        ):  # it ends when its input does
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        # It ends when its input does.
+        with subprocess.Popen([sys.executable, "-c", code], cwd=root, pass_fds=[listener.fileno()], **pipes) as process:
+            said = "the tests cannot begin:\n"
+            while (line := process.stdout.readline()) != READY:
+                if not line:
+                    raise ImportError(said)
+                said += line
             yield f"'{sys.executable}' -S '{Path(__file__).resolve()}' {address}"
 
 
@@ -46,8 +57,13 @@ def serve(fd: int) -> str:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then ends this process
     gc.disable()  # imports only add: the collector takes a quarter of their time
-    with contextlib.suppress(Exception):  # the tests that import it say what is wrong
+    try:
         importlib.import_module("tests.harness.preload")
+        print(READY, end="", flush=True)
+    except Exception:
+        print(traceback.format_exc(), flush=True)
+        end()
+    os.dup2(2, 1)  # what forks print is no answer
     gc.enable()
     listener = socket.socket(fileno=fd)
     pids = []
