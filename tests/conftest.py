@@ -187,9 +187,9 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Start the fork server, which has much to import, beside the collection of the tests."""
-    gc.disable()  # imports only add: the collector takes a quarter of their time
+    """Start the fork server, if it does not run yet, beside the collection of the tests: it has much to import."""
     if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses"):  # it runs the tests
+        gc.disable()  # imports only add: the collector takes a quarter of their time
         import torch
 
         from tests.harness import runner  # noqa: F401 (it says what the server imports)
