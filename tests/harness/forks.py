@@ -11,6 +11,7 @@ import importlib
 import multiprocessing.util
 import os
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -47,7 +48,7 @@ def server(root: Path) -> Iterator[str]:
                 if not line:
                     raise ImportError(said)
                 said += line
-            yield f"'{sys.executable}' -S '{Path(__file__).resolve()}' {address}"
+            yield shlex.join([sys.executable, "-S", str(Path(__file__).resolve()), address])
 
 
 def serve(fd: int) -> str:
@@ -55,13 +56,16 @@ def serve(fd: int) -> str:
 
     It ends when its input does, and kills the forks that are left.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then ends this process
+    interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then ends this process
     gc.disable()  # imports only add: the collector takes a quarter of their time
+    said = READY
     try:
         importlib.import_module("tests.harness.preload")
-        print(READY, end="", flush=True)
     except Exception:
-        print(traceback.format_exc(), flush=True)
+        said = traceback.format_exc()
+    with contextlib.suppress(BrokenPipeError):
+        os.write(1, said.encode())
+    if said != READY:
         end()
     os.dup2(2, 1)  # what forks print is no answer
     gc.enable()
@@ -80,7 +84,7 @@ def serve(fd: int) -> str:
         pids.append(pid)
         for one in (connection.detach(), *fds):
             os.close(one)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, interrupted)
     listener.close()
     begin_fork_server()
     for number, one in enumerate(fds):
