@@ -32,8 +32,6 @@ from common.train import flops, guard, metrics
 from launch.ports import free_port
 from tools.about import RECIPES, ROOT, choices, has_flag, is_single, source, trainings, workload
 
-# As launch/torchrun.sh has it: a rank whose store ends may print a stack of C++, or not, as the threads happen to run.
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 TRAINING = trainings()
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.harness.preload"])
