@@ -5,14 +5,19 @@ import re
 import shlex
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests import conftest
 from tests.harness import again, forks, runner
@@ -138,6 +143,29 @@ def test_what_the_workers_cannot_import_is_said(tmp_path: Path) -> None:
     with forks.server(tmp_path) as python:
         done = subprocess.run([*shlex.split(python), "-c", "print(1 + 1)"], capture_output=True, text=True, check=True)
     assert done.stdout == "2\n"
+
+
+def lose_store() -> None:
+    """In a rank: ask a store that resets the connection."""
+
+    def reset() -> None:
+        asked, _ = server.accept()
+        asked.recv(1)
+        asked.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        asked.close()
+        server.close()
+
+    server = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=reset, daemon=True).start()
+    with pytest.raises(dist.DistError):
+        dist.TCPStore("127.0.0.1", server.getsockname()[1], is_master=False, timeout=timedelta(seconds=3)).get("never")
+
+
+def test_rank_prints_no_stack_of_a_store_that_ends() -> None:
+    """How much it prints, torch reads when it is imported: before a rank is forked."""
+    result = runner.spawn(lose_store, [()], timeout_s=60)
+    assert result.ok, str(result)
+    assert result.outputs == [""]
 
 
 def test_parts_are_the_whole() -> None:
