@@ -190,6 +190,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Start the fork server, if it does not run yet, beside the collection of the tests: it has much to import."""
     if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses"):  # it runs the tests
         gc.disable()  # imports only add: the collector takes a quarter of their time
+        # A loader's worker is a fork of this process. Were it to collect a process group that a test has left here, it
+        # would wait for ever for the group's threads, which a fork has not.
+        os.register_at_fork(after_in_child=gc.freeze)
         import torch
 
         from tests.harness import runner  # noqa: F401 (it says what the server imports)

@@ -1,5 +1,6 @@
 """What the tests print when they fail, and which devices they see: tried on a pytest of its own."""
 
+import gc
 import os
 import re
 import shlex
@@ -166,6 +167,27 @@ def test_rank_prints_no_stack_of_a_store_that_ends() -> None:
     result = runner.spawn(lose_store, [()], timeout_s=60)
     assert result.ok, str(result)
     assert result.outputs == [""]
+
+
+class Left:
+    """As a process group that nobody has destroyed: its end is for the process that began it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        self.begun_by = os.getpid()
+
+    def __del__(self) -> None:
+        if self.begun_by != os.getpid():
+            os._exit(1)
+
+
+def test_a_fork_collects_nothing_of_its_parents() -> None:
+    Left()
+    pid = os.fork()
+    if not pid:
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_parts_are_the_whole() -> None:
