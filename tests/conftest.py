@@ -7,6 +7,7 @@ which none of these begins, needs none of it.
 import atexit
 import contextlib
 import gc
+import itertools
 import math
 import os
 import re
@@ -153,6 +154,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = items[first::step]
     begin = config.getoption("begin") % max(1, len(items))
     items[:] = items[begin:] + items[:begin]
+    if hasattr(config, "workerinput") and config.getoption("until") == math.inf:
+        items[:] = dealt(items, config.workerinput["workercount"])
+
+
+def dealt(items: Sequence[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Trainings first on each worker, so that none of them is what all others wait for in the end.
+
+    Each worker begins with its share of the list, all of one length, and who has done so takes from the ends of others.
+    """
+    files: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.getparent(pytest.Module), []).append(item)
+    shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    for module, tests in files.items():
+        if hasattr(module.obj, "runner"):
+            min(shares, key=len).extend(tests)
+    short = iter([item for module, tests in files.items() if not hasattr(module.obj, "runner") for item in tests])
+    for share in shares:
+        share.extend(itertools.islice(short, max(0, len(items) // workers - len(share))))
+    return [*itertools.chain(*shares), *short]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from common import devices
+from common.protect import health
 from common.run import stop
 from common.train import flops, guard, metrics
 from launch.ports import free_port
@@ -382,6 +383,7 @@ def _serve(connection: Any) -> None:
     multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a process that torchrun starts
     torch.set_num_threads(1)  # the same sums in the same order, however busy the machine is
     flops.peak_flops = functools.cache(flops.peak_flops)  # measuring takes as long as a short training
+    health.find_fault = functools.cache(health.find_fault)
     as_it_was = _State()
     while True:
         try:

@@ -11,9 +11,18 @@ from torchvision.models._api import register_model
 from torchvision.models.resnet import BasicBlock, ResNet
 
 
+def block(channels_in: int, channels: int, *args: Any, **kwargs: Any) -> nn.Module:
+    """None in the last two stages: to draw their weights takes as long as a step of the others."""
+    return BasicBlock(channels_in, channels, *args, **kwargs) if channels <= LAST else nn.Identity()
+
+
+block.expansion = 1
+LAST = 128  # channels
+
+
 def resnet6(weights: None = None, *, num_classes: int, **kwargs: Any) -> ResNet:
-    model = ResNet(BasicBlock, [1, 1, 1, 1], **kwargs)
-    model.layer3, model.layer4, model.fc = nn.Identity(), nn.Identity(), nn.Linear(128, num_classes)
+    model = ResNet(block, [1, 1, 1, 1], **kwargs)
+    model.fc = nn.Linear(LAST, num_classes)
     return model
 
 

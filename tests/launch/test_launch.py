@@ -171,7 +171,7 @@ def test_plain_python(small_digits: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("what", "world_size"),
     [
-        pytest.param([f"{DDP}/train.py"], 2, id="file", marks=pytest.mark.rest),
+        pytest.param([f"{DDP}/train.py"], 2, id="file"),
         pytest.param(["-m", "recipes.ddp_resnet.train"], 1, id="module"),
     ],
 )

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -231,7 +230,7 @@ FEW_LEFT = How(batch=52, micro=52)  # the last step has five samples, of which o
 DEAD_ONE = How(router="sigmoid", balance_loss=0.0, dead=True)
 GATHER = ("--ep-kind", "gather")
 HSDP = ("--dp-replicate", "2")
-# By name: number of ranks, what is trained, and flags. The first two are those of a plain `pytest`.
+# By name: number of ranks, what is trained, and flags.
 LAYOUTS: dict[str, tuple[int, How, tuple[str, ...]]] = {
     "ep 2, gathered, with capacity": (2, CAPACITY, ("--ep", "2", *GATHER)),
     "ep 2 x 2, sigmoid and shared": (4, SIGMOID, ("--ep", "2")),
@@ -284,12 +283,7 @@ def plain_curve(once: Once, folder: Path, how: How) -> Curve:
     return once.value(lambda: plain_loop(str(folder), how), "plain loop over experts", how)
 
 
-def cases() -> Iterator[Any]:
-    for i, name in enumerate(LAYOUTS):
-        yield pytest.param(name, marks=() if i < 2 else pytest.mark.rest)
-
-
-@pytest.mark.parametrize("name", list(cases()))
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_float64(name: str, once: Once, epoch_text: Path, tmp_path: Path) -> None:
     size, how, flags = LAYOUTS[name]
     wanted = plain_curve(once, epoch_text, how)

@@ -22,7 +22,7 @@ from tests.harness import mutants, runner
 from tests.harness.once import Once
 
 PPO = "syncbn_ppo"
-STEPS, TARGET_KL = 5, 0.005  # which some updates reach before their last epoch
+STEPS, TARGET_KL = 3, 0.005  # which some updates reach before their last epoch
 ROLLOUT = 64  # steps of each of 8 environments, in four minibatches
 FLAGS = (
     *("--target-kl", str(TARGET_KL), "--rollout-steps", str(ROLLOUT), "--global-batch-size", str(8 * ROLLOUT // 4)),

@@ -31,6 +31,14 @@ def held(recipe: str | Path, folder: Path) -> list[list[int]]:
     return [[one[what] for what in probes.HELD] for one in found]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """What each rank of DDP holds."""
+    found = held("ddp_gpt", tmp_path_factory.mktemp("ddp"))
+    assert found == [found[0]] * NUM_RANKS
+    return found[0]
+
+
 def test_every_layout_has_a_theory() -> None:
     """Before a measurement finds out. All shares together are the model, as often as there are replicas of it."""
     assert {*theory.NAMES} == {theory.NAIVE, *runner.choices("pipeline_gpt", "--schedule")}
@@ -56,19 +64,18 @@ def test_shown_rows_are_measured() -> None:
     assert [f"| {' | '.join(row)} |" for row in filed] == rows
 
 
-def test_fsdp_holds_its_part(tmp_path: Path) -> None:
-    """DDP holds everything on each rank, FSDP 1/N of it, and a replica is found out."""
-    for name in ("ddp", "fsdp", "mutant"):
-        (tmp_path / name).mkdir()
-    whole = held("ddp_gpt", tmp_path / "ddp")
-    parameters, gradients, state = whole[0]
-    assert whole == [whole[0]] * NUM_RANKS
+def test_fsdp_holds_its_part(whole: list[int], tmp_path: Path) -> None:
+    """DDP holds everything on each rank, FSDP 1/N of it."""
+    parameters, gradients, state = whole
     assert gradients == parameters
     assert state == pytest.approx(2 * parameters, rel=0.01)
-    part = [size / NUM_RANKS for size in whole[0]]
-    assert held("fsdp_gpt", tmp_path / "fsdp") == [pytest.approx(part, rel=0.02)] * NUM_RANKS
-    mutant = mutants.mutate("fsdp_gpt", tmp_path / "mutant", NOT_SHARDED)
-    assert held(mutant, tmp_path / "mutant") == [pytest.approx(whole[0], rel=0.02)] * NUM_RANKS
+    part = [size / NUM_RANKS for size in whole]
+    assert held("fsdp_gpt", tmp_path) == [pytest.approx(part, rel=0.02)] * NUM_RANKS
+
+
+def test_mutant_whose_ranks_hold_all_is_found(whole: list[int], tmp_path: Path) -> None:
+    mutant = mutants.mutate("fsdp_gpt", tmp_path, NOT_SHARDED)
+    assert held(mutant, tmp_path) == [pytest.approx(whole, rel=0.02)] * NUM_RANKS
 
 
 ADDS_OTHERWISE = """
