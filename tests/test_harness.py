@@ -190,6 +190,21 @@ def test_a_fork_collects_nothing_of_its_parents() -> None:
     assert os.waitpid(pid, 0)[1] == 0
 
 
+class File:
+    """One that trains, or not, in the place of pytest's."""
+
+    def __init__(self, trains: bool) -> None:
+        self.obj = SimpleNamespace(**{"runner": runner} if trains else {})
+
+
+def test_trainings_begin_each_workers_share() -> None:
+    files = [File(trains) for trains in (False, True, True, False)]
+    items = [SimpleNamespace(getparent=lambda _, file=file: file) for file in files for _ in range(5)]
+    dealt: list[Any] = conftest.dealt(items, 2)
+    assert sorted(map(id, dealt)) == sorted(map(id, items))
+    assert [vars(one.getparent(pytest.Module).obj) != {} for one in dealt] == [*[True] * 5, *[False] * 5] * 2
+
+
 def test_parts_are_the_whole() -> None:
     names = [f"test_{i}" for i in range(11)]
     parts = [taken(names, f"{k}/4") for k in range(1, 5)]
