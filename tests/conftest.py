@@ -162,15 +162,17 @@ def dealt(items: Sequence[pytest.Item], workers: int) -> list[pytest.Item]:
     """Trainings first on each worker, so that none of them is what all others wait for in the end.
 
     Each worker begins with its share of the list, all of one length, and who has done so takes from the ends of others.
+    A file that trains has imported `runner`; its tests stay together, as they share what its fixtures make.
     """
-    files: dict[Any, list[pytest.Item]] = {}
+    trainings: dict[Any, list[pytest.Item]] = {}
+    others: list[pytest.Item] = []
     for item in items:
-        files.setdefault(item.getparent(pytest.Module), []).append(item)
+        module = item.getparent(pytest.Module)
+        (trainings.setdefault(module, []) if hasattr(module.obj, "runner") else others).append(item)
     shares: list[list[pytest.Item]] = [[] for _ in range(workers)]
-    for module, tests in files.items():
-        if hasattr(module.obj, "runner"):
-            min(shares, key=len).extend(tests)
-    short = iter([item for module, tests in files.items() if not hasattr(module.obj, "runner") for item in tests])
+    for tests in trainings.values():
+        min(shares, key=len).extend(tests)
+    short = iter(others)
     for share in shares:
         share.extend(itertools.islice(short, max(0, len(items) // workers - len(share))))
     return [*itertools.chain(*shares), *short]

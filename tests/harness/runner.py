@@ -383,7 +383,7 @@ def _serve(connection: Any) -> None:
     multiprocessing.set_start_method("fork", force=True)  # for loader workers, as in a process that torchrun starts
     torch.set_num_threads(1)  # the same sums in the same order, however busy the machine is
     flops.peak_flops = functools.cache(flops.peak_flops)  # measuring takes as long as a short training
-    health.find_fault = functools.cache(health.find_fault)
+    health.find_fault = functools.cache(health.find_fault)  # a planted one is looked for in a new process
     as_it_was = _State()
     while True:
         try:
