@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -276,12 +277,18 @@ class _Rank:
         self.connection.send(job)
         self.busy, self.ended = True, False
 
+    def sources(self) -> list[Any]:
+        """What wakes who waits for the end of the job, or of the process."""
+        return [self.process.sentinel, *([] if self.connection.closed else [self.connection])]
+
     def poll(self) -> None:
         """Look whether the job has ended, or the process has."""
-        with contextlib.suppress(EOFError, OSError):
-            if self.busy and self.connection.poll():
+        try:
+            if not self.connection.closed and self.connection.poll():
                 self.ended = self.connection.recv()
                 self.busy = False
+        except (EOFError, OSError):
+            self.connection.close()  # the process is about to end
         self.busy = self.busy and self.process.is_alive()
 
     def end(self) -> int:
@@ -358,20 +365,20 @@ def _run(here: list[_Rank], target: Callable[..., None], args: Sequence[tuple[An
             one.begin(rank, len(here), port, str(outputs[rank]), target, args[rank])
         deadline = time.monotonic() + timeout_s
         failed = False
-        while any(one.busy for one in here) and time.monotonic() < deadline:
-            for one in here:
+        while (busy := [one for one in here if one.busy]) and (left := deadline - time.monotonic()) > 0:
+            connection.wait([source for one in busy for source in one.sources()], left)
+            for one in busy:
                 one.poll()
             if not failed and any(one.process.exitcode for one in here):
                 failed = True
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-            time.sleep(0.01)
         codes = [0 if one.ended else one.end() for one in here]
         result = Result(codes, [path.read_text() for path in outputs], target, args)
         results.append(result)
         return result
 
 
-def _serve(connection: Any) -> None:
+def _serve(jobs: Any) -> None:
     """A rank's life: jobs, until the other end of the connection is closed."""
     import torch
     from tqdm import tqdm
@@ -387,7 +394,7 @@ def _serve(connection: Any) -> None:
     as_it_was = _State()
     while True:
         try:
-            rank, world_size, port, output, target, args = connection.recv()
+            rank, world_size, port, output, target, args = jobs.recv()
         except EOFError:
             return
         with Path(output).open("wb", buffering=0) as file:
@@ -406,7 +413,7 @@ def _serve(connection: Any) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         clean = as_it_was.restore()
-        connection.send(clean)
+        jobs.send(clean)
         if not clean:
             return
 

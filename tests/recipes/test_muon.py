@@ -58,14 +58,9 @@ def plain(small_text: Path, epochs: dict[str, Path], once: Once) -> Callable[...
 
 
 def ways() -> Iterator[Any]:
-    """One layout of each recipe, and one in uneven parts; tests/recipes/test_documents_apart.py has all others.
-
-    A plain `pytest` has two, and a way of `test_state_moves`.
-    """
-    core = ("ddp_gpt-2", "fsdp_gpt-3")
+    """One layout of each recipe, and one in uneven parts; tests/recipes/test_documents_apart.py has all others."""
     for layout in (*(runner.layout(recipe, 2) for recipe in RECIPES), runner.layout("fsdp_gpt", 3)):
-        marks = () if str(layout).startswith(core) else pytest.mark.rest
-        yield pytest.param(layout, id=str(layout), marks=marks)
+        yield pytest.param(layout, id=str(layout))
 
 
 @pytest.mark.parametrize("layout", list(ways()))
