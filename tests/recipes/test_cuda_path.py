@@ -5,8 +5,6 @@ makes the page again. Each count has a mutant, a mistake that it must show.
 """
 
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -18,14 +16,6 @@ from tests.harness.theory import P
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch was built without CUDA")
 
 
-def each_recipe() -> Iterator[Any]:
-    """The recipes that can be counted; a plain `pytest` counts one of each workload."""
-    for recipe in runner.RECIPES:
-        if cuda_table.cases(recipe):
-            rest = () if runner.stands_for_workload(recipe) else pytest.mark.rest
-            yield pytest.param(recipe, marks=rest)
-
-
 GRADIENTS = {"ddp_gpt": "all-reduce dp", "fsdp_gpt": "reduce-scatter dp_shard"}  # what sends them
 
 
@@ -33,7 +23,7 @@ def test_every_recipe_is_counted_or_has_a_reason() -> None:
     assert {recipe for recipe in runner.RECIPES if not cuda_table.cases(recipe)} == {*cuda_table.NOT_RUN}
 
 
-@pytest.mark.parametrize("recipe", list(each_recipe()))
+@pytest.mark.parametrize("recipe", [recipe for recipe in runner.RECIPES if cuda_table.cases(recipe)])
 def test_counts_are_those_of_the_page(recipe: str) -> None:
     """On 64 ranks for one recipe of each workload: more ranks run the same lines."""
     few = not runner.stands_for_workload(recipe)

@@ -293,7 +293,7 @@ def test_rates_of_parts(recipe: str, once: Once, epochs: dict[str, Path], tmp_pa
 
 
 def pairs() -> Iterator[Any]:
-    """The layouts on two ranks, or on the most that there can be; a plain `pytest` has one of each workload.
+    """The layouts on two ranks, or on the most that there can be.
 
     Gradients that are sent after the backward pass, which is all that is compiled, have one kind for all. So have
     schedules: 1F1B, and the one with several stages of a rank and two backward passes; the others call them in another
@@ -308,8 +308,7 @@ def pairs() -> Iterator[Any]:
         if alike.get(layout.recipe, set()) & {*layout.flags}:
             continue
         if layout.size == first.size and layout.dp_size == first.dp_size:
-            core = layout == first and runner.stands_for_workload(layout.recipe)
-            yield pytest.param(layout, id=str(layout), marks=() if core else pytest.mark.rest)
+            yield pytest.param(layout, id=str(layout))
 
 
 @pytest.mark.parametrize("layout", list(pairs()))
