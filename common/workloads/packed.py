@@ -146,7 +146,8 @@ def pack(rows: "Dataset", encoder: Encoder) -> Path:
         if found := _packed(stem, encoder.dtype):
             shutil.rmtree(parts, ignore_errors=True)
             return found
-        parts.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # whoever joins all parts may remove it while mkdir looks at it
+            parts.mkdir(parents=True, exist_ok=True)
         sizes = _sizes(parts)
         done = {int(path.name.split(".")[0]): path for path in sizes if path.suffix == ".part"}
         missing = [number for number in range(len(shares)) if number not in done]

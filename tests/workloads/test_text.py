@@ -362,6 +362,26 @@ def test_nobody_waits_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert {path.suffix for path in token_files()} == {".parts"}
 
 
+@pytest.mark.usefixtures("own_cache")
+def test_folder_of_parts_that_goes_while_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mkdir finds it there, and asks whether it is a folder when the other process has joined all parts."""
+    folder = write_folder(tmp_path / "data")
+    made = Path.mkdir
+
+    def mkdir(path: Path, *args: Any, **how: Any) -> None:
+        if path.suffix == ".parts":
+            monkeypatch.setattr(Path, "mkdir", made)
+            others.append(text.load(str(folder), 64))
+            raise FileExistsError(path)
+        made(path, *args, **how)
+
+    others: list[Any] = []
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    train, _ = text.load(str(folder), 64)
+    assert len(others) == 1
+    assert (train.tokens == others[0][0].tokens).all()
+
+
 class Waiting(Clock):
     """Does not pass for who waits for another thread."""
 
