@@ -7,7 +7,8 @@ page, so whoever changes a figure writes the page again. `--json FILE` also writ
 The estimate, in seconds, of a rank's step:
 
     compute    = sum over matrix products, convolutions and attention of
-                 max(FLOPs / (PEAK_FLOPS * PRODUCTS_REACH), bytes / (PEAK_BYTES * MEMORY_REACHES))
+                 max(FLOPs / (PEAK_FLOPS * reach), bytes / (PEAK_BYTES * MEMORY_REACHES)); reach is PRODUCTS_REACH,
+                 and of attention what the planner has fitted to published runs
     elementwise = bytes of all other kernels, each operand and result once / (PEAK_BYTES * MEMORY_REACHES)
     device     = compute + elementwise
     launches   = kernels * LAUNCH_S, the time in which the host can launch them
@@ -19,7 +20,8 @@ The estimate, in seconds, of a rank's step:
     worst      = max(device, launches) / (1 - bubble) + sent: no collective hides
     MFU        = FLOPs of the products / (best or worst) / PEAK_FLOPS
 
-Of a pipeline, the slower one of the first and the last rank counts.
+Of a pipeline, the slower one of the first and the last rank counts. The same formulas stand beside a published step of
+a larger GPT, with what is known of its machine and its program put in one after the other.
 """
 
 import argparse
@@ -35,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tools.plan import hardware, published
 
 from tests.harness import pages, runner, theory
 from tests.harness.runner import ROOT
@@ -238,13 +241,43 @@ class Large(Case):
 FACTORS = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "broadcast": 1.0}
 
 
-def estimate(step: dict[str, Any], bubble: float, ranks: int = 8) -> dict[str, float]:
+@dataclass(frozen=True)
+class Assumed:
+    """What differs from the assumptions at the top of this file.
+
+    Attributes:
+        peak_bytes: a second, of the GPU's memory.
+        again: share of the products' FLOPs, without attention's, that the step computes a second time.
+        elementwise: what is left of the bytes that all other kernels move.
+    """
+
+    peak_bytes: float = PEAK_BYTES
+    again: float = 0.0
+    elementwise: float = 1.0
+
+
+PAPER = Assumed()
+
+
+@functools.cache
+def attention_reaches() -> float:
+    """Share of PEAK_FLOPS that attention's kernels reach, as the planner has fitted it to published runs."""
+    machine = hardware.find("h100-ib")
+    return machine.reach.attention * machine.peak_attention / machine.peak_16bit
+
+
+def estimate(step: dict[str, Any], bubble: float, ranks: int = 8, assumed: Assumed = PAPER) -> dict[str, float]:
     """Seconds of a rank's step by the formulas above, and its FLOPs."""
-    compute = sum(
-        number * max(flops / (PEAK_FLOPS * PRODUCTS_REACH), moved / (PEAK_BYTES * MEMORY_REACHES))
-        for flops, moved, *_, number in step["products"]
-    )
-    elementwise = step["elementwise_bytes"] / (PEAK_BYTES * MEMORY_REACHES)
+    bandwidth = assumed.peak_bytes * MEMORY_REACHES
+    compute = attention = 0.0
+    for flops, moved, _, kind, number in step["products"]:
+        if kind == "attention":
+            attention += number * max(flops / (PEAK_FLOPS * attention_reaches()), moved / bandwidth)
+        else:
+            bound = max(flops / (PEAK_FLOPS * PRODUCTS_REACH), moved / bandwidth)
+            compute += number * (1 + assumed.again) * bound
+    compute += attention
+    elementwise = assumed.elementwise * step["elementwise_bytes"] / bandwidth
     device = compute + elementwise
     launches = step["kernels"] * LAUNCH_S
     sent = sum(
@@ -254,6 +287,7 @@ def estimate(step: dict[str, Any], bubble: float, ranks: int = 8) -> dict[str, f
     ) / (LINK_BYTES * LINK_REACHES)
     return {
         "compute": compute,
+        "attention": attention,
         "elementwise": elementwise,
         "launches": launches,
         "sent": sent,
@@ -295,6 +329,70 @@ def estimates() -> tuple[str, dict[str, Any]]:
     return "\n".join(lines), kept
 
 
+PUBLISHED = "torchtitan 8B FSDP8"  # in tools/plan/published.csv; and with " compile"
+COMPILED = 1 / 3  # of the bytes of elementwise kernels, which --compile is assumed to leave
+
+
+def beside_published() -> str:
+    """The table of a published step below this estimate, which takes on one more of its conditions in each line."""
+    rows = {row.name: row for row in published.gpts()}
+    row = rows[PUBLISHED]
+    machine, shape, layout = row.machine, row.shape, row.layout
+    sizes = {"num-layers": shape.layers, "width": shape.width, "num-heads": shape.heads, "num-kv-heads": shape.kv_heads}
+    sizes |= {"mlp-width": shape.mlp_width, "vocab-size": shape.vocab, "seq-len": shape.seq_len}
+    sizes |= {"micro-batch-size": layout.micro_batch, "global-batch-size": layout.global_batch}
+    flags = [f"--{name}={size}" for name, size in sizes.items()]
+    (counted,) = count([Large("fsdp_gpt", layout.size, (*flags, "--recompute", "selective"))])
+    blocks = shape.layers * shape.layer_parameters
+    # Half of the products of a block's forward pass, which is one of three passes over its weights.
+    again = blocks / (blocks + shape.vocab * shape.width) / 6
+    memory = machine.memory_bandwidth
+    samples = layout.global_batch // layout.size
+    counts = (shape.model_flops, published.counted_flops(shape, "selective"))
+
+    def line(name: str, *steps: float) -> str:
+        shares = [span([samples * flops / one / PEAK_FLOPS for one in reversed(steps)], 100) for flops in counts]
+        return f"| {name} | {span(steps, 1e3)} | {' | '.join(shares)} |"
+
+    def ours(name: str, assumed: Assumed) -> str:
+        found = estimate(counted["step"], 0.0, layout.size, assumed)
+        return line(name, found["best"], found["worst"]) + " |"
+
+    def theirs(name: str, step_s: float, assumed: Assumed) -> str:
+        found = estimate(counted["step"], 0.0, layout.size, assumed)
+        return line(f"**{name}**", step_s) + f" {step_s / found['worst']:.2f} to {step_s / found['best']:.2f} times |"
+
+    eager, third = Assumed(memory, again), Assumed(memory, again, COMPILED)
+    return "\n".join(
+        [
+            "| Llama 3.1 8B on 8 H100 | step, ms | MFU, % | with all of attention's square, % | of the line above |",
+            "|---|---|---|---|---|",
+            ours("this estimate of fsdp_gpt", PAPER),
+            ours(f"with memory of {memory / 1e12:.1f} TB/s", Assumed(memory)),
+            ours("and every second product of a block's forward pass again", eager),
+            theirs("torchtitan, measured", row.step_s, eager),
+            ours("the same, with a third of the elementwise bytes", third),
+            theirs("torchtitan, compiled, measured", rows[f"{PUBLISHED} compile"].step_s, third),
+        ]
+    )
+
+
+def compiled(step: dict[str, Any]) -> str:
+    """The table of what --compile would leave of a step."""
+    lines = ["| GPT 1.1 B, fsdp | attention, ms | step, ms | MFU, % |", "|---|---|---|---|"]
+    for name, assumed in {"as above": PAPER, "a third of the elementwise bytes": Assumed(elementwise=COMPILED)}.items():
+        found = estimate(step, 0.0, assumed=assumed)
+        steps = (found["best"], found["worst"])
+        shares = [found["flops"] / one / PEAK_FLOPS for one in reversed(steps)]
+        lines.append(f"| {name} | {1e3 * found['attention']:.0f} | {span(steps, 1e3)} | {span(shares, 100)} |")
+    return "\n".join(lines)
+
+
+def span(values: Sequence[float], times: float) -> str:
+    """The values in units of 1 / times: "142 to 164"."""
+    return " to ".join(f"{times * value:,.0f}" for value in values)
+
+
 @functools.cache
 def conditions() -> str:
     """What the counts depend on; the processor is not among it."""
@@ -316,6 +414,8 @@ def main() -> None:
         counts="\n".join([HEAD, *map(row, chosen, counted)]),
         left="\n".join(reasons),
         estimate=table,
+        compiled=compiled(large["GPT 1.1 B, fsdp"][0]["step"]),
+        published=beside_published(),
     )
     if args.json:
         small = {f"{case} on {case.size}": one for case, one in zip(chosen, counted, strict=True)}

@@ -312,7 +312,7 @@ def test_commands_exist(page: Path) -> None:
     """Modules that a page runs, and scripts that it starts."""
     text = page.read_text()
     modules = re.findall(r"python -m ((?:benchmarks|common|launch|recipes|tests|tools)\.[\w.]*\w)", text)
-    scripts = re.findall(r"\b((?:benchmarks|launch|tests|tools)/[\w./]*\w)", text)
+    scripts = re.findall(r"\b((?:benchmarks|launch|tests|tools)/[\w./]*\w)", re.sub(r"https?://[^\s)]+", "", text))
     paths = [module.replace(".", "/") for module in modules]
     runs = [path for path in paths if (ROOT / f"{path}.py").exists() or (ROOT / path / "__main__.py").exists()]
     missing = [name for name in scripts if not (ROOT / name).exists() and name != "launch/site.sh"]  # the user's own

@@ -62,3 +62,29 @@ def test_process_is_not_changed() -> None:
     """The harness runs in processes of its own."""
     assert "tests.harness.fake_cuda" not in sys.modules
     assert torch.cuda.is_available.__module__ == "torch.cuda"
+
+
+def test_the_estimate_is_what_its_formulas_say() -> None:
+    """By hand: a product that its FLOPs bound, one that its bytes bound, attention, and a collective."""
+    flops, moved = 1e12, 1e9
+    step = {
+        "products": [[flops, 1, "bfloat16", "product", 2], [1, moved, "bfloat16", "product", 1]],
+        "elementwise_bytes": 3 * moved,
+        "kernels": 4,
+        "traffic": [{"kind": "all-reduce", "axis": "dp", "calls": 1, "bytes": 8 * moved}],
+    }
+    found = cuda_table.estimate(step, bubble=0.0)
+    product, read = flops / 989e12 / 0.65, moved / 3.35e12 / 0.8
+    wanted = {"compute": 2 * product + read, "elementwise": 3 * read, "launches": 24e-6}
+    wanted["sent"] = 2 * 7 / 8 * 8 * moved / 450e9 / 0.75
+    wanted["best"] = max(2 * product + 4 * read, wanted["sent"])
+    wanted["worst"] = 2 * product + 4 * read + wanted["sent"]
+    for part, seconds in wanted.items():
+        assert found[part] == pytest.approx(seconds), part
+    attention = [[flops, 1, "bfloat16", "attention", 1]]
+    reach = cuda_table.attention_reaches()
+    assert 0 < reach < 0.65
+    twice = cuda_table.Assumed(peak_bytes=3.35e12 / 2, again=0.5, elementwise=0.25)
+    other = cuda_table.estimate(step | {"products": step["products"][:1] + attention}, bubble=0.0, assumed=twice)
+    assert other["compute"] == pytest.approx(3 * product + flops / 989e12 / reach), "attention is not computed again"
+    assert other["elementwise"] == pytest.approx(0.25 * 3 * 2 * read)
