@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common import ranks
+from common import precision, ranks
 
 OF_CPU = "DefaultCPUAllocator"  # in a RuntimeError of torch, when a CPU has no memory left
 
@@ -38,15 +38,17 @@ def used_by(model: torch.nn.Module, device: torch.device) -> list[torch.device]:
     return [device, *(torch.device(device.type, index) for index in others)]
 
 
-def notes(device: torch.device, compiled: bool) -> Iterator[str]:
+def notes(device: torch.device, dtype: torch.dtype, compiled: bool) -> Iterator[str]:
     """Lines for the terminal: all settings on a GPU, and on a CPU those that are not the default."""
     gpu = device.type == "cuda"
-    precision = torch.get_float32_matmul_precision()
-    settings = [f"float32 matmul precision {precision}"] if gpu or precision != "highest" else []
+    products = torch.get_float32_matmul_precision()
+    settings = [f"float32 matmul precision {products}"] if gpu or products != "highest" else []
     settings += [f"cudnn.benchmark {'on' if torch.backends.cudnn.benchmark else 'off'}"] if gpu else []
     settings += ["deterministic algorithms only"] if torch.are_deterministic_algorithms_enabled() else []
     if settings:
         yield f"devices  {', '.join(settings)}"
+    if dtype == torch.bfloat16 and not precision.has_bfloat16(device):
+        yield "note: this hardware only emulates bfloat16: --dtype float32 is faster on it (docs/measured/knobs.md)"
     if gpu and not compiled:
         yield (
             "note: without --compile, a GPU starts a kernel for each small operation, and reads and writes memory for "

@@ -11,15 +11,17 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     """Map `--dtype` to a torch.dtype; auto is bfloat16 if the hardware computes in it, else float32."""
     if name == "auto":
-        if device.type == "cuda":
-            native = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:
-            cpu = torch.cpu.get_capabilities()
-            native = bool(cpu.get("avx512_bf16") or cpu.get("amx_bf16") or cpu.get("bf16"))
-        return torch.bfloat16 if native else torch.float32
+        return torch.bfloat16 if has_bfloat16(device) else torch.float32
     if name not in DTYPES:
         raise UserError(f"--dtype {name} is unknown: use auto, {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware itself computes in it. What only emulates it is faster in float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return any(torch.cpu.get_capabilities().get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def param_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -50,20 +50,31 @@ def test_not_deterministic_again() -> None:
     assert torch.backends.cudnn.benchmark
     assert "CUBLAS_WORKSPACE_CONFIG" in os.environ, "harmless, and cuBLAS has read it"
     torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
-    assert list(devices.notes(CPU, compiled=False)) == []
+    assert list(devices.notes(CPU, torch.float32, compiled=False)) == []
 
 
 def test_notes() -> None:
     devices.configure("highest", False)
-    settings, compiling = devices.notes(GPU, compiled=False)
+    settings, compiling = devices.notes(GPU, torch.float32, compiled=False)
     assert settings == "devices  float32 matmul precision highest, cudnn.benchmark on"
     assert compiling.startswith("note: without --compile, ")
     assert (runner.ROOT / "docs" / "gpu.md").is_file(), "which the note names"
     devices.configure("high", True)
     everything = "float32 matmul precision high, cudnn.benchmark off, deterministic algorithms only"
-    assert list(devices.notes(GPU, compiled=True)) == [f"devices  {everything}"]
+    assert list(devices.notes(GPU, torch.float32, compiled=True)) == [f"devices  {everything}"]
     devices.configure("highest", True)
-    assert list(devices.notes(CPU, compiled=False)) == ["devices  deterministic algorithms only"]
+    assert list(devices.notes(CPU, torch.float32, compiled=False)) == ["devices  deterministic algorithms only"]
+
+
+@pytest.mark.parametrize(("dtype", "native"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)])
+def test_says_that_bfloat16_is_emulated(dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it was asked for, and on a GPU as well: a V100 computes in float16 alone."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native})
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation)
+    devices.configure("highest", False)
+    for device in (CPU, GPU):
+        said = [line for line in devices.notes(device, dtype, compiled=True) if "emulates bfloat16" in line]
+        assert bool(said) == (dtype == torch.bfloat16 and not native)
 
 
 def forget(path: str, argv: list[str]) -> None:

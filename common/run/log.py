@@ -87,9 +87,8 @@ class Run:
         self._first: tuple[float, float] | None = None  # these two at the first record, after the start of the workers
         self.records = run_dir.Records(path, plan.first_step, world.rank)
         # disable=None shows a bar on a terminal, and none in a pipe or a file.
-        disable = True if world.rank else None
-        total = plan.max_steps
-        self._bar = tqdm(total=total, initial=plan.first_step, unit="step", disable=disable, dynamic_ncols=True)
+        off = True if world.rank else None
+        self._bar = tqdm(total=plan.max_steps, initial=plan.first_step, unit="step", disable=off, dynamic_ncols=True)
         log = path / "logs" / f"rank_{world.rank:05d}.log"
         if world.rank != 0:
             output.redirect(log)
@@ -105,7 +104,7 @@ class Run:
         details = "".join(f", {number:,} {unit} each" for unit, number in sample.units.items())
         details += f"; {str(dtype).removeprefix('torch.')}"
         setup = [str(world), f"{plan}{details if plan.first_step < plan.max_steps else ''}"]
-        setup += devices.notes(world.device, bool(vars(args).get("compile")))
+        setup += devices.notes(world.device, dtype, bool(vars(args).get("compile")))
         if world.device.type == "cuda" and mfu_is_of:
             setup.append(f"MFU is of {mfu_is_of}")
         ranks.print0("\n".join(setup))

@@ -26,7 +26,7 @@ INIT_STD = 0.02
 Recompute = Literal["none", "selective", "full"]
 KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm")  # products of matrices
 # Tokens of a text up to which a CPU that computes in bfloat16 attends by the definition (docs/measured/attention.md).
-WRITTEN_OUT = 512 if precision.compute_dtype("auto", torch.device("cpu")) == torch.bfloat16 else 0
+WRITTEN_OUT = 512 if precision.has_bfloat16(torch.device("cpu")) else 0
 FLOAT_LOGITS = 2**29  # that are computed with in float32 at a time: 2 GiB
 
 
