@@ -214,6 +214,13 @@ if ((gpus > 0)) && [[ -z ${PYTORCH_CUDA_ALLOC_CONF-} ]]; then # the older name o
   # Blocks of GPU memory that can grow: sizes that change do not leave gaps that nothing fits into.
   export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 fi
+memory=()
+if ((gpus == 0)) && [[ -z ${MALLOC_TRIM_THRESHOLD_-}${MALLOC_MMAP_THRESHOLD_-} && ${GLIBC_TUNABLES-} != *malloc* ]]; then
+  # Else glibc gives memory back to Linux at the end of a step, and takes it again, page by page, in the next. Bytes.
+  # Whoever sets the first fixes the second, which would have grown to this value.
+  memory=(MALLOC_TRIM_THRESHOLD_=$((2 ** 30)) MALLOC_MMAP_THRESHOLD_=$((2 ** 25)))
+  export "${memory[@]}"
+fi
 
 # A flag is in doubt if no field of that name stands in the recipe's folder or in common/.
 in_doubt() {
@@ -272,7 +279,7 @@ fi
 if [[ -n $dry_run ]]; then
   [[ -z ${PYTORCH_ALLOC_CONF-} ]] || printf 'PYTORCH_ALLOC_CONF=%q ' "$PYTORCH_ALLOC_CONF"
   printf 'OMP_NUM_THREADS=%s PYTHONPATH=%q' "$OMP_NUM_THREADS" "$PYTHONPATH"
-  printf ' %q' "${command[@]}"
+  printf ' %q' ${memory[@]+"${memory[@]}"} "${command[@]}"
   echo
   exit
 fi

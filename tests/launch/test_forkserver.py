@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -85,9 +86,9 @@ def keep(name, **more):
 def ordinary(*args: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """What launch/torchrun.sh does, but for the ranks, each of which Python starts."""
     words = planned(*args, **variables)
-    assigned = dict(word.split("=", 1) for word in words[:2])
+    assigned = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: "=" in word, words))
     more = {"PYTHONUNBUFFERED": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-    return wait(popen(words[2:], runner.ROOT, assigned | more | variables))
+    return wait(popen(words[len(assigned) :], runner.ROOT, assigned | more | variables))
 
 
 def make(folder: Path, text: str) -> Path:

@@ -39,7 +39,9 @@ LAUNCH_VARIABLES = {
     *("PYTHONPATH", "LAUNCHED_AS", "STAGE_DIR", "STAGED_DATA", "ACCELERATE_CONFIG", "RUN_KEY"),
     *("TORCHINDUCTOR_CACHE_DIR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
     *("NUMA_BINDING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"),
 }
+OF_GLIBC = ["MALLOC_TRIM_THRESHOLD_=1073741824", "MALLOC_MMAP_THRESHOLD_=33554432"]  # bytes; without GPUs
 
 
 def environ(changes: Mapping[str, str]) -> dict[str, str]:
@@ -323,8 +325,8 @@ def test_dry_run(tmp_path: Path) -> None:
     words = ["--data", "my photos", "--name", 'it\'s "new" & $HOME; *', "--resume", ""]
     command = planned("--max-restarts=2", DDP, *words, cwd=tmp_path, OMP_NUM_THREADS="3")
     assert command[:2] == ["OMP_NUM_THREADS=3", f"PYTHONPATH={runner.ROOT}"]
-    assert command[2:4] == [sys.executable, str(runner.ROOT / "launch" / "agent.py")]
-    assert command[4:] == [
+    assert command[2:6] == [*OF_GLIBC, sys.executable, str(runner.ROOT / "launch" / "agent.py")]
+    assert command[6:] == [
         *(*HERE, "--nproc-per-node=2", "--max-restarts=0", SIGNALS, "--max-restarts=2"),
         *(str(runner.ROOT / DDP / "train.py"), *words),
     ]
@@ -511,6 +513,22 @@ def test_memory_of_gpus_can_grow(variables: dict[str, str], wanted: str | None, 
     assert launch(DDP, PYTHON=str(tmp_path / "python"), **variables).stdout.strip() == (wanted or "unset")
 
 
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({}, OF_GLIBC),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, []),
+        ({"MALLOC_TRIM_THRESHOLD_": "131072"}, ["MALLOC_TRIM_THRESHOLD_=131072"]),
+        ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"}, []),
+    ],
+    ids=str,
+)
+def test_memory_of_a_step_is_kept_for_the_next(variables: dict[str, str], wanted: list[str], tmp_path: Path) -> None:
+    """On CPUs, unless the user has set how glibc takes memory."""
+    write_program(tmp_path / "python", "env | grep ^MALLOC_ || true")
+    assert sorted(launch(DDP, PYTHON=str(tmp_path / "python"), **variables).stdout.split()) == sorted(wanted)
+
+
 def test_several_machines(tmp_path: Path) -> None:
     place = {"NNODES": "10", "NODE_RANK": "09", "MASTER_ADDR": "host0", "RUN_KEY": KEY}
     command = planned(DDP, cwd=tmp_path, **place)
@@ -589,7 +607,7 @@ def test_interpreter(variables: dict[str, str], wanted: str, tmp_path: Path) -> 
     python.chmod(0o755)
     inactive = {"PYTHON": "", "VIRTUAL_ENV": "", "CONDA_PREFIX": ""}
     words = shlex.split(shell(["bash", launcher, "--dry-run", "my project"], tmp_path, **inactive | variables).stdout)
-    assert words[2] == (str(python) if wanted == ".venv/bin/python" else wanted)
+    assert words[4] == (str(python) if wanted == ".venv/bin/python" else wanted)
 
 
 def test_cd_that_speaks() -> None:
